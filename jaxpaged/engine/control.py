@@ -21,9 +21,10 @@ class EngineControl(Protocol):
         """The answer of the engine's core."""
         ...
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings; False while requests are under way."""
-        return self.call(core_calls.ResetPrefixCache())
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prompt beginnings; False while requests are under way, unless those that run are to be
+        computed again."""
+        return self.call(core_calls.ResetPrefixCache(reset_running_requests))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; programs stay, so waking compiles nothing.
@@ -111,9 +112,10 @@ class AsyncEngineControl(Protocol):
         """The answer of the engine's core."""
         ...
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings; False while requests are under way."""
-        return await self.call(core_calls.ResetPrefixCache())
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prompt beginnings; False while requests are under way, unless those that run are to be
+        computed again."""
+        return await self.call(core_calls.ResetPrefixCache(reset_running_requests))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Free memory until `wake_up`; see `EngineControl.sleep`. Returns when it is free.

@@ -148,13 +148,17 @@ class EngineCore(EngineCoreClient):
         self.transfer.count_in(stats)
         return stats
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompt beginnings; False while requests hold blocks.
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached prompt beginnings; False while requests hold blocks. With `reset_running_requests` those
+        that run give theirs back first, and are computed again from their first token.
 
         Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
         """
         self._await_all()
         with self._changing_books():
+            if reset_running_requests:
+                self._scheduler.preempt_all()
+                self._settle_saves()
             done = self._scheduler.reset_prefix_cache()
         self._publish_events()
         return done

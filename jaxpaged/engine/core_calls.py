@@ -68,8 +68,10 @@ class ResetPrefixCache(CoreCall[bool]):
 
     changes_books = True
 
+    reset_running_requests: bool = False
+
     def answer(self, core: "EngineCore") -> bool:
-        return core.reset_prefix_cache()
+        return core.reset_prefix_cache(self.reset_running_requests)
 
     def merged(self, answers: Sequence[bool]) -> bool:
         return all(answers)

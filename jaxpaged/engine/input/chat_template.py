@@ -20,6 +20,7 @@ import jinja2.sandbox
 
 from jaxpaged.engine.input.tokenizer import read_json
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError
+from jaxpaged.text_checks import check_unicode
 
 Message = Mapping[str, Any]
 
@@ -29,6 +30,8 @@ END_MARK = "70190348617335902"
 """Put behind every text of the messages to find what comes after the last. No filter of a template changes digits."""
 TEXT_FIELDS = ("content", "reasoning", "reasoning_content", "thinking")
 """Fields of a message that hold its words."""
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""Those that every chat may have. Templates write others too, as if they knew what they are; these must name them."""
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """What `render` gives to templates itself."""
 LOOPS_OVER_CONTENT = re.compile(r"in\s+\w+(\.content|\[['\"]content['\"]\])|in\s+content\b")
@@ -63,6 +66,7 @@ class ChatTemplate:
         Raises RequestError for messages that are none, and when the template refuses them.
         """
         check_messages(messages, add_generation_prompt, continue_final_message)
+        self._check_roles(messages)
         return self._rendered(
             [self._prepared(message) for message in messages], continue_final_message,
             {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt},
@@ -95,6 +99,16 @@ class ChatTemplate:
                 "messages",
             ) from error
         return cut_at_mark(text) if continue_final_message else text
+
+    def _check_roles(self, messages: Sequence[Message]) -> None:
+        for index, role in enumerate(message["role"] for message in messages):
+            if role not in ROLES and not any(quoted in self.source for quoted in (f"'{role}'", f'"{role}"')):
+                check_unicode("messages", role)
+                path = f"messages[{index}].role"
+                raise RequestError(
+                    f"{path} is {role!r}, which the chat template does not know. Use system, user, assistant or tool.",
+                    path,
+                )
 
     def _prepared(self, message: Message) -> dict[str, Any]:
         """A copy, with a list of text parts joined to one text for templates that know only texts."""

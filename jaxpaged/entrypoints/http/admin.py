@@ -13,12 +13,13 @@ from starlette.responses import Response
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.body import json_response, read_struct
+from jaxpaged.entrypoints.http.endpoint import flag
 from jaxpaged.entrypoints.http.errors import HttpError, scrubbed
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import CapacityError, CheckpointError
 
 
-class AbortRequest(msgspec.Struct):
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Ids of answers, such as `chatcmpl-...`."""
 
     request_ids: list[str]
@@ -89,8 +90,15 @@ class Admin:
         return json_response(ProfileState(False))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget all cached prompt beginnings; false while requests are under way."""
-        return json_response({"success": await self._service.engine.reset_prefix_cache()})
+        """Forget all cached prompt beginnings; false while requests are under way, unless `reset_running_requests` has
+        those that run computed again."""
+        if flag(request, "reset_external"):
+            raise HttpError(
+                400, "reset_external is true, but KV tiers are not emptied here. Leave it out; 'jaxpaged kv' shows and "
+                "prunes what they hold.", "reset_external",
+            )  # fmt: skip
+        done = await self._service.engine.reset_prefix_cache(flag(request, "reset_running_requests"))
+        return json_response({"success": done})
 
     async def _abort(self, request_ids: list[str] | None) -> Response:
         engine_ids = self._service.traffic.engine_ids(request_ids)

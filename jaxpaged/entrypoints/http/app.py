@@ -29,7 +29,10 @@ from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Endpoint, KnownPaths, Query
 from jaxpaged.entrypoints.http.errors import answer_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
+from jaxpaged.entrypoints.http.invocations import ANY_REQUEST, ANY_RESPONSE, Invocations
+from jaxpaged.entrypoints.http.kv_event_sources import EventSources, KVEventSources
 from jaxpaged.entrypoints.http.metrics import Metrics
+from jaxpaged.entrypoints.http.openai.chat_batch import ChatBatchRequest
 from jaxpaged.entrypoints.http.openai.models import ModelCard, ModelList, Models
 from jaxpaged.entrypoints.http.openai.protocol import (
     ChatCompletionRequest,
@@ -76,6 +79,10 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             "POST", "/v1/chat/completions", generation.chat, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
+        Endpoint(
+            "POST", "/v1/chat/completions/batch", generation.chat_batch, ChatBatchRequest, ChatCompletionResponse
+        ),
+        Endpoint("POST", "/invocations", Invocations(service).invoke, ANY_REQUEST, ANY_RESPONSE, streams=True),
         *messages_endpoints(service),
         *responses_endpoints(service),
         Endpoint("GET", "/v1/models", models.list, answer=ModelList),
@@ -85,6 +92,7 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         *pooling_endpoints(service),
         Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
         Endpoint("GET", "/metrics", Metrics(service).read),
+        Endpoint("GET", "/kv_event_sources", KVEventSources(service).read, answer=EventSources),
         *health_endpoints(service),
     ]
 
@@ -120,7 +128,10 @@ def pooling_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "/pooling", pooling.pool, EmbeddingRequest, PoolingResponse),
         Endpoint("POST", "/classify", pooling.classify, ClassifyRequest, ClassifyResponse),
         *(Endpoint("POST", path, pooling.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
-        *(Endpoint("POST", path, pooling.rerank, RerankRequest, RerankResponse) for path in ("/rerank", "/v1/rerank")),
+        *(
+            Endpoint("POST", path, pooling.rerank, RerankRequest, RerankResponse)
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
     ]
 
 
@@ -145,14 +156,15 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
         Query("mode", {"type": "string", "enum": list(MODES)}),
     )
     wake = (Query("tags", {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}),)
+    reset = tuple(Query(name, {"type": "boolean"}) for name in ("reset_running_requests", "reset_external"))
     return [
-        Endpoint("POST", "/sleep", admin.sleep, answer=SleepState, query=sleep, conflicts=True),
-        Endpoint("POST", "/wake_up", admin.wake_up, answer=SleepState, query=wake),
-        Endpoint("GET", "/is_sleeping", admin.is_sleeping),
-        Endpoint("POST", "/start_profile", admin.start_profile, answer=ProfileState, conflicts=True),
-        Endpoint("POST", "/stop_profile", admin.stop_profile, answer=ProfileState, conflicts=True),
-        Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
-        Endpoint("POST", "/abort_all_requests", admin.abort_all),
+        Endpoint("POST", "/sleep", admin.sleep, answer=SleepState, query=sleep, conflicts=True, is_strict=True),
+        Endpoint("POST", "/wake_up", admin.wake_up, answer=SleepState, query=wake, is_strict=True),
+        Endpoint("GET", "/is_sleeping", admin.is_sleeping, is_strict=True),
+        Endpoint("POST", "/start_profile", admin.start_profile, answer=ProfileState, conflicts=True, is_strict=True),
+        Endpoint("POST", "/stop_profile", admin.stop_profile, answer=ProfileState, conflicts=True, is_strict=True),
+        Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, query=reset, is_strict=True),
+        Endpoint("POST", "/abort_all_requests", admin.abort_all, is_strict=True),
         Endpoint("GET", "/metrics", Metrics(service).read),
         *health_endpoints(service),
     ]

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.unknown_fields import known_part, refusal, unknown_name
 from jaxpaged.entrypoints.http.value_count import DEAREST, ValueCount
 
 BODY_TIMEOUT = 60.0
@@ -44,9 +45,19 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
 
     Raises HttpError 400 for another media type, broken JSON and wrong types, 413 for more than `max_body_bytes`.
     """
+    return await struct_of(request, await read_json(request, max_body_bytes), kind)
+
+
+async def read_json(request: Request, max_body_bytes: int) -> bytearray:
+    """The body, of which nothing is decoded. Raises HttpError, as `read_struct` does."""
     check_media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_body_bytes)
     BODY_BYTES.set(len(body))
+    return body
+
+
+async def struct_of[T](request: Request, body: bytearray, kind: type[T]) -> T:
+    """A body that was read as a struct of type `kind`. Raises HttpError 400."""
     if len(body) <= LONG_BODY:
         return decoded(body, kind)
     async with request.app.state.long_bodies:
@@ -57,13 +68,23 @@ async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -
 def decoded[T](body: bytearray, kind: type[T]) -> T:
     """The struct in a body. Raises HttpError 400."""
     try:
-        return decoder(kind).decode(body)
+        return strictly_decoded(body, kind)
     except msgspec.ValidationError as error:
-        raise wrong_field(str(error)) from None
+        raise wrong_field(str(error), kind) from None
     except msgspec.DecodeError as error:
         raise HttpError(400, f"The body is not valid JSON: {error}. Correct it.") from None
     except RecursionError:
         raise HttpError(400, f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.") from None
+
+
+def strictly_decoded[T](body: bytes | bytearray, kind: type[T]) -> T:
+    """Raises what msgspec does, for fields too that the struct does not know, unless they ask for nothing."""
+    try:
+        return decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        if unknown_name(str(error)) is None:
+            raise
+    return decoder(kind).decode(known_part(body, kind))
 
 
 async def off_loop[T](function: Callable[..., T], *arguments: Any) -> T:
@@ -140,10 +161,12 @@ def too_large(limit: int, length: int | None = None) -> HttpError:
     return HttpError(413, f"The body {size}; at most {limit} are read. Shorten it.", headers=CLOSE)
 
 
-def wrong_field(message: str) -> HttpError:
+def wrong_field(message: str, kind: type) -> HttpError:
     """msgspec's message as an error with the path of the field, such as `messages[0].role`."""
     match = WHERE.match(message)
     what, path = match["what"], match["path"] or ""
+    if (name := unknown_name(what)) is not None:
+        return HttpError(400, refusal(name, path, kind), f"{path}.{name}" if path else name)
     if missing := MISSING.search(what):
         path = f"{path}.{missing['name']}" if path else missing["name"]
         return HttpError(400, f"{path} is missing. Add it.", path)

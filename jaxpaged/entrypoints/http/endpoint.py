@@ -2,14 +2,16 @@
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from types import UnionType
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
+from jaxpaged.entrypoints.http.errors import ErrorBody, HttpError, as_http_error, error_response
 from jaxpaged.entrypoints.http.request_ids import header_id
+from jaxpaged.errors import did_you_mean
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -24,7 +26,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One path and method. `body` and `answer` are structs, or None where there is no JSON.
+    """One path and method. `body` and `answer` are structs, one of several, or None where there is no JSON.
 
     The first line of the handler's docstring says what it does. `streams`: the answer may be a stream of events.
     """
@@ -32,12 +34,13 @@ class Endpoint:
     method: str
     path: str
     handler: Handler
-    body: type | None = None
-    answer: type | None = None
+    body: type | UnionType | None = None
+    answer: type | UnionType | None = None
     streams: bool = False
     query: tuple[Query, ...] = ()
     not_found: bool = False  # it answers 404 for a name that it does not know
     conflicts: bool = False  # it answers 409 when the engine is in the wrong state
+    is_strict: bool = False  # it refuses query parameters that it does not have
     error: type = ErrorBody  # what answers that are errors hold
 
     def route(self) -> Route:
@@ -47,9 +50,27 @@ class Endpoint:
         """Whatever the handler raises becomes an answer, and so does a bad X-Request-Id before it is asked."""
         try:
             header_id(request)
+            if self.is_strict:
+                self._check_query(request)
             return await self.handler(request)
         except Exception as error:
             return error_response(as_http_error(error))
+
+
+    def _check_query(self, request: Request) -> None:
+        known = [each.name for each in self.query]
+        for name in request.query_params:
+            if name not in known:
+                near = did_you_mean(name, known) or " Leave it out."
+                raise HttpError(400, f"{self.path} has no query parameter {name!r}.{near}", name)
+
+
+def flag(request: Request, name: str) -> bool:
+    """A query parameter that is true or false. Raises HttpError 400 for other values."""
+    text = request.query_params.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise HttpError(400, f"{name} is {text!r}; it must be true or false.", name)
+    return text == "true"
 
 
 class KnownPaths:

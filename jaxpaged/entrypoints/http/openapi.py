@@ -1,7 +1,8 @@
 """`GET /openapi.json`: the OpenAPI 3.1 description of the endpoints, made from their declarations and structs."""
 
 from collections.abc import Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import msgspec
 
@@ -13,8 +14,8 @@ REF = "#/components/schemas/{name}"
 
 def description(endpoints: Sequence[Endpoint], with_keys: bool) -> dict[str, Any]:
     """The whole document. `with_keys`: requests need an API key."""
-    kinds = [kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer, endpoint.error)]
-    ordered = sorted(set(filter(None, kinds)), key=lambda kind: kind.__name__)
+    kinds = [kind for each in endpoints for one in (each.body, each.answer, each.error) for kind in members(one)]
+    ordered = sorted(set(kinds), key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
@@ -65,8 +66,16 @@ def responses(endpoint: Endpoint, with_keys: bool) -> dict[str, Any]:
     return {"200": success, **{str(code): refusal for code, possible in codes.items() if possible}}
 
 
-def json_content(kind: type) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}}
+def json_content(kind: type | UnionType) -> dict[str, Any]:
+    schemas = [{"$ref": REF.format(name=each.__name__)} for each in members(kind)]
+    return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
+
+
+def members(kind: type | UnionType | None) -> tuple[type, ...]:
+    """The structs that a body or an answer can be."""
+    if isinstance(kind, UnionType):
+        return get_args(kind)
+    return () if kind is None else (kind,)
 
 
 def path_parameters(endpoint: Endpoint) -> list[dict[str, Any]]:

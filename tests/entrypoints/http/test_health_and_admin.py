@@ -141,7 +141,9 @@ def test_sleep_ends_awaits_or_keeps_what_is_under_way(serving, mode):
 def test_profiles_are_recorded_one_at_a_time(serving):
     async def scenario(server):
         paths = ("stop", "start", "start", "stop")
-        answers = [await server.admin.post(f"/{path}_profile?folder=/etc") for path in paths]
+        refused = await server.admin.post("/start_profile?folder=/etc")
+        assert refused.status == 400 and refused.error["param"] == "folder"
+        answers = [await server.admin.post(f"/{path}_profile") for path in paths]
         return answers, server.engine.executor.recorded_to
 
     answers, folders = serving(scenario)
@@ -198,3 +200,23 @@ def test_clients_cannot_abort_everything_but_the_operator_can(serving):
 )
 def test_the_public_listener_has_none_of_the_operators_endpoints(ask, path):
     assert ask(path, {}).status == 404
+
+
+def test_the_prefix_cache_is_forgotten_of_requests_that_run_too_where_the_operator_says_so(serving):
+    """They are computed again. Before, the parameter passed without a word, and so did `reset_external`."""
+
+    async def scenario(server):
+        server.engine.executor.longest_run = 1
+        asking = asyncio.ensure_future(server.client.post("/v1/completions", LONG | {"temperature": 0}))
+        while len(server.engine.executor.executed) < 3:
+            await asyncio.sleep(0)
+        server.engine.go_on.clear()
+        path = "/reset_prefix_cache"
+        answers = [(await server.admin.post(f"{path}{query}")).json for query in ("", "?reset_running_requests=true")]
+        refused = [await server.admin.post(f"{path}?{query}") for query in ("reset_external=true", "reset_external=a")]
+        server.engine.go_on.set()
+        interrupted = (await asking).json["choices"][0]["text"]
+        whole = (await server.client.post("/v1/completions", LONG | {"temperature": 0})).json["choices"][0]["text"]
+        return answers, [each.status for each in refused], interrupted == whole
+
+    assert serving(scenario) == ([{"success": False}, {"success": True}], [400, 400], True)

@@ -25,6 +25,8 @@ TEXTS = {"input": ["the cat ü", "sat"], "truncate_prompt_tokens": 5, "cache_sal
 BODIES = {
     "/v1/completions": {"prompt": ["the cat ü", "a"], "max_tokens": 2, "n": 2, "logprobs": 1, "vllm_xargs": {"a": [1]}},
     "/v1/chat/completions": {**CHAT, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"},
+    "/v1/chat/completions/batch": {**CHAT, "messages": [MESSAGES, MESSAGES]},
+    "/invocations": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/messages": {
         "max_tokens": 2, "messages": MESSAGES, "system": "ü", "stop_sequences": ["dog"], "metadata": {}
     },
@@ -40,7 +42,7 @@ BODIES = {
     "/rerank": {"query": "the cat ü", "documents": ["a", {"text": "sat"}], "top_n": 1},
 }  # fmt: skip
 POOLING = ("/score", "/rerank", "/v1/embeddings", "/pooling")
-ALIASES = {"/v1/score": "/score", "/v1/rerank": "/rerank"}
+ALIASES = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}
 NASTY = (
     b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\x00", b"\\ud800", b"\\u0000", b"\xef\xbb\xbf",
     b"1e999", b"-0", b"99999999999999999999", b"[", b"{", b'"', b"\\", b"null", b"NaN", b"\n",

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.http.anthropic.conversation import chat_messages, continues
 from jaxpaged.entrypoints.http.anthropic.protocol import (
+    ContextManagement,
     CountTokensRequest,
     MessagesPrompt,
     MessagesRequest,
@@ -31,7 +32,11 @@ REFUSALS = {
     "mcp_servers": "This server calls no tools itself",
     "container": "This server runs no code",
     "thread": "This server keeps no conversations: send all messages every time",
+    "speed": "There is one speed",
+    "inference_geo": "The model runs where this server is",
 }
+NOTHING = (None, False, "", [], {}, "standard")
+"""Values of those that ask for nothing."""
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 LEAST_BUDGET = 1024
 CHOICES = {"auto": "auto", "any": "required", "tool": "named"}
@@ -48,7 +53,7 @@ def parse(service: Service, body: MessagesRequest, request_id: str, model: str) 
     with client_names(names):
         params = sampling_params(body, processor.defaults.sampling, processor.thinking_token_ids is not None)
         prepared = parse_conversation(conversation_of(body, body.cache_salt), params, service.formats, service.prompts)
-    generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, names=names)
+    generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, body.priority or 0, names)
     return Parsed(body, model, generation, prepared.reading)
 
 
@@ -72,7 +77,8 @@ def engine_names(body: MessagesPrompt) -> dict[str, str]:
 
 def check_prompt_fields(body: MessagesPrompt) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
-    check_refusals(body, REFUSALS)
+    check_refusals(body, REFUSALS, NOTHING)
+    check_edits(body.context_management)
     check_tools(body.tools or [])
     check_tool_choice(body.tool_choice, body.tools or [])
     check_thinking(body.thinking, body.tool_choice)
@@ -89,6 +95,16 @@ def check_request_fields(body: MessagesRequest) -> None:
     if budget is not None and budget >= body.max_tokens:
         path = "thinking.budget_tokens"
         raise HttpError(400, f"{path} is {budget}; it must be less than max_tokens = {body.max_tokens}.", path)
+
+
+def check_edits(management: ContextManagement | None) -> None:
+    for index, edit in enumerate(management.edits or () if management else ()):
+        if not edit.type.startswith("clear_thinking"):
+            path = f"context_management.edits[{index}]"
+            raise HttpError(
+                400, f"{path}.type is {edit.type!r}; the messages are taken as they are. Leave it out, and send those "
+                "that are to be read.", path,
+            )  # fmt: skip
 
 
 def check_tools(tools: list[MessagesTool]) -> None:

@@ -1,8 +1,8 @@
 """What `/v1/messages` and `/v1/messages/count_tokens` take and give, and the events of a streamed answer: each has its
 name, and data with the same `type`.
 
-Fields that are not here, such as `cache_control`, are let through: prompts are cached by themselves. This module knows
-no endpoint.
+Fields of blocks and tools that are not here, such as `cache_control`, are let through: prompts are cached by
+themselves. This module knows no endpoint.
 """
 
 from typing import Any, Literal
@@ -79,7 +79,7 @@ class MessagesTool(msgspec.Struct):
     type: str | None = None
 
 
-class MessagesToolChoice(msgspec.Struct):
+class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """Whether tools are called: as the model likes, at least one, the one of this `name`, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -87,7 +87,7 @@ class MessagesToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingOption(msgspec.Struct):
+class ThinkingOption(msgspec.Struct, forbid_unknown_fields=True):
     """Whether the model thinks before it answers. `budget_tokens` is the limit of that where the model's vocabulary has
     tokens around thinking, and a target elsewhere."""
 
@@ -102,14 +102,26 @@ class OutputFormat(msgspec.Struct):
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     """How much effort the model makes, where its chat template has a word for it, and what its answer looks like."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
-class MessagesPrompt(msgspec.Struct, kw_only=True):
+class ContextEdit(msgspec.Struct):
+    """What is to be taken out of the messages. Earlier thinking is left out or not as the chat template has it."""
+
+    type: str
+
+
+class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
+    """How the messages are to be shortened."""
+
+    edits: list[ContextEdit] | None = None
+
+
+class MessagesPrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What becomes the prompt. A last turn of the assistant is the beginning of the answer."""
 
     model: str | None = None
@@ -123,6 +135,13 @@ class MessagesPrompt(msgspec.Struct, kw_only=True):
     mcp_servers: Any = None
     container: Any = None
     thread: Any = None
+    context_management: ContextManagement | None = None
+    speed: Any = None
+    inference_geo: Any = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    cache_control: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
 
 
 class MessagesRequest(MessagesPrompt, kw_only=True):
@@ -136,6 +155,7 @@ class MessagesRequest(MessagesPrompt, kw_only=True):
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     cache_salt: str | None = None
+    priority: int | None = 0
 
 
 class MessagesUsage(msgspec.Struct):
@@ -161,7 +181,17 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(MessagesPrompt, kw_only=True):
-    """A conversation whose prompt is counted."""
+    """A conversation whose prompt is counted. What is only about the answer may stand beside it."""
+
+    max_tokens: Any = None
+    stop_sequences: Any = None
+    stream: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    metadata: Any = None
+    cache_salt: Any = None
+    priority: Any = None
 
 
 class CountTokensResponse(msgspec.Struct):

@@ -4,7 +4,7 @@ Types are checked when a body is decoded; ranges by `SamplingParams`. This modul
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,7 +14,11 @@ MAX_STOP_STRINGS = 4
 ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters under their own names. None means the default."""
 
     presence_penalty: float | None = None
@@ -24,7 +28,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -39,7 +43,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class EngineFields(SamplingFields, kw_only=True):
-    """With them, what else every request may say."""
+    """With them, what else every request may say.
+
+    The last ones ask for nothing that changes an answer: who the user is, and hints for caches and accounts.
+    """
 
     model: str | None = None
     stream: bool | None = False
@@ -49,6 +56,15 @@ class EngineFields(SamplingFields, kw_only=True):
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: Any = None
+    service_tier: str | None = None
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    client_metadata: Any = None
 
 
 def given(body: SamplingFields, names: Iterable[str] = SamplingFields.__struct_fields__) -> dict[str, Any]:
@@ -65,6 +81,21 @@ def check_refusals(
             raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
 
 
+def check_given(body: msgspec.Struct, name: str) -> None:
+    """Raise HttpError 400 where the field is missing. It is looked for after what is refused, which clients may have
+    given in its place."""
+    if getattr(body, name) is None:
+        raise HttpError(400, f"{name} is missing. Add it.", name)
+
+
 def check_stop(name: str, stop: str | list[str] | None) -> None:
     if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
         raise HttpError(400, f"{name} has {len(stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", name)
+
+
+def check_service_tier(tier: str | None) -> None:
+    """Raise HttpError 400 for a tier that OpenAI does not have. All of its own are served alike."""
+    if tier not in (None, *SERVICE_TIERS):
+        raise HttpError(
+            400, f"service_tier is {tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.", "service_tier"
+        )

@@ -25,6 +25,7 @@ from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.beams import search
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.priority_header import take_priority
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.auth import client_of
@@ -82,14 +83,27 @@ class Stages:
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
     """The answer to a request, or the stream of its events."""
     await service.pace.turn()
-    body = await read_struct(request, stages.body, service.options.max_body_bytes)
-    model = service.check_model(body.model)
-    request_id = request_id_of(request, stages.prefix, getattr(body, "request_id", None))
-    choose_core(request.headers.items())
+    return await respond_to(
+        service, stages, request, await read_struct(request, stages.body, service.options.max_body_bytes)
+    )
+
+
+async def respond_to(service: Service, stages: Stages, request: Request, body: Any) -> Response:
+    """`respond`, to a body that was read."""
+    request_id, model = introduced(service, stages.prefix, request, body)
     parsed = await parse(service, stages, body, request_id, model, client_of(request))
     if stages.writer is not None and body.stream:
         return streamed(service, request_id, parsed.generation, stages.writer(service, parsed))
     return await service.answered(request, request_id, answer(service, stages, parsed))
+
+
+def introduced(service: Service, prefix: str, request: Request, body: Any) -> tuple[str, str]:
+    """The id of a request and the name of its model, once its headers were heeded. Raises HttpError."""
+    model = service.check_model(body.model)
+    request_id = request_id_of(request, prefix, getattr(body, "request_id", None))
+    choose_core(request.headers.items())
+    take_priority(request, body)
+    return request_id, model
 
 
 async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, client: str) -> Parsed:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.sampling_fields import check_refusals
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name
@@ -12,6 +13,17 @@ from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 
+REFUSALS = {
+    "functions": "They are called tools",
+    "function_call": "It is called tool_choice",
+    "modalities": "The model writes text only",
+    "audio": "The model writes text only",
+    "verbosity": "The model writes as it does",
+    "web_search_options": "This server searches nothing",
+}
+"""Field -> why it is not served."""
+NOTHING = (None, False, "", [], {}, ["text"], "medium", "none", "auto")
+"""Values of those that ask for nothing."""
 ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """The engine's name of a field -> what it is called in a chat."""
 
@@ -54,6 +66,7 @@ def params_of(service: Service, body: ChatCompletionRequest) -> tuple[SamplingPa
 def check(body: ChatCompletionRequest) -> None:
     """Raise HttpError 400 for what this API cannot do."""
     check_fields(body)
+    check_refusals(body, REFUSALS, NOTHING)
     if body.use_beam_search and body.tool_choice not in (None, "auto", "none"):
         raise HttpError(
             400, "tool_choice forces a call, but beam search has no grammars. Leave one of them out.", "tool_choice"

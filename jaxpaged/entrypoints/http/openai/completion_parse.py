@@ -2,6 +2,7 @@
 
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
+from jaxpaged.entrypoints.http.generation.sampling_fields import check_given
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name, shape_of
 from jaxpaged.entrypoints.http.openai.protocol import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -45,6 +46,7 @@ def params_of(service: Service, body: CompletionRequest) -> SamplingParams:
 def check(body: CompletionRequest) -> None:
     """Raise HttpError 400 for what this API cannot do."""
     check_fields(body)
+    check_given(body, "prompt")
     if body.use_beam_search and body.echo and body.logprobs is not None:
         raise HttpError(
             400, "echo and logprobs are given, but beam search has no log probabilities of the prompt. Leave one out.",

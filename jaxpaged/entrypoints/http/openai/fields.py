@@ -1,8 +1,8 @@
 """Fields that completions and chats have in common, and how they become `SamplingParams`.
 
-Types are checked when a body is decoded; ranges by `SamplingParams`. A field that cannot be honoured is refused here;
-fields that the API does not know are let through, as OpenAI clients expect. `use_beam_search` with `n` beams asks for a
-search, of which this module knows only the parameters. It knows no endpoint.
+Types are checked when a body is decoded, which refuses unknown fields; ranges are checked by `SamplingParams`. A field
+that cannot be honoured is refused here. `use_beam_search` with `n` beams asks for a search, of which this module knows
+only the parameters. It knows no endpoint.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,13 @@ from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.sampling_fields import (
     ENCODER_REFUSALS,
-    EngineFields,
     SamplingFields,
     check_refusals,
+    check_service_tier,
     check_stop,
     given,
 )
+from jaxpaged.entrypoints.http.openai.guided import SHAPES, GuidedFields, guided_name, guided_shape
 from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
@@ -36,33 +37,30 @@ KEPT_WITH_BEAMS = (
 """Those that beam search has a use for, besides `n`, `temperature` and `seed`."""
 NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 REFUSED_WITH_BEAMS = (
-    "stream", "structured_outputs", "vllm_xargs", "kv_transfer_params",
+    "stream", "structured_outputs", "vllm_xargs", "kv_transfer_params", *SHAPES,
     *(name for name in SAMPLING if name not in (*KEPT_WITH_BEAMS, "n", "temperature", "seed")),
 )  # fmt: skip
 """Fields that have no meaning where nothing is drawn, unless they have their neutral values."""
 
-RENAMED = "It is called structured_outputs now"
 REFUSALS = {
-    "guided_json": RENAMED,
-    "guided_regex": RENAMED,
-    "guided_choice": RENAMED,
-    "guided_grammar": RENAMED,
     "repetition_detection": "Repetition is not looked for",
     "watermarking": "Watermarks are not made",
     **ENCODER_REFUSALS,
     "prompt_embeds": "Prompts are taken as text or token ids",
+    "store": "Only /v1/responses keeps its answers",
 }
 """Field -> why no value of it is served."""
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream tells besides its tokens."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """What the output must look like: "text", "json_object", "json_schema" with {"name": ..., "schema": ...}, or
     "structural_tag" with a format, or as it was before with structures and triggers."""
 
@@ -73,7 +71,7 @@ class ResponseFormat(msgspec.Struct):
     triggers: list[str] | None = None
 
 
-class GenerationFields(EngineFields, kw_only=True):
+class GenerationFields(GuidedFields, kw_only=True):
     """What completions and chats have in common. None means the default."""
 
     n: int | None = None
@@ -92,13 +90,10 @@ class GenerationFields(EngineFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = False
     stream_interval: int | None = None
     response_format: ResponseFormat | None = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     repetition_detection: Any = None
     watermarking: Any = None
     prompt_embeds: Any = None
+    store: Any = None
 
     @property
     def truncation(self) -> Truncation:
@@ -115,8 +110,14 @@ class UsageOptions(msgspec.Struct):
 def check_fields(body: GenerationFields) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
     check_refusals(body, REFUSALS, nothing=(None, False, -1))
+    check_service_tier(body.service_tier)
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise HttpError(
+            400, "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
+            "stream_options",
+        )  # fmt: skip
     if body.stream and body.prompt_logprobs:
         raise HttpError(
             400, f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
@@ -148,6 +149,11 @@ def check_beams(body: GenerationFields) -> None:
 def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
     """What the answer must look like. Raises HttpError or RequestError 400 naming the field."""
     wanted, given = body.response_format, body.structured_outputs
+    if (guided := guided_shape(body)) is not None:
+        if given is not None or (wanted is not None and wanted.type != "text"):
+            name, other = guided_name(body), "response_format" if given is None else "structured_outputs"
+            raise HttpError(400, f"{name} and {other} are given. Give one of them.", name)
+        return guided
     if wanted is None or wanted.type == "text":
         return None if given is None else StructuredOutputsParams.from_dict(given)
     if given is not None:
@@ -181,6 +187,8 @@ def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
 
 def shape_name(body: GenerationFields) -> dict[str, str]:
     """The engine's name of the answer's shape -> what this request calls it."""
+    if (name := guided_name(body)) is not None:
+        return {"structured_outputs": name}
     return {} if body.response_format is None else SHAPE_NAMES
 
 

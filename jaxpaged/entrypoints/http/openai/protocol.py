@@ -34,7 +34,7 @@ class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """A prompt to continue: text, token ids, or a list of either."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -98,13 +98,13 @@ class Tool(msgspec.Struct):
     type: str = "function"
 
 
-class NamedFunction(msgspec.Struct):
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
     """The name of a function."""
 
     name: str
 
 
-class NamedToolChoice(msgspec.Struct):
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """The function that must be called."""
 
     function: NamedFunction
@@ -112,7 +112,7 @@ class NamedToolChoice(msgspec.Struct):
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
-    """A conversation to go on with."""
+    """A conversation to go on with. `prediction` would only be about speed."""
 
     messages: list[dict[str, Any]]
     tools: list[Tool] | None = None
@@ -131,6 +131,13 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
     return_prompt_text: bool | None = False
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -242,7 +249,7 @@ class ChatCompletionChunk(Chunk, kw_only=True, omit_defaults=True):
 # ---- tokens
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A text or a conversation. `add_special_tokens` is true for a text and false for a conversation by default."""
 
     messages: list[dict[str, Any]] | None = None
@@ -270,7 +277,7 @@ class TokenizeResponse(msgspec.Struct):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Token ids of the model's vocabulary."""
 
     tokens: list[int]

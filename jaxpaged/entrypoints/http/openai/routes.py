@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.openai import chat_parse, chat_write, completion_parse, completion_write
+from jaxpaged.entrypoints.http.openai.chat_batch import respond_to_batch
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 
@@ -27,3 +28,7 @@ class Generation:
     async def chat(self, request: Request) -> Response:
         """Answer one conversation, at once or as a stream."""
         return await respond(self._service, CHATS, request)
+
+    async def chat_batch(self, request: Request) -> Response:
+        """Answer several conversations, with one choice for each."""
+        return await respond_to_batch(self._service, CHATS, request)

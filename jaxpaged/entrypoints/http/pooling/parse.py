@@ -11,6 +11,7 @@ from jaxpaged.engine.pooling.scoring import paired
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt, check_salt
+from jaxpaged.entrypoints.http.generation.sampling_fields import check_given
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
@@ -47,6 +48,7 @@ def parse_inputs(
     """`task` None: whatever the model does. Raises HttpError and RequestError 400 for what cannot be."""
     pooler = pooler_of(service, task)
     check_fields(body)
+    check_given(body, "input")
     params = PoolingParams(
         task=task, dimensions=getattr(body, "dimensions", None), use_activation=body.use_activation,
         normalize=body.normalize,

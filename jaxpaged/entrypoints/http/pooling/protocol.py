@@ -7,7 +7,7 @@ import msgspec
 from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 
 
-class PoolingFields(msgspec.Struct, kw_only=True):
+class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What all of them take. None means the default."""
 
     model: str | None = None
@@ -24,12 +24,14 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     endianness: str | None = None
     mm_processor_kwargs: Any = None
     messages: Any = None
+    metadata: Any = None
+    session_id: Any = None
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True):
     """Texts, token ids, or lists of either. `dimensions` cuts the vectors, where the model was trained for it."""
 
-    input: str | list[str | int | list[int]]
+    input: str | list[str | int | list[int]] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
@@ -37,7 +39,7 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 class ClassifyRequest(PoolingFields, kw_only=True):
     """Texts, token ids, or lists of either."""
 
-    input: str | list[str | int | list[int]]
+    input: str | list[str | int | list[int]] | None = None
 
 
 class Document(msgspec.Struct):

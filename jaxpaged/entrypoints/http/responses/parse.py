@@ -13,7 +13,14 @@ from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, ParsedConversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.sampling_fields import ENCODER_REFUSALS, check_refusals, check_stop, given
+from jaxpaged.entrypoints.http.generation.sampling_fields import (
+    ENCODER_REFUSALS,
+    check_given,
+    check_refusals,
+    check_service_tier,
+    check_stop,
+    given,
+)
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,
@@ -60,7 +67,6 @@ REFUSALS = {
 }
 """Field -> why no value of it is served. The last ones are for clients that mistake this API for another."""
 
-SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -197,6 +203,7 @@ def response_of(body: ResponsesRequest, model: str, params: SamplingParams, keep
 def check(body: ResponsesRequest) -> None:
     """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
     check_refusals(body, REFUSALS)
+    check_given(body, "input")
     if body.n not in (None, 1):
         raise HttpError(400, "n is given. A response is one answer, so leave it out.", "n")
     check_metadata(body.metadata)
@@ -226,11 +233,7 @@ def check_way_to_answer(body: ResponsesRequest) -> None:
             400, "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
             "stream_options",
         )  # fmt: skip
-    if body.service_tier not in (None, *SERVICE_TIERS):
-        raise HttpError(
-            400, f"service_tier is {body.service_tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.",
-            "service_tier",
-        )  # fmt: skip
+    check_service_tier(body.service_tier)
 
 
 def check_style(body: ResponsesRequest) -> None:

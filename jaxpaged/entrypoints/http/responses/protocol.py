@@ -17,14 +17,14 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class TextOptions(msgspec.Struct):
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What the answer's text must look like."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
-class ReasoningOptions(msgspec.Struct):
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """How the model should think."""
 
     effort: str | None = None
@@ -32,7 +32,7 @@ class ReasoningOptions(msgspec.Struct):
     generate_summary: str | None = None
 
 
-class ResponseStreamOptions(msgspec.Struct):
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """What a stream tells besides its events."""
 
     include_obfuscation: bool | None = None
@@ -41,7 +41,7 @@ class ResponseStreamOptions(msgspec.Struct):
 class ResponsesRequest(EngineFields, kw_only=True):
     """An input to answer. None means the default. Of the fields in `EngineFields`, most are vLLM's and not OpenAI's."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -59,7 +59,6 @@ class ResponsesRequest(EngineFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None

@@ -7,9 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
+from jaxpaged.entrypoints.http.endpoint import flag
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import all_results, stream
+from jaxpaged.entrypoints.http.generation.priority_header import take_priority
 from jaxpaged.entrypoints.http.generation.stages import check_shape, streamed
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
@@ -38,6 +40,7 @@ class Responses:
         await off_loop(check, body)
         request_id = request_id_of(request, "resp")
         choose_core(request.headers.items())
+        take_priority(request, body)
         parsed = await self._parsed(request, body)
         if body.background:
             stored = await self._begin_in_background(parsed, with_events=bool(body.stream))
@@ -123,14 +126,6 @@ class Responses:
 def owner_of(request: Request) -> bytes:
     """Who asks: clients with different keys see nothing of each other."""
     return digest(given_key(request.headers))
-
-
-def flag(request: Request, name: str) -> bool:
-    """A query parameter that is true or false. Raises HttpError 400 for other values."""
-    text = request.query_params.get(name, "false").lower()
-    if text not in ("true", "false"):
-        raise HttpError(400, f"{name} is {text!r}; it must be true or false.", name)
-    return text == "true"
 
 
 def starting_after(request: Request) -> int | None:

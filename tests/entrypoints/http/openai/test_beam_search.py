@@ -12,7 +12,8 @@ from tests.engine.small_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 BEAMS = {"prompt": "the cat", "use_beam_search": True, "n": 3, "max_tokens": 4, "temperature": 0}
-CHAT = {**BEAMS, "messages": [{"role": "user", "content": "the cat"}]}
+CHAT = {name: value for name, value in BEAMS.items() if name != "prompt"}
+CHAT["messages"] = [{"role": "user", "content": "the cat"}]
 EVERY = TOKENIZER.vocab_size
 
 

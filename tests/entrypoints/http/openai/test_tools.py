@@ -355,7 +355,6 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
         ({"structured_outputs": {"choice": ["a"]}, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"structured_outputs": {"thinking": ["a", "b", True], "choice": ["a"]}}, "structured_outputs"),
-        ({"guided_choice": ["a"]}, "guided_choice"),
         ({"tools": [tool("weather", BAD_SCHEMA)], "tool_choice": "required"}, "tools"),
         ({"tools": [tool("weather", BAD_SCHEMA)], "tool_choice": NAMED}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from jaxpaged.entrypoints.http.app import public_endpoints
+from jaxpaged.entrypoints.http.openapi import members
 
 SECRET = "xylophone"
 
@@ -74,22 +75,27 @@ def test_nothing_that_was_asked_is_logged_by_any_endpoint_whatever_comes_of_it(s
     """Good bodies, bodies with a wrong field, and those that an engine fails, at the finest level."""
     caplog.set_level(logging.DEBUG, "jaxpaged")
     message = [{"role": "user", "content": SECRET}]
-    body = {
+    fields = {
         "prompt": SECRET, "messages": message, "input": SECRET, "max_tokens": 4, "query": SECRET, "text_1": SECRET,
         "documents": [SECRET], "queries": SECRET, "stop": SECRET, "user": SECRET,
     }  # fmt: skip
 
     async def scenario(server):
-        paths = [each.path for each in public_endpoints(server.service) if each.method == "POST" and each.body]
+        bodies = {each.path: each.body for each in public_endpoints(server.service) if each.method == "POST"}
+        paths = [path for path, kind in bodies.items() if kind]
         statuses = set()
         for path in paths:
+            [kind, *_] = members(bodies[path])
+            body = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+            if path.endswith("/batch"):
+                body["messages"] = [message]
             for more in ({}, {"temperature": SECRET}, {"model": SECRET}, {"max_tokens": -1}, {"stream": True}):
                 statuses.add((await server.client.post(path, body | more)).status)
             server.engine.executor.fail_at = {len(server.engine.executor.executed): "result"}
             statuses.add((await server.client.post(path, body)).status)
             server.engine.executor.fail_at = {}
         server.engine.is_dead = True
-        statuses.add((await server.client.post("/v1/completions", body)).status)
+        statuses.add((await server.client.post("/v1/completions", {"prompt": SECRET})).status)
         return len(paths), statuses
 
     num_paths, statuses = serving(scenario)

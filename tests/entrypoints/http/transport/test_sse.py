@@ -9,6 +9,12 @@ from tests.entrypoints.http.asgi_client import scope_of
 LONG = {"prompt": "the cat", "max_tokens": 60, "ignore_eos": True}
 
 
+def long_of(path):
+    if path == "/v1/completions":
+        return LONG
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, "ignore_eos": True}
+
+
 async def nothing_is_left(server):
     """Whatever was aborted is gone from the engine too."""
     for _ in range(100):
@@ -22,7 +28,7 @@ async def nothing_is_left(server):
 @pytest.mark.parametrize("leave_after", [1, 3])
 @pytest.mark.parametrize("is_reading", [None, lambda: True])
 def test_a_stream_whose_client_leaves_is_aborted(serving, path, leave_after, is_reading):
-    body = {**LONG, "stream": True, "n": 2, "messages": [{"role": "user", "content": "hi"}]}
+    body = {**long_of(path), "stream": True, "n": 2}
 
     async def scenario(server):
         server.engine.executor.longest_run = 1
@@ -77,8 +83,8 @@ def test_a_bad_prompt_among_good_ones_ends_them_all(serving):
 def test_the_last_words_of_a_stream_go_out_together(serving, path, length, interval):
     async def scenario(server):
         server.engine.executor.longest_run = 1
-        body = {**LONG, "max_tokens": length, "stream": True, "stream_options": {"include_usage": True}}
-        return await server.client.post(path, {**body, "messages": [{"role": "user", "content": "hi"}]})
+        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        return await server.client.post(path, {**long_of(path), "max_tokens": length, **usage})
 
     answer = serving(scenario, options={"sse_keep_alive_interval": interval})
     assert answer.pieces[-1].endswith(b"data: [DONE]\n\n") and answer.pieces[-1].count(b"data: ") >= 3

@@ -1,0 +1,123 @@
+"""`POST /v1/chat/completions/batch`: several conversations in one request, with one choice for each, as vLLM has it.
+
+Each conversation is a chat of its own, with what the body says besides; the first failure ends them all.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxpaged.entrypoints.http.body import read_struct
+from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.generation.generate import Output, collect
+from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, introduced, parse
+from jaxpaged.entrypoints.http.openai.completion_parse import MAX_PROMPTS
+from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
+from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.transport.auth import client_of
+from jaxpaged.entrypoints.http.transport.big_answer import answer_of
+from jaxpaged.errors import RequestError
+
+REFUSALS = ("stream", "tools", "use_beam_search", "echo", "kv_transfer_params")
+"""Fields that are about one answer, or about how one goes on."""
+PROMPT_REPORTS = ("prompt_logprobs", "return_prompt_text", "return_token_ids")
+"""Fields that ask for something of the prompt, for which the answer has one place."""
+
+
+class ChatBatchRequest(ChatCompletionRequest, kw_only=True):
+    """Conversations to go on with."""
+
+    messages: list[list[dict[str, Any]]]
+
+
+async def respond_to_batch(service: Service, stages: Stages, request: Request) -> Response:
+    """`stages`: those of chats."""
+    await service.pace.turn()
+    body = await read_struct(request, ChatBatchRequest, service.options.max_body_bytes)
+    check(body)
+    request_id, model = introduced(service, stages.prefix, request, body)
+    service.traffic.check_num_sequences(len(body.messages), 1)
+    chats = []
+    for number, chat in enumerate(chats_of(body)):
+        with naming(number):
+            chats.append(await parse(service, stages, chat, request_id, model, client_of(request)))
+    return await service.answered(request, request_id, answered(service, stages, chats))
+
+
+def check(body: ChatBatchRequest) -> None:
+    """Raise HttpError 400 for what this API cannot do."""
+    if not 1 <= len(body.messages) <= MAX_PROMPTS:
+        raise HttpError(
+            400, f"messages has {len(body.messages)} conversations; it must have 1 to {MAX_PROMPTS}.", "messages"
+        )
+    if body.n not in (None, 1):
+        raise HttpError(400, f"n is {body.n}, but a batch has one choice for each conversation. Leave it out.", "n")
+    for name in (*REFUSALS, *PROMPT_REPORTS):
+        if getattr(body, name):
+            raise HttpError(
+                400, f"{name} is given, but is not served for a batch. Leave it out, or ask /v1/chat/completions.", name
+            )
+
+
+def chats_of(body: ChatBatchRequest) -> list[ChatCompletionRequest]:
+    """Each conversation as a request of its own."""
+    fields: Mapping[str, Any] = {name: getattr(body, name) for name in body.__struct_fields__ if name != "messages"}
+    return [ChatCompletionRequest(messages=messages, **fields) for messages in body.messages]
+
+
+@contextlib.contextmanager
+def naming(number: int) -> Iterator[None]:
+    """Make errors about the messages name conversation `number`."""
+    try:
+        yield
+    except (HttpError, RequestError) as error:
+        name, text = error.parameter, str(error)
+        if name is None or not name.startswith("messages"):
+            raise
+        path = f"messages[{number}]{name.removeprefix('messages')}"
+        text = path + text.removeprefix(name) if text.startswith(name) else f"{path}: {text}"
+        raise HttpError(error.status if isinstance(error, HttpError) else 400, text, path) from error
+
+
+async def answered(service: Service, stages: Stages, chats: Sequence[Parsed]) -> Response:
+    """The stages `generate` and `write` of all chats at once."""
+
+    async def collected(number: int) -> list[Output]:
+        with naming(number):
+            return await collect(service.engine, service.traffic, chats[number].generation)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(collected(number)) for number in range(len(chats))]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    outputs = [each.result() for each in asking]
+    num_bytes = sum(chat.generation.size_of(output) for chat, output in zip(chats, outputs, strict=True))
+    return await answer_of(
+        num_bytes, lambda: joined([stages.answer(service, *each) for each in zip(chats, outputs, strict=True)])
+    )
+
+
+def joined(answers: Sequence[ChatCompletionResponse]) -> ChatCompletionResponse:
+    """One answer with the choice of each."""
+    choices = [msgspec.structs.replace(answer.choices[0], index=number) for number, answer in enumerate(answers)]
+    return msgspec.structs.replace(answers[0], choices=choices, usage=total([answer.usage for answer in answers]))
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """The tokens of all of them; details where each has some."""
+    prompt, whole, completion = (
+        sum(getattr(each, name) for each in usages) for name in ("prompt_tokens", "total_tokens", "completion_tokens")
+    )
+    cached, thinking = usages[0].prompt_tokens_details, usages[0].completion_tokens_details
+    if isinstance(cached, PromptTokensDetails):
+        cached = PromptTokensDetails(sum(each.prompt_tokens_details.cached_tokens for each in usages))
+    if isinstance(thinking, CompletionTokensDetails):
+        thinking = CompletionTokensDetails(sum(each.completion_tokens_details.reasoning_tokens for each in usages))
+    return Usage(prompt, whole, completion, cached, thinking)
