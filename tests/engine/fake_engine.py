@@ -16,6 +16,7 @@ from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.errors import ConflictError
@@ -280,10 +281,11 @@ def make_engine(
     grammars: Grammars | None = None,
     grammar_checker: GrammarChecker | None = None,
     pooler: Pooler | None = None,
+    tokenizer: Tokenizer | None = None,
     **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
     """An engine over a fake executor, whose model counts unless another is given."""
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     executor = executor or FakeExecutor(counting_model(tokenizer.vocab_size), tokenizer.vocab_size)
     config = make_config(**options)
     processor = InputProcessor(

@@ -12,12 +12,11 @@ from typing import Any
 
 import tokenizers
 
-from jaxpaged.engine.output.plain_pieces import INCOMPLETE, PlainPieces
+from jaxpaged.engine.output.byte_pieces import BytePieces
+from jaxpaged.engine.output.plain_pieces import PlainPieces
 from jaxpaged.errors import CheckpointError, RequestError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-CHARACTER_TOKENS = 4
-"""A character has at most four bytes, hence at most four tokens."""
 LONG_TEXT = 2048
 """Characters above which a text is worth a thread: about a millisecond of work."""
 
@@ -43,7 +42,7 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         self.plain_pieces = PlainPieces(backend, self.added_tokens)
-        self._pieces: dict[int, str] = {}
+        self.byte_pieces = BytePieces(backend, self.added_tokens)
         backend.no_truncation()
         backend.no_padding()
 
@@ -77,27 +76,10 @@ class Tokenizer:
         """The text of token ids. Ids outside the vocabulary have no text."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def piece(self, token_id: int, previous_ids: Sequence[int] = ()) -> str:
-        """The text of one token, special tokens included.
-
-        A token that ends inside a character gives the empty text; the one that completes it, with the
-        ids before it at hand, gives the whole character.
-        """
-        text = self._pieces.get(token_id)
-        if text is None:
-            text = self._pieces[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text if INCOMPLETE not in text else self._completed(token_id, previous_ids)
-
-    def _completed(self, token_id: int, previous_ids: Sequence[int]) -> str:
-        """Text of a token that is part of a character begun by up to four tokens before it."""
-        tail = list(previous_ids[-CHARACTER_TOKENS:])
-        for start in range(len(tail) - 1, -1, -1):
-            if INCOMPLETE not in self.decode([tail[start]], skip_special_tokens=False):
-                break
-            text = self.decode([*tail[start:], token_id], skip_special_tokens=False)
-            if INCOMPLETE not in text:
-                return text
-        return ""
+    def bytes_of(self, token_id: int, text: str) -> bytes:
+        """The bytes of a token that adds `text` where it stands: its own ones, if it is a part of a character."""
+        part = self.byte_pieces[token_id]
+        return text.encode("utf-8", "replace") if part is None else part
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:

@@ -6,6 +6,7 @@ that does not depend on their neighbours (see `plain_pieces`); only the others g
 This module knows nothing of requests or of the engine.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -74,6 +75,14 @@ class TextStream:
                 text = special
             self._after_special = special is not None
         return text
+
+    def peek(self, token_id: int) -> str:
+        """The text that this token would complete, were it the next."""
+        if self.settled and (piece := self.plain[token_id]):
+            return piece
+        other = copy.copy(self)
+        other._stream, other._held = copy.copy(self._stream), self._held[:]
+        return other.push(token_id)
 
     def _decode(self, token_id: int) -> str:
         if token_id in self._silent or token_id >= self._tokenizer.vocab_size:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.output.token_texts import TokenTexts
 from jaxpaged.messages import Logprob, TokenLogprobs
 from jaxpaged.sampling_params import SamplingParams
 
@@ -15,28 +16,43 @@ class SequenceLogprobs:
     """Log probabilities of the tokens of one output, and their sum."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
-        self._tokenizer = tokenizer
-        self._context = list(prompt_token_ids[-4:])  # for characters of several tokens
+        self._texts = wanted_texts(tokenizer, prompt_token_ids, params)
         self._limit = None if params.logprobs == -1 else params.logprobs
         self._ranked = params.logprob_token_ids is None
-        self._detokenize = params.detokenize
         self.cumulative = 0.0
         self.positions: list[dict[int, Logprob]] = []
 
     def push(self, line: TokenLogprobs) -> None:
         """Add one position; the first candidate of the line is the sampled token."""
-        tokenizer = self._tokenizer if self._detokenize else None
-        self.positions.append(candidates(line, tokenizer, self._context, self._limit, self._ranked))
+        self.positions.append(candidates(line, self._texts, self._limit, self._ranked))
         self.cumulative += line.logprobs[0]
-        self._context = [*self._context[-3:], line.token_ids[0]]
+
+    def finish(self) -> None:
+        """No more tokens come: what the text ends with besides is the last token's that is part of it."""
+        if self._texts is None or not (rest := self._texts.flush()):
+            return
+        for candidates in reversed(self.positions):
+            token_id = next(iter(candidates))
+            if not self._texts.is_silent(token_id):
+                last = candidates[token_id]
+                candidates[token_id] = Logprob(last.logprob, last.rank, f"{last.decoded_token}{rest}")
+                return
+
+
+def wanted_texts(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> TokenTexts | None:
+    """The texts of tokens that continue a prompt; None where no text is wanted."""
+    if not params.detokenize:
+        return None
+    return TokenTexts(tokenizer, prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens)
 
 
 def candidates(
-    line: TokenLogprobs, tokenizer: Tokenizer | None, context: Sequence[int], limit: int | None, ranked: bool = True
+    line: TokenLogprobs, texts: TokenTexts | None, limit: int | None, ranked: bool = True
 ) -> dict[int, Logprob]:
     """One position as a dict: the sampled token, then up to `limit` others (None: all) in the order given.
 
-    `ranked`: the others are the most likely tokens, so the order is their rank. Without a tokenizer there is no text.
+    `ranked`: the others are the most likely tokens, so the order is their rank. `texts` move on by the sampled token;
+    without them there is no text.
     """
     end = len(line.token_ids) if limit is None else 1 + limit
     found: dict[int, Logprob] = {}
@@ -44,8 +60,9 @@ def candidates(
         if token_id in found:  # the sampled token is among the most likely ones
             continue
         rank = line.rank if place == 0 else place if ranked else None
-        text = None if tokenizer is None else tokenizer.piece(token_id, context)
-        found[token_id] = Logprob(logprob, rank, text)
+        found[token_id] = Logprob(logprob, rank, None if texts is None else texts.of(token_id))
+    if texts is not None:
+        texts.advance(line.token_ids[0])
     return found
 
 
@@ -68,8 +85,7 @@ def prompt_logprob_dicts(
 ) -> list[dict[int, Logprob] | None]:
     """An entry per prompt token. The first is None: nothing comes before it."""
     limit = None if params.prompt_logprobs == -1 else params.prompt_logprobs
-    named = tokenizer if params.detokenize else None
-    dicts: list[dict[int, Logprob] | None] = [None]
-    for position, line in enumerate(lines, start=1):
-        dicts.append(candidates(line, named, prompt_token_ids[max(0, position - 4) : position], limit))
-    return dicts
+    texts = wanted_texts(tokenizer, [], params)
+    if texts is not None:
+        texts.advance(prompt_token_ids[0])
+    return [None, *(candidates(line, texts, limit) for line in lines)]

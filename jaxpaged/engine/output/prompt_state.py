@@ -87,6 +87,8 @@ class SequenceState:
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.detokenizer is not None:
             self.detokenizer.finish()
+        if self._logprobs is not None and not isinstance(stop_reason, str):
+            self._logprobs.finish()
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""

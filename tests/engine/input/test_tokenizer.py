@@ -58,22 +58,6 @@ def test_a_named_token_without_an_id_does_not_grow_the_vocabulary():
     assert tokenizer.vocab_size == size == tokenizer.backend.get_vocab_size()
 
 
-def test_tokens_that_are_parts_of_a_character_have_no_text_until_the_last_one():
-    ids = TOKENIZER.encode("a😀b", add_special_tokens=False)
-    assert len(ids) == 6
-    assert [TOKENIZER.piece(token_id, ids[:i]) for i, token_id in enumerate(ids)] == ["a", "", "", "", "😀", "b"]
-
-
-def test_a_broken_character_before_a_token_is_not_taken_into_it():
-    face, smile = TOKENIZER.encode("😀", add_special_tokens=False), TOKENIZER.encode("é", add_special_tokens=False)
-    assert TOKENIZER.piece(smile[1], [face[0], smile[0]]) == "é"
-    assert TOKENIZER.piece(smile[1], []) == ""
-
-
-def test_special_tokens_have_their_name_as_piece():
-    assert TOKENIZER.piece(TOKENIZER.eos_token_id) == "<eos>"
-
-
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers():
     check_vocabulary(TOKENIZER, TOKENIZER.vocab_size)
     with pytest.raises(CheckpointError, match=rf"has {TOKENIZER.vocab_size} ids.*has 17\."):

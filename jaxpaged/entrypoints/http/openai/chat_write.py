@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, OpenAIStream, TextEvents
@@ -30,7 +31,7 @@ from jaxpaged.parsing.deltas import Delta, ParsedMessage
 
 def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
     """The whole of it: `outputs` is the last result of the one prompt."""
-    [output], body = outputs, chat.body
+    [output], body, tokenizer = outputs, chat.body, service.engine.input_processor.tokenizer
     usage = UsageCounter(service.options.enable_prompt_tokens_details)
     usage.add(0, output)
     readers = [chat.new_reader() for _ in output.outputs]
@@ -38,7 +39,7 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
         id=chat.generation.request_id,
         created=int(time.time()),
         model=chat.model,
-        choices=[choice(chat, *each) for each in zip(output.outputs, readers)],
+        choices=[choice(chat, tokenizer, *each) for each in zip(output.outputs, readers)],
         usage=usage.read(num_thinking=num_thinking(service, chat, readers)),
         prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
@@ -54,11 +55,11 @@ def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[AnswerRea
     return sum(service.count_tokens(reader.thinking) for reader in readers)
 
 
-def choice(chat: ParsedChat, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
     body, logprobs = chat.body, None
     if completion.logprobs is not None:
         as_ids = bool(body.return_tokens_as_token_ids)
-        logprobs = chat_logprobs(completion.token_ids, completion.logprobs, body.num_logprobs, as_ids)
+        logprobs = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, body.num_logprobs, as_ids)
     part = reader.read(completion)
     return ChatChoice(
         index=completion.index,
@@ -171,7 +172,8 @@ class ChatStream(OpenAIStream):
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         if not completion.logprobs:
             return None
-        return chat_logprobs(completion.token_ids, completion.logprobs, self._top, self._as_ids)
+        tokenizer = self._service.engine.input_processor.tokenizer
+        return chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, self._top, self._as_ids)
 
 
 def chat_delta(delta: Delta) -> ChatDelta:

@@ -5,12 +5,13 @@ A sequence shows text, tokens and log probabilities, and the prompt before them 
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.output.token_texts import texts_of
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, Chunk, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.logprobs import (
@@ -28,12 +29,15 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import CompletionOutput, RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+COLUMNS = CompletionLogprobs.__struct_fields__
 
 
 def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequence[RequestOutput]) -> CompletionResponse:
     """The whole of it: `outputs` are the last results of all prompts."""
     body, tokenizer = parsed.body, service.engine.input_processor.tokenizer
-    style, usage = style_of(body), UsageCounter(service.options.enable_prompt_tokens_details)
+    style, usage = style_of(parsed), UsageCounter(service.options.enable_prompt_tokens_details)
     all_choices = []
     for number, output in enumerate(outputs):
         usage.add(number, output, num_dropped=style.num_dropped(output))
@@ -48,6 +52,7 @@ def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequenc
 class CompletionStyle:
     """What the request wants to see. `only_echo`: the prompt and nothing of what the engine had to compute."""
 
+    params: SamplingParams
     logprobs: bool
     echo: bool
     only_echo: bool
@@ -73,38 +78,63 @@ class SequenceText:
     def __init__(self, style: CompletionStyle, tokenizer: Tokenizer):
         self._style = style
         self._tokenizer = tokenizer
-        self._offset = 0  # characters of tokens shown so far
+        self._offset = 0  # characters shown so far
         self._begun = False
 
     def show(self, output: RequestOutput, completion: CompletionOutput) -> Shown:
         """The next piece, or the whole of a final result."""
-        style = self._style
-        text, token_ids = completion.text, completion.token_ids
-        positions: Sequence[Candidates | None] = completion.logprobs or ()
-        texts: Sequence[str] = ()
-        if style.only_echo:
-            text, token_ids, positions = "", [], ()
+        style, parts = self._style, []
         if style.echo and not self._begun:
-            prompt_ids = output.prompt_token_ids
-            text = self._prompt_text(output) + text
-            token_ids = [*prompt_ids, *token_ids]
-            positions = [*(output.prompt_logprobs or [None] * len(prompt_ids)), *positions]
-            texts = [self._tokenizer.piece(token_id) for token_id in prompt_ids]
+            parts.append(self._prompt(output))
+        if not style.only_echo:
+            parts.append(self._generated(completion))
         self._begun = True
-        return Shown(text, token_ids, self._logprobs(token_ids, positions, texts) if style.logprobs else None)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
-    def _prompt_text(self, output: RequestOutput) -> str:
-        """As it was given; ids are turned into text."""
-        if output.prompt is not None:
-            return output.prompt
-        return self._tokenizer.decode(output.prompt_token_ids)
+    def _prompt(self, output: RequestOutput) -> Shown:
+        """The text is that which was given; ids are turned into text. Special tokens may or may not stand in it."""
+        ids, style, logprobs = output.prompt_token_ids, self._style, None
+        skips = style.params.skip_special_tokens or output.prompt is not None
+        texts = texts_of(self._tokenizer, ids, skips) if style.logprobs or output.prompt is None else []
+        text = output.prompt
+        if text is None:
+            left_out = self._tokenizer.special_ids if skips else ()
+            text = "".join(text for token_id, text in zip(ids, texts) if token_id not in left_out)
+        if style.logprobs:
+            positions = output.prompt_logprobs or [None] * len(ids)
+            logprobs = self._logprobs(ids, positions, texts, lambda name: text.startswith(name, self._offset))
+        self._offset = len(text)
+        return Shown(text, ids, logprobs)
+
+    def _generated(self, completion: CompletionOutput) -> Shown:
+        ids, positions = completion.token_ids, completion.logprobs or ()
+        logprobs = None
+        if self._style.logprobs:
+            texts = [candidates[i].decoded_token or "" for i, candidates in zip(ids, positions)]
+            logprobs = self._logprobs(ids, positions, texts, lambda name: not self._style.params.skip_special_tokens)
+        return Shown(completion.text, ids, logprobs)
 
     def _logprobs(
-        self, token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str]
-    ) -> CompletionLogprobs:
-        shown = completion_logprobs(token_ids, positions, self._style.as_token_ids, offset=self._offset, texts=texts)
-        self._offset += sum(map(len, shown.tokens))
-        return shown
+        self, token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str],
+        is_written: Callable[[str], bool],
+    ) -> CompletionLogprobs:  # fmt: skip
+        """`is_written` says whether a special token of some name, which is the next, stands in the text."""
+        offsets = []
+        for token_id, text in zip(token_ids, texts):
+            offsets.append(self._offset)
+            if token_id not in self._tokenizer.special_ids or is_written(text):
+                self._offset += len(text)
+        return completion_logprobs(token_ids, positions, texts, offsets, self._style.as_token_ids)
+
+
+def joined(parts: Sequence[Shown]) -> Shown:
+    """Several pieces as one."""
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    columns = [[value for each in logprobs for value in getattr(each, name)] for name in COLUMNS]
+    return Shown(
+        "".join(part.text for part in parts), [token_id for part in parts for token_id in part.token_ids],
+        CompletionLogprobs(*columns) if logprobs else None,
+    )  # fmt: skip
 
 
 class CompletionStream(OpenAIStream):
@@ -112,7 +142,7 @@ class CompletionStream(OpenAIStream):
 
     def __init__(self, service: Service, parsed: Parsed[CompletionRequest]):
         super().__init__(service, parsed, Chunk, "text_completion")
-        self._style = style = style_of(parsed.body)
+        self._style = style = style_of(parsed)
         self._n = parsed.generation.params.n
         self._with_ids = bool(parsed.body.return_token_ids)
         self._only_text = not (style.logprobs or style.echo or self._with_ids or self._usage.in_every_chunk)
@@ -182,8 +212,10 @@ def choices(
     return shown
 
 
-def style_of(body: CompletionRequest) -> CompletionStyle:
+def style_of(parsed: Parsed[CompletionRequest]) -> CompletionStyle:
+    body = parsed.body
     return CompletionStyle(
+        params=parsed.generation.params,
         logprobs=body.logprobs is not None,
         echo=bool(body.echo),
         only_echo=bool(body.echo) and body.max_tokens == 0,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.messages import Logprob
 
 LEAST = -9999.0
@@ -16,7 +17,8 @@ Candidates = dict[int, Logprob]
 
 
 class TopLogprob(msgspec.Struct):
-    """One candidate. `bytes` is its text in UTF-8."""
+    """One candidate. `bytes` is its text in UTF-8; of a token that is a part of a character they are its own, while the
+    character is the text of its last one."""
 
     token: str
     logprob: float
@@ -41,8 +43,9 @@ class ChatLogprobs(msgspec.Struct):
 class CompletionLogprobs(msgspec.Struct):
     """Log probabilities of a completion: lists that run in parallel, an entry per token.
 
-    `text_offset` counts characters from the beginning of the choice's text. The first token of an echoed prompt has
-    no probability: nothing comes before it.
+    `text_offset` counts characters from the beginning of the choice's text. A special token that the text leaves out
+    has its name in `tokens`, and no length. The first token of an echoed prompt has no probability: nothing comes
+    before it.
     """
 
     text_offset: list[int]
@@ -51,49 +54,41 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
-def shown(token_id: int, candidate: Logprob | None, as_ids: bool) -> str:
+def shown(token_id: int, candidate: Logprob, as_ids: bool) -> str:
     """A token's text, or `token_id:N` where the client asked for that."""
-    if as_ids:
-        return f"token_id:{token_id}"
-    return "" if candidate is None else candidate.decoded_token or ""
+    return f"token_id:{token_id}" if as_ids else candidate.decoded_token or ""
 
 
-def chat_logprobs(token_ids: Sequence[int], positions: Sequence[Candidates], top: int, as_ids: bool) -> ChatLogprobs:
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], positions: Sequence[Candidates], top: int, as_ids: bool
+) -> ChatLogprobs:
     """`top` candidates per position, in the engine's order: the sampled token first. -1: all."""
     content = []
     for token_id, candidates in zip(token_ids, positions):
-        tops = [top_logprob(i, candidate, as_ids) for i, candidate in candidates.items()]
-        sampled = top_logprob(token_id, candidates[token_id], as_ids)
+        tops = [top_logprob(tokenizer, i, candidate, as_ids) for i, candidate in candidates.items()]
+        sampled = top_logprob(tokenizer, token_id, candidates[token_id], as_ids)
         content.append(TokenLogprob(sampled.token, sampled.logprob, sampled.bytes, tops if top == -1 else tops[:top]))
     return ChatLogprobs(content)
 
 
-def top_logprob(token_id: int, candidate: Logprob, as_ids: bool) -> TopLogprob:
-    text = shown(token_id, candidate, as_ids)
-    return TopLogprob(text, max(candidate.logprob, LEAST), list(text.encode("utf-8", "replace")))
+def top_logprob(tokenizer: Tokenizer, token_id: int, candidate: Logprob, as_ids: bool) -> TopLogprob:
+    own_bytes = tokenizer.bytes_of(token_id, candidate.decoded_token or "")
+    return TopLogprob(shown(token_id, candidate, as_ids), max(candidate.logprob, LEAST), list(own_bytes))
 
 
 def completion_logprobs(
-    token_ids: Sequence[int],
-    positions: Sequence[Candidates | None],
+    token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str], offsets: Sequence[int],
     as_ids: bool,
-    *,
-    offset: int = 0,
-    texts: Sequence[str] = (),
-) -> CompletionLogprobs:
-    """The candidates that the engine gave, at most one more than were asked for.
-
-    `offset` is where the first token's text begins. `texts` are those of tokens whose position has no candidates.
-    """
+) -> CompletionLogprobs:  # fmt: skip
+    """The candidates that the engine gave, at most one more than were asked for, of tokens with these texts, which
+    begin at `offsets`."""
     result = CompletionLogprobs([], [], [], [])
-    for place, (token_id, candidates) in enumerate(zip(token_ids, positions)):
+    for token_id, candidates, text, offset in zip(token_ids, positions, texts, offsets):
         own = None if candidates is None else candidates[token_id]
-        token = shown(token_id, own, as_ids) if own or as_ids else texts[place]
         result.text_offset.append(offset)
-        result.tokens.append(token)
+        result.tokens.append(f"token_id:{token_id}" if as_ids else text)
         result.token_logprobs.append(None if own is None else max(own.logprob, LEAST))
         result.top_logprobs.append(None if candidates is None else top_by_text(candidates, as_ids))
-        offset += len(token)
     return result
 
 

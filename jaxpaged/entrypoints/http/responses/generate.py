@@ -143,8 +143,8 @@ class ResponseRun:
     def _entries(self, completion: CompletionOutput) -> list[TokenLogprob]:
         if not completion.logprobs:
             return []
-        tops = self._parsed.response.top_logprobs
-        return chat_logprobs(completion.token_ids, completion.logprobs, tops, as_ids=False).content
+        tops, tokenizer = self._parsed.response.top_logprobs, self._service.engine.input_processor.tokenizer
+        return chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, tops, as_ids=False).content
 
     def _usage(self, output: RequestOutput) -> ResponseUsage:
         num_input = len(output.prompt_token_ids)

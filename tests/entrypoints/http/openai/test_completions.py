@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpaged.engine.output.token_texts import texts_of
 from tests.engine.small_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -180,11 +181,11 @@ def test_echo_with_logprobs_scores_the_prompt_as_evaluation_tools_need_it(ask, s
         logprobs = {key: [value for part in parts for value in part[key]] for key in parts[0]}
     else:
         logprobs = answer.json["choices"][0]["logprobs"]
-    tokens = [TOKENIZER.piece(i) for i in [*ids, *EXPECTED_IDS]]
-    assert logprobs["tokens"] == tokens
+    first, *tokens = texts_of(TOKENIZER, [*ids, *EXPECTED_IDS])
+    assert logprobs["tokens"] == [first, *tokens] and first == "<bos>", "which is no part of the text"
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
-    assert logprobs["text_offset"] == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    assert logprobs["text_offset"] == [0, *(sum(map(len, tokens[:i])) for i in range(len(tokens)))]
 
 
 def test_logprobs_lists_up_to_one_more_than_asked_for(ask):
@@ -208,7 +209,7 @@ def test_prompt_logprobs_have_a_null_first_and_then_the_prompts_tokens(ask):
     assert positions[0] is None and len(positions) == len(ids)
     for token_id, position in zip(ids[1:], positions[1:]):
         own = position[str(token_id)]
-        assert own["decoded_token"] == TOKENIZER.piece(token_id) and own["rank"] >= 1 and own["logprob"] <= 0
+        assert own["decoded_token"] == TOKENIZER.decode([token_id]) and own["rank"] >= 1 and own["logprob"] <= 0
 
 
 def test_token_ids_are_returned_when_asked_for(ask):
