@@ -6,6 +6,8 @@ They are imported when they are first used, so that `jaxpaged --help` need not w
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.errors import did_you_mean
+
 if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.engine.async_llm import AsyncLLM as AsyncLLMEngine
@@ -61,7 +63,8 @@ _PLACES = {name: (module, name) for module, names in _NAMES_OF.items() for name 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
-        raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        near = did_you_mean(name, __all__)
+        raise AttributeError(f"module 'jaxpaged' has no attribute {name!r}.{near} It has {', '.join(__all__)}.")
     module, attribute = _PLACES[name]
     return getattr(importlib.import_module(f"jaxpaged.{module}"), attribute)
 

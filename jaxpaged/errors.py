@@ -19,6 +19,9 @@ Nothing here knows about HTTP; a server maps these classes to status codes.
 
 import re
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 
 
 class JaxpagedError(Exception):
@@ -104,6 +107,21 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
             found = (0 if is_slip else 1, edits if is_slip else len(meant), candidate)
             best = min(best or found, found)
     return f" Did you mean {best[2]!r}?" if best else ""
+
+
+class SuggestsNames(msgspec.StructMeta):
+    """The class of structs that people make by keywords: for one that a struct has not, the TypeError names the nearest
+    one that it has."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        try:
+            return super().__call__(*args, **given)
+        except TypeError:
+            name = next((name for name in given if name not in cls.__struct_fields__), None)
+            if name is None:
+                raise
+            near = did_you_mean(name, cls.__struct_fields__)
+        raise TypeError(f"{cls.__name__} has no parameter {name!r}.{near}")
 
 
 def words_of(name: str) -> list[str]:

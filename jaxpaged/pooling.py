@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.errors import ConfigError, RequestError, did_you_mean
+from jaxpaged.errors import ConfigError, RequestError, SuggestsNames, did_you_mean
 from jaxpaged.result import Result
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
@@ -23,7 +23,7 @@ TASKS = {"embed": ("embed",), "classify": ("classify", "score")}
 """Conversion -> what a request may ask for."""
 
 
-class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PoolingParams(msgspec.Struct, metaclass=SuggestsNames, kw_only=True, omit_defaults=True):
     """What a request wants of its vector. None means the engine's default.
 
     `dimensions` keeps so many leading numbers of an embedding, where the model was trained for it. `use_activation`

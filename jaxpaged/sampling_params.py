@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.errors import RequestError, SuggestsNames, did_you_mean
 from jaxpaged.sampling_checks import (
     check_bad_words_token_ids,
     check_bool,
@@ -86,7 +86,7 @@ def checked_output_kind(value: Any) -> RequestOutputKind:
     raise RequestError(f"output_kind is {shown(value)}; it must be one of {names}.", "output_kind")
 
 
-class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, kw_only=True, repr_omit_defaults=True):
     """Parameters of one request. Raises RequestError, with `parameter` naming the field, for what cannot be.
 
     n: sequences per prompt; with a seed, sequence i is drawn with `seed + i`.
@@ -316,7 +316,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, repr_omit_de
             self.temperature = LEAST_TEMPERATURE
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, repr_omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, metaclass=SuggestsNames, kw_only=True, repr_omit_defaults=True):
     """Beam search: the `beam_width` sequences of best total log probability / length ** length_penalty.
 
     Raises RequestError for values that cannot be.

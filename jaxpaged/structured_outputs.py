@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.errors import RequestError, SuggestsNames, did_you_mean
 from jaxpaged.structural_tags import read_structural_tag
 from jaxpaged.text_checks import shown
 
@@ -35,7 +35,9 @@ class Thinking(msgspec.Struct, array_like=True, frozen=True):
     is_open: bool
 
 
-class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, frozen=True, repr_omit_defaults=True):
+class StructuredOutputsParams(
+    msgspec.Struct, metaclass=SuggestsNames, array_like=True, kw_only=True, frozen=True, repr_omit_defaults=True
+):
     """Exactly one of the first six. Raises RequestError, with `parameter` naming the field, for what cannot be.
 
     json: a JSON schema, as a dict or as its text; the answer is JSON that it allows. As in vLLM, an object that names

@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.config import all_options
+import jaxpaged
+from jaxpaged.config import EngineConfig, all_options
 from jaxpaged.entrypoints.cli import command_line
-from jaxpaged.errors import did_you_mean, num_edits
+from jaxpaged.errors import ConfigError, did_you_mean, num_edits
 
 OPTIONS = [option.name for _, option in all_options()]
 
@@ -82,3 +83,49 @@ def test_the_number_of_edits_is_symmetrical_and_zero_for_equal_names_only(a, b):
     assert num_edits(a, b) == num_edits(b, a) >= abs(len(a) - len(b))
     assert (num_edits(a, b) == 0) == (a == b)
     assert num_edits(a, b) <= max(len(a), len(b))
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong", "meant"),
+    [
+        (jaxpaged.SamplingParams, "temprature", "temperature"), (jaxpaged.SamplingParams, "max_token", "max_tokens"),
+        (jaxpaged.BeamSearchParams, "beam_widht", "beam_width"), (jaxpaged.PoolingParams, "dimension", "dimensions"),
+        (jaxpaged.StructuredOutputsParams, "chioce", "choice"),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_is_nearly_right_is_suggested(made, wrong, meant):
+    with pytest.raises(TypeError, match=f"{made.__name__} has no parameter '{wrong}'. Did you mean '{meant}'"):
+        made(**{wrong: 1})
+    with pytest.raises(TypeError, match="has no parameter 'zzzzzzzz'.$"):
+        made(zzzzzzzz=1)
+
+
+@pytest.mark.parametrize("options", [{"trust_remot_code": False}, {"max_num_seq": 4}, {"tensor_paralel_size": 1}])
+def test_an_option_that_is_nearly_right_is_suggested_vllms_too(options):
+    with pytest.raises(ConfigError, match="unknown option .* Did you mean"):
+        EngineConfig.from_options(**options)
+    with pytest.raises(ConfigError, match="unknown option .* Did you mean"):
+        jaxpaged.EngineArgs(**options)
+    with pytest.raises(ConfigError, match="unknown option .* Did you mean"):
+        jaxpaged.LLM(**options)
+
+
+def test_a_public_name_that_is_nearly_right_is_suggested():
+    with pytest.raises(AttributeError, match="no attribute 'SamplingParam'. Did you mean 'SamplingParams'"):
+        jaxpaged.SamplingParam  # noqa: B018
+    with pytest.raises(AttributeError, match="It has LLM, "):
+        jaxpaged.zzzzzzzz  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        (["generat"], "generate"), (["srve"], "serve"), (["bench", "througput"], "throughput"),
+        (["bench", "serve", "--dataset-name", "randm"], "random"), (["generate", "--temprature", "1"], "--temperature"),
+        (["serve", "--trust-remot-code"], "--trust-remote-code"),
+    ],
+)  # fmt: skip
+def test_a_word_of_a_command_line_that_is_nearly_right_is_suggested(line, meant, capsys):
+    with pytest.raises(SystemExit):
+        command_line().parse_args(line)
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_type_checkers_see_the_same_names():
 
 
 def test_an_unknown_name_is_an_attribute_error_that_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="has no attribute 'LLLM'; it offers LLM, "):
+    with pytest.raises(AttributeError, match="has no attribute 'LLLM'. Did you mean 'LLM'\\? It has LLM, "):
         jaxpaged.LLLM  # noqa: B018
 
 

@@ -34,7 +34,7 @@ from jaxpaged.config.sections import (
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.option_checks import checked
 from jaxpaged.speculation import resolved_speculation
-from jaxpaged.vllm_options import without_neutral
+from jaxpaged.vllm_options import FOREIGN_OPTIONS, without_neutral
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class EngineConfig:
         owners = {f.name: (section, f) for section, f in all_options()}
         for name, value in without_neutral(options).items():
             if name not in owners:
-                raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, owners)}")
+                raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, [*owners, *FOREIGN_OPTIONS])}")
             section, f = owners[name]
             given.setdefault(section, {})[name] = checked(f, value)
         return cls(**{section: kind(**given[section]) for section, kind in section_types().items() if section in given})

@@ -236,12 +236,14 @@ class CoreSupervisor:
         with self._changed:
             if self._state.phase == "closed" or state == self._state:
                 return
-            self._state = state
+            was, self._state = self._state, state
             self._changed.notify_all()
         if state.phase in ("restarting", "dead"):
-            logger.error("%s is %s: %s", self._name, state.phase, state.reason)
+            level = logging.DEBUG if was.phase == "loading" else logging.ERROR  # who waits for loading is told
+            logger.log(level, "%s is %s: %s", self._name, state.phase, state.reason)
         else:
-            logger.info("%s is %s", self._name, state.phase)
+            level = logging.INFO if state.phase == "serving" or was.phase in ("serving", "restarting") else logging.DEBUG
+            logger.log(level, "%s is %s", self._name, state.phase)
         if self._listener is not None:
             self._listener(state)
 

@@ -44,7 +44,7 @@ def read_config_file(
         elif name in passed:
             options[name] = value
         else:
-            says = did_you_mean(name, known) or (" It holds engine options only." if not more else "")
+            says = did_you_mean(name, [*known, *passed]) or (" It holds engine options only." if not more else "")
             raise ConfigError(f"unknown option {str(key)!r} in {path}.{says}")
     return options
 

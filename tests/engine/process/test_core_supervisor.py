@@ -110,11 +110,19 @@ def test_a_core_that_can_never_compute_is_not_replaced_and_its_sentence_is_the_r
         supervisor.close()
 
 
-def test_options_that_contradict_each_other_are_found_at_the_start():
-    supervisor = make_supervisor(max_model_len=5000)
-    with pytest.raises(ConfigError, match="max_model_len is 5000, but the model was made for 4096"):
+@pytest.mark.parametrize("factory", ["build_nothing", None])
+def test_what_ends_the_start_is_told_to_who_waits_for_it_and_not_logged_besides(factory, caplog):
+    caplog.set_level("INFO", "jaxpaged")
+    supervisor = make_supervisor(factory) if factory else make_supervisor(max_model_len=5000)
+
+    def wait():
         start(supervisor)
+        supervisor.wait_until_serving()
+
+    with pytest.raises((CapacityError, ConfigError), match="need 3 GiB|max_model_len is 5000, but the model was made"):
+        wait()
     supervisor.close()
+    assert caplog.records == []
 
 
 def test_a_process_that_is_killed_while_it_loads_is_not_tried_again():
