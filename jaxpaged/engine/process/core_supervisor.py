@@ -242,8 +242,8 @@ class CoreSupervisor:
             level = logging.DEBUG if was.phase == "loading" else logging.ERROR  # who waits for loading is told
             logger.log(level, "%s is %s: %s", self._name, state.phase, state.reason)
         else:
-            level = logging.INFO if state.phase == "serving" or was.phase in ("serving", "restarting") else logging.DEBUG
-            logger.log(level, "%s is %s", self._name, state.phase)
+            began = state.phase == "serving" or was.phase in ("serving", "restarting")
+            logger.log(logging.INFO if began else logging.DEBUG, "%s is %s", self._name, state.phase)
         if self._listener is not None:
             self._listener(state)
 
