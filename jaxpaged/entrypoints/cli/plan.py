@@ -29,7 +29,7 @@ can share it. With -tp it may be all devices of several hosts, and nothing betwe
 exit status: 0 the engine fits; 1 it does not fit or run, and the plan says what to change; 2 wrong usage
 
 examples:
-  jaxpaged plan meta-llama/Llama-3.1-8B --target v6e:2x4 --max-model-len 32K
+  jaxpaged plan meta-llama/Llama-3.1-8B --target v6e-8 --max-model-len 32K
   jaxpaged plan meta-llama/Llama-3.1-70B --target v6e:2x4 -tp 4 -pp 2 --max-model-len 8K
   jaxpaged plan Qwen/Qwen3-8B --target h100 --json
   jaxpaged plan Qwen/Qwen3-8B --target h100 --kv-trace mooncake.jsonl --kv-sizes 64G,512G --kv-chart tiers.png
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model_argument(parser)
     parser.add_argument("--target", required=True, metavar="TARGET",
-                        help="a TPU topology such as v6e:2x4, or GPUs such as h100:8")  # fmt: skip
+                        help="a TPU slice such as v6e-8 or v6e:2x4, or GPUs such as h100:8")  # fmt: skip
     parser.add_argument("--no-compile", action="store_true", help="estimate from shapes, in a second")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--chart", metavar="FILE", help="draw the memory of a device as a picture (.png, .svg, .pdf)")

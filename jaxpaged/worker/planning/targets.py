@@ -1,7 +1,8 @@
 """Devices by name, present or not: what they can do, and a mesh of them to lower and compile for.
 
-A TPU target is a topology such as `v6e:2x4`; libtpu compiles for it on any x86-64 machine. For a GPU target such as
-`h100:8` CUDA's compilers do, where they are installed; else its mesh has shapes only. This module knows no model.
+A TPU target is a topology such as `v6e:2x4`, which Google calls `v6e-8` (`slice_names`); libtpu compiles for it on any
+x86-64 machine. For a GPU target such as `h100:8` CUDA's compilers do, where they are installed; else its mesh has
+shapes only. This module knows no model.
 """
 
 import itertools
@@ -29,6 +30,7 @@ from jaxpaged.distributed.mesh import (
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.installed import how_to_install, is_installed
 from jaxpaged.plan import DeviceFacts
+from jaxpaged.worker.planning.slice_names import topology_of
 from pallas_kernels import gpu_targets
 
 CHIPS = {
@@ -121,7 +123,8 @@ def shapes_mesh(
 
 
 def known_targets() -> str:
-    return f"{', '.join(f'{chip}:AxB' for chip in CHIPS)} (TPU), {', '.join(f'{gpu}[:N]' for gpu in GPUS)} (GPU)"
+    tpus = f"{', '.join(f'{chip}:AxB' for chip in CHIPS)}, v6e-8, v5litepod-8, v5p-16, ... (TPU)"
+    return f"{tpus}, {', '.join(f'{gpu}[:N]' for gpu in GPUS)} (GPU)"
 
 
 def parse_target(name: str, *, compile: bool = True) -> Target:
@@ -130,17 +133,30 @@ def parse_target(name: str, *, compile: bool = True) -> Target:
 
     Raises ConfigError for unknown names, impossible topologies, and when libtpu is missing.
     """
-    kind, _, shape = name.lower().partition(":")
+    kind, _, shape = topology_of(name).partition(":")
     if kind in GPUS:
         if shape and not re.fullmatch("[1-9][0-9]{0,3}", shape):
             raise ConfigError(f"target {name!r} has {shape!r} GPUs; write a number, as in {kind}:8.")
         return gpu_target(name, kind, int(shape or 1), compile)
     if kind not in CHIPS:
-        near = did_you_mean(kind, [*CHIPS, *GPUS])
-        raise ConfigError(f"unknown target {name!r}.{near} Known are {known_targets()}.")
+        raise ConfigError(f"unknown target {name!r}.{near_targets(kind)} Known are {known_targets()}.")
     if not re.fullmatch(r"[1-9]\d?(x[1-9]\d?){1,2}", shape):
-        raise ConfigError(f"target {name!r} needs the shape of its topology, as in v6e:2x4 or v5p:2x2x1.")
-    return tpu_target(name, kind, tuple(map(int, shape.split("x"))), compile)
+        raise ConfigError(
+            f"target {name!r} needs the shape of its topology, as in v6e:2x4 or v5p:2x2x1, or the number that Google "
+            "names slices by, as in v6e-8 or v5p-8."
+        )
+    bounds = tuple(map(int, shape.split("x")))
+    return tpu_target(topology_name(kind, bounds), kind, bounds, compile)
+
+
+def near_targets(name: str) -> str:
+    """` Did you mean 'h100:8'?` for a name that is nearly one; or an empty string."""
+    for gpu in GPUS:
+        counted = re.fullmatch(rf"(?:([1-9]\d*)x)?{gpu}(?:[x-]?([1-9]\d*))?", name)
+        if counted:
+            return f" Did you mean '{gpu}:{counted[1] or counted[2]}'?"
+    known = [*CHIPS, *GPUS]
+    return did_you_mean(name, known) or did_you_mean(re.sub(r"-\d+$", "", name), known)
 
 
 def gpu_target(name: str, kind: str, count: int, compile: bool) -> Target:
