@@ -4,9 +4,11 @@ Options that contradict the model or each other, a missing tokenizer and a damag
 any weight is read.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +116,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
         executor = UniProcExecutor(config, model, decoder, folder, progress)
         grammars = build_grammars(input_processor, decoder)
         core = EngineCore(config, executor, grammars, publishers, executor.kv_transfer)
+    if executor.kv_transfer is not None:
+        shut_down_at_exit(core)
     return LLMEngine(config, input_processor, core)
+
+
+def shut_down_at_exit(core: EngineCore) -> None:
+    """What a core keeps besides the device is whole, too, where a program ends that never shuts it down."""
+    reference = weakref.ref(core)
+
+    def shut_down() -> None:
+        if (found := reference()) is not None:
+            found.shutdown()
+
+    atexit.register(shut_down)
 
 
 def check_one_process(config: EngineConfig) -> None:

@@ -91,7 +91,7 @@ class EngineCore(EngineCoreClient):
         self._outbox = Outbox()  # what `step` has not returned yet
         self._death: BaseException | None = None
         self._weights_version = executor.weights_version
-        self._sleep = SleepRecord()
+        self._sleep, self._is_shut_down = SleepRecord(), False
         self.step_log = StepLog()
         self._pacer = StepPacer(config.scheduler.num_scheduler_steps, self._depth)
 
@@ -136,6 +136,14 @@ class EngineCore(EngineCoreClient):
             return len(self._outbox) > 0
         return bool(self._in_flight or self._outbox or self._scheduler.get_num_unfinished_requests())
 
+    def save_idle(self) -> bool:
+        """While there is no work: go on to keep what was computed besides the device. Whether there is more of that to
+        do, later."""
+        if self._sleep.level is not None or not self.transfer.has_saves:
+            return False
+        self._move(self.transfer.save_idle)
+        return self.transfer.has_saves
+
     def unfinished(self) -> frozenset[str]:
         """The ids of all requests that have not ended."""
         return frozenset(self._scheduler.requests)
@@ -152,9 +160,11 @@ class EngineCore(EngineCoreClient):
         """Forget all cached prompt beginnings; False while requests hold blocks. With `reset_running_requests` those
         that run give theirs back first, and are computed again from their first token.
 
-        Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first.
+        Steps in flight hold blocks of requests that ended meanwhile, so they are awaited first, and so is what is to be
+        kept besides the device.
         """
         self._await_all()
+        self._move(self.transfer.save_all)
         with self._changing_books():
             if reset_running_requests:
                 self._scheduler.preempt_all()
@@ -188,6 +198,7 @@ class EngineCore(EngineCoreClient):
             with self._changing_books():
                 self._scheduler.preempt_all()
                 self._settle_saves()
+                self._move(self.transfer.save_all)
                 self._scheduler.kv_cache_manager.lose_content()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
@@ -234,6 +245,17 @@ class EngineCore(EngineCoreClient):
             self._publish_events()
 
     def shutdown(self) -> None:
+        """Release the devices, once what is kept besides them is where it outlives the engine, as far as that takes no
+        minute. A second call does nothing."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        oldest = self._in_flight[0].scheduled.step_id if self._in_flight else None
+        if self._death is None and self._sleep.level is None:
+            try:
+                self.transfer.save_last(oldest)
+            except Exception:
+                logger.exception("the newest keys and values are not kept")
         self._in_flight.clear()
         self.executor.shutdown()
         for each in self._publishers:
@@ -254,6 +276,8 @@ class EngineCore(EngineCoreClient):
         awaited = self._dispatch()
         if awaited is None and self._in_flight:
             awaited = self._await_oldest()
+        if awaited is None and not self._in_flight:
+            self._move(self.transfer.save_idle)
         if awaited is None and not (self._outbox and is_taken):
             with accepted_interrupts():
                 if not self.transfer.wait(COMPILE_WAIT):
@@ -265,10 +289,10 @@ class EngineCore(EngineCoreClient):
         oldest = self._in_flight[0].scheduled.step_id if self._in_flight else None
         self._move(lambda: self.transfer.settle(oldest))
 
-    def _move(self, act: Callable[[], list[EngineCoreOutput]]) -> None:
-        """Dispatch keys and values that come or go: what fails in that fails as a step does."""
+    def _move(self, act: Callable[[], list[EngineCoreOutput] | None]) -> None:
+        """Dispatch keys and values that come or go, and say what `act` says. What fails in it fails as a step does."""
         try:
-            self._outbox.add(act())
+            self._outbox.add(act() or [])
         except Exception as error:
             self._fail(error, None)
 

@@ -3,11 +3,13 @@
 The core calls this between the steps that it dispatches; nothing here waits, but for `wait`.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load, Save
+from jaxpaged.core.kv_transfer.saves import Save
+from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load
 from jaxpaged.core.ranks import AnyScheduler
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
@@ -20,6 +22,10 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 ASK_SECONDS = 0.002
 """How often an engine that has nothing else to do looks whether a store elsewhere has answered."""
+MOST_PIECES = 64
+"""That are offered for copies at a time."""
+SAVE_PATIENCE, MOST_SAVE_SECONDS = 10.0, 30.0
+"""Seconds that what is saved before content is lost may take without any progress, and in all."""
 
 
 class KVTransferDriver:
@@ -40,13 +46,53 @@ class KVTransferDriver:
         self._groups = self._manager.groups
 
     def save(self, before: int | None = None) -> None:
-        """Dispatch copies of what steps before number `before` compute, None: all that are dispatched."""
+        """Dispatch copies of what steps before number `before` compute, None: all that are dispatched, as far as there
+        is room. The rest waits."""
+        half, worker = self._half, self._worker
+        if half is None:
+            return
+        if half.lost:
+            worker.discard(half.take_lost())
+        while half.saves and worker.has_room and (saves := half.saves.take(before, MOST_PIECES)):
+            left = worker.save(saves)
+            half.saves.add_first(left)
+
+    def save_urgent(self) -> None:
+        """Copy what is overwritten next, and give up what finds no room."""
+        assert self._half is not None
+        if urgent := self._half.saves.take_urgent():
+            self._worker.give_up(self._worker.save(urgent))
+
+    @property
+    def has_saves(self) -> bool:
+        """Whether anything waits to be copied off the device."""
+        return self._half is not None and bool(self._half.saves)
+
+    def save_idle(self) -> None:
+        """Go on saving while no step is in flight."""
+        if self.has_saves:
+            self.save()
+            self._worker.confirm(None)
+
+    def save_all(self, before: int | None = None) -> None:
+        """Wait until all that steps before number `before` have computed, None: all steps, is on its way off the
+        device, and give up what takes too long. No step may begin meanwhile."""
         if self._half is None:
             return
-        if self._half.lost:
-            self._worker.discard(self._half.take_lost())
-        if self._half.saves and (saves := self._half.take_saves(before)):
-            self._worker.save(saves)
+        end = time.monotonic() + MOST_SAVE_SECONDS
+        self.save(before)
+        self._worker.confirm(before)
+        while self._half.saves.has_any(before):
+            if not self._worker.wait_for_room(min(SAVE_PATIENCE, end - time.monotonic())):
+                self._worker.give_up(self._half.saves.take(before, len(self._half.saves)))
+                return
+            self.save(before)
+            self._worker.confirm(before)
+
+    def save_last(self, before: int | None) -> None:
+        """The same before the engine ends, if anything that is kept outlives it."""
+        if self._half is not None and self._worker.outlives_engine:
+            self.save_all(before)
 
     def before_step(self, step_id: int) -> None:
         """Step `step_id` is scheduled and not dispatched: lend the prompts that it begins, save what it overwrites, and
@@ -55,6 +101,7 @@ class KVTransferDriver:
             return
         for request in self._half.handovers.take_begun():
             self._lend(self._half, request, step_id)
+        self.save_urgent()
         self.save(step_id)
         for load in self._half.take_begun():
             self._worker.load(load)
@@ -67,9 +114,8 @@ class KVTransferDriver:
             return
         half.handovers.lent(request, said)
         # What the prefix cache had; what this step or one before it computes is to be saved behind that step already.
-        computed = {save.piece.pages[0].key for save in half.saves}
-        there = [piece for piece in pieces if piece.block_ids and piece.pages[0].key not in computed]
-        half.saves[:0] = [Save(step_id - 1, piece) for piece in there]
+        there = [Save(step_id - 1, piece) for piece in pieces if piece.block_ids]
+        half.saves.add_first([save for save in there if save.key not in half.saves])
         if request.sampling_params.output_kind is not RequestOutputKind.FINAL_ONLY:
             told = EngineCoreOutput(request.request_id, [], max(request.num_cached_tokens, 0), request.num_preemptions)
             told.kv_transfer_params = said
@@ -95,7 +141,9 @@ class KVTransferDriver:
                 request, said = ended.pop(output.request_id)
                 _, pieces = self._half.lent_pieces(request)
                 output.kv_transfer_params = self._worker.finish_lending(said, pieces)
-                self._half.saves += [Save(-1, piece) for piece in pieces if piece.block_ids]
+                for save in [Save(-1, piece) for piece in pieces if piece.block_ids]:
+                    if save.key not in self._half.saves:
+                        self._half.saves.add(save)
         for _, said in ended.values():
             self._worker.take_back(said)
         return outputs
@@ -123,6 +171,7 @@ class KVTransferDriver:
                 outputs += self._scheduler.fail_requests([load.request.request_id], reason)
             block_ids = self._half.arrived(load, fetched.came, fetched.sources)
             if block_ids is not None:
+                self.save_urgent()
                 self._worker.write(fetched, block_ids)
         self.tell_peers()
         return outputs

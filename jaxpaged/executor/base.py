@@ -128,8 +128,27 @@ class KVTransferWorker(Protocol):
         """Lend pages of a prompt, which are saved next. What an answer says of it."""
         ...
 
-    def save(self, saves: Sequence[tuple[int, Piece]]) -> None:
-        """Dispatch copies of pieces off the devices, each behind the step that computes it."""
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether a tier keeps pages when this engine has ended."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another copy off the devices may begin now."""
+        ...
+
+    def wait_for_room(self, seconds: float) -> bool:
+        """Sleep until a copy ends that is under way, at most so long. Whether another one may begin."""
+        ...
+
+    def save[S: tuple[int, Piece]](self, saves: Sequence[S]) -> list[S]:
+        """Dispatch copies of pieces off the devices, each behind the step that computes it. Those for which there is no
+        room now."""
+        ...
+
+    def give_up(self, saves: Sequence[tuple[int, Piece]]) -> None:
+        """These will not be saved: their content is lost next."""
         ...
 
     def confirm(self, before: int | None) -> None:

@@ -2,12 +2,13 @@
 
 Whether something is there only the store knows, which others write to as well. So a key that was never asked for is
 PENDING while a thread asks, at most for `patience_s`; the answer yes holds until a `get` finds nothing, at most for
-`found_for_s`, the answer no for `ask_again_s`. A store that does not answer is left alone for a while (`breaker.py`),
-and all is a miss.
+`found_for_s`, the answer no for `ask_again_s`. Calls have threads of the store's own and bounded time, whatever the
+store does. One that does not answer is left alone for a while (`breaker.py`), and all is a miss.
 Knows no protocol, nor what is kept; a store's capacity and what it evicts are its own affair.
 """
 
 import abc
+import contextlib
 import dataclasses
 import logging
 import math
@@ -19,6 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer
+from jaxpaged.kv_store.threads import NoAnswerError, Threads
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,13 @@ logger = logging.getLogger(__name__)
 MAX_ASKED = 4096
 """Keys that wait to be asked for; further ones are misses."""
 BATCH = 256
+NUM_CALLS = 16
+"""Calls of one store at a time."""
+CALL_SECONDS = 3.0
+"""Beyond its patience, that a store may take for a page, and longer the larger it is:"""
+LEAST_RATE = 4 << 20
+"""bytes a second."""
+DISCONNECT_SECONDS = 2.0
 
 
 class NotKept(Exception):
@@ -65,8 +74,11 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
     ):
         self._patience_s, self._ask_again_s = patience_s, ask_again_s
         self.counters = Counters()
+        self._all_failures: tuple[type[Exception], ...] = (NoAnswerError, *self.failures)
         self._breaker = CircuitBreaker(f"The store of pages at {where}", retry_after_s)
         self._writes = CircuitBreaker(f"Writing pages to {where}", retry_after_s)
+        self._reads = CircuitBreaker(f"Reading pages from {where}", retry_after_s)
+        self._calls, self._largest = Threads(NUM_CALLS, f"kv-{self.name}-call"), 0  # bytes
         self._changed = threading.Condition()  # for everything below; never held during input and output
         self._known: OrderedDict[K, Answer] = OrderedDict()
         self._to_ask: OrderedDict[K, None] = OrderedDict()
@@ -116,6 +128,8 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
     def _state(self, key: K, now: float) -> Lookup:
         if key in self._being_written:
             return Lookup.PENDING
+        if self._breaker.blocks or self._reads.blocks:
+            return Lookup.MISS
         answer = self._known.get(key)
         if answer is not None and now < answer.until:
             return Lookup.PENDING if answer.is_asked else Lookup.HIT if answer.is_there else Lookup.MISS
@@ -149,15 +163,18 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
                 self._note(key, self._known.pop(key, None), False)
 
     def get(self, key: K) -> V | None:
-        page = None
-        if self._breaker.allows() and not self._closing:
+        page, has_answered = None, False
+        if not self._closing and self._breaker.allows() and self._reads.allows():
             try:
-                page = self._fetch_checked(key)
+                page = self._calls.call(self._seconds_for(self._largest), self._fetch_checked, key)
+                has_answered = True
                 self._breaker.succeeded()
-            except self.failures as error:
-                self._failed(error)
+                self._reads.succeeded()
+            except self._all_failures as error:
+                self._failed(error, self._reads)
         with self._changed:
-            if page is None or (answer := self._known.get(key)) is None or not answer.is_there:
+            answer = self._known.get(key)
+            if has_answered and (page is None or answer is None or not answer.is_there):
                 self._learn(key, page is not None)  # that it was read does not make an answer hold for longer
             self.counters.hits += page is not None
             self.counters.misses += page is None
@@ -189,14 +206,16 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
         written = False
         try:
             if begins:
-                self.store(key, buffers)
+                size = sum(memoryview(buffer).nbytes for buffer in buffers)
+                self._largest = max(self._largest, size)
+                self._calls.call(self._seconds_for(size), self.store, key, buffers)
                 written = True
                 self._breaker.succeeded()
                 self._writes.succeeded()
         except NotKept:
             self._breaker.succeeded()
-        except self.failures as error:
-            self._failed(error)
+        except self._all_failures as error:
+            self._failed(error, self._writes)
         finally:
             with self._changed:
                 if begins:
@@ -214,9 +233,14 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
         answer = self._known.get(key)
         return answer is not None and answer.is_there and not answer.is_asked and time.monotonic() < answer.until
 
-    def _failed(self, error: Exception) -> None:
+    def _seconds_for(self, num_bytes: int) -> float:
+        """That a call may take which moves so many."""
+        return self._patience_s + CALL_SECONDS + num_bytes / LEAST_RATE
+
+    def _failed(self, error: Exception, slow: CircuitBreaker | None = None) -> None:
+        """`slow`: what to leave alone where a call of one kind did not end in time. Others may."""
         breaker = self._writes if isinstance(error, self.refusals) else self._breaker
-        breaker.failed(error)
+        (slow if slow is not None and isinstance(error, NoAnswerError) else breaker).failed(error)
         with self._changed:
             self.counters.errors += 1
 
@@ -240,7 +264,9 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
             self._closing = True
             self._changed.notify_all()
         self._thread.join(self._patience_s + 1.0)
-        self.disconnect()
+        with contextlib.suppress(NoAnswerError):
+            self._calls.call(DISCONNECT_SECONDS, self.disconnect)
+        self._calls.close(0.0, cancels=True)
 
     # ---- the thread that asks --------------------------------------------------------------------------------
 
@@ -254,10 +280,10 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
                 asked = [self._to_ask.popitem(last=False)[0] for _ in range(min(BATCH, len(self._to_ask)))]
             try:
                 if removed and not self._breaker.is_open:
-                    self.remove(removed)
-                found = self.exist(asked) if asked else []
+                    self._calls.call(self._patience_s, self.remove, removed)
+                found = self._calls.call(self._patience_s, self.exist, asked) if asked else []
                 self._breaker.succeeded()
-            except self.failures as error:
+            except self._all_failures as error:
                 self._failed(error)
                 found = [False] * len(asked)
             with self._changed:

@@ -34,6 +34,12 @@ class CircuitBreaker:
             return True
 
     @property
+    def blocks(self) -> bool:
+        """Whether `allows` would say no."""
+        until = self._open_until
+        return until is not None and self._clock() < until
+
+    @property
     def is_open(self) -> bool:
         return self._open_until is not None
 

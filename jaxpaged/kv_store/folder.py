@@ -103,6 +103,13 @@ def all_pages(root: Path) -> list[PageFile]:
 
 def write_page(root: Path, name: str, buffers: Sequence[Buffer], *, around_cache: bool = False) -> None:
     """Write a file and let it appear under its name. Raises OSError, and leaves nothing behind then."""
+    try:
+        write_once(root, name, buffers, around_cache)
+    except (FileNotFoundError, BlockingIOError):  # another engine, which starts, took it for a leftover before its lock
+        write_once(root, name, buffers, around_cache)
+
+
+def write_once(root: Path, name: str, buffers: Sequence[Buffer], around_cache: bool) -> None:
     path = root / name
     unfinished = root / name.partition("/")[0] / WRITING / f"{path.name}.{os.getpid()}.{time.monotonic_ns()}"
     try:

@@ -1,8 +1,8 @@
 """Several tiers as one, fastest first: looked up in order, written to all, and moved between them in the background.
 
 A page that is put goes into the first tier at once and into the others through a queue each (`mover.py`), so that what
-matters after a crash is on the disk soon. When a queue is full the page is dropped there, and offered again when the
-first tier evicts it (spilling). A page that is found further down is copied to the first tier (promotion).
+matters after a crash is on the disk soon. When a queue is full the page waits in the first tier, and is offered again
+when that evicts it (spilling). A page that is found further down is copied to the first tier (promotion).
 """
 
 import dataclasses
@@ -18,15 +18,19 @@ from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.mover import Mover
 from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.remote import RemoteTier
 from jaxpaged.kv_store.tier import Lookup, Tier, TierUsage
 
 DEFAULT_QUEUE_BYTES = 256 << 20
+MOST_CLOSE_SECONDS = 30.0
+"""That closing takes, where pages go on to be written."""
 
 
 class Tiers:
     """All tiers behind the interface of one. It owns them: `close` closes them too.
 
-    `queue_bytes` limits the pages on their way to each tier but the first, besides what that tier itself holds.
+    `queue_bytes` limits the pages on their way to each tier but the first, besides what the first holds. Closing ends
+    once no page was written for `close_patience_s`.
     """
 
     name = "tiers"
@@ -43,7 +47,9 @@ class Tiers:
             raise ConfigError("There is no tier to keep pages in. Give one at least.")
         self.tiers = list(tiers)
         self.close_patience_s = close_patience_s
-        self._movers = [Mover(tier, queue_bytes, num_threads) for tier in self.tiers]
+        self._movers = [Mover(tier, queue_bytes, num_threads, self._held) for tier in self.tiers]
+        self.are_far = [isinstance(tier, RemoteTier | LMCacheTier) for tier in self.tiers]
+        """Of each tier whether its pages come from another process."""
         self._chunked = [tier for tier in self.tiers if isinstance(tier, LMCacheTier)]
         if len(sizes := {tier.chunk_tokens for tier in self._chunked}) > 1:
             raise ConfigError(f"There are tiers with chunks of {sorted(sizes)} tokens. Give all the same chunk_size.")
@@ -52,6 +58,11 @@ class Tiers:
         for tier in self.tiers[:-1]:
             if isinstance(tier, HostTier):
                 tier.on_evict = self._spill
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether a tier outlives this process."""
+        return not all(isinstance(tier, HostTier) for tier in self.tiers)
 
     def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
         states = dict.fromkeys(keys, Lookup.MISS)
@@ -95,6 +106,15 @@ class Tiers:
             names.update((key, tier.name) for key, state in states if state is Lookup.HIT)
         return [names.get(key, HostTier.name) for key in keys]
 
+    def farthest(self, keys: Sequence[PageKey]) -> int | None:
+        """The number of the last tier that pages would come from, as far as that is known at once. None: some are in no
+        tier."""
+        farthest, asked = 0, list(keys)
+        for number, tier in enumerate(self.tiers):
+            left = [key for key, state in zip(asked, tier.lookup(asked)) if state is not Lookup.HIT] if asked else []
+            farthest, asked = (number if len(left) < len(asked) else farthest), left
+        return farthest if all(self._on_its_way(key) is not None for key in asked) else None
+
     def _on_its_way(self, key: PageKey) -> np.ndarray | None:
         return next((page for mover in self._movers if (page := mover.find(key)) is not None), None)
 
@@ -106,7 +126,7 @@ class Tiers:
         for number, tier in enumerate(self.tiers):
             if tier.lookup([key]) == [Lookup.HIT] and (page := tier.get(key)) is not None:
                 if number > 0:
-                    self._movers[0].submit(key, np.frombuffer(page, np.uint8))
+                    self._movers[0].offer(key, np.frombuffer(page, np.uint8))
                 return page, tier.name
         return self._on_its_way(key), HostTier.name
 
@@ -115,21 +135,27 @@ class Tiers:
             return self.tiers[0].put(key, buffers)
         page = read_only(joined(buffers))
         is_kept = self.tiers[0].put(key, [page])
-        return self._send_down(key, page) or is_kept
+        return self._send_down(key, page, is_kept) or is_kept
 
-    def _send_down(self, key: PageKey, page: np.ndarray) -> bool:
-        """Have a page written to the tiers below the first that lack it. Whether it is, or soon will be, in one."""
+    def _held(self, key: PageKey) -> np.ndarray | None:
+        """A page that the first tier has."""
+        page = self.tiers[0].get(key)
+        return None if page is None else np.frombuffer(page, np.uint8)
+
+    def _send_down(self, key: PageKey, page: np.ndarray, is_held: bool) -> bool:
+        """Have a page written to the tiers below the first, which holds it or not, that lack it. Whether it is, or soon
+        will be, in one."""
         is_kept = False
         for mover in self._movers[1:]:
             if isinstance(mover.tier, LMCacheTier):
-                is_kept = (mover.tier.lacks([key]) == [True] and mover.submit(key, page)) or is_kept
+                is_kept = (mover.tier.lacks([key]) == [True] and mover.submit(key, page, is_held)) or is_kept
                 continue
             here = mover.tier.lookup([key]) == [Lookup.HIT]  # a store elsewhere that is still asked does not have it
-            is_kept = here or mover.submit(key, page) or is_kept
+            is_kept = here or mover.submit(key, page, is_held) or is_kept
         return is_kept
 
     def _spill(self, key: PageKey, page: Buffer) -> None:
-        self._send_down(key, np.frombuffer(page, np.uint8))
+        self._send_down(key, np.frombuffer(page, np.uint8), is_held=False)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         keys = list(keys)
@@ -160,8 +186,8 @@ class Tiers:
         return all(mover.flush(max(deadline - time.monotonic(), 0.0)) for mover in self._movers)
 
     def close(self) -> None:
-        deadline = time.monotonic() + self.close_patience_s
+        deadline = time.monotonic() + MOST_CLOSE_SECONDS
         for mover in self._movers:
-            mover.close(deadline)
+            mover.close(deadline, self.close_patience_s)
         for tier in self.tiers:
             tier.close()

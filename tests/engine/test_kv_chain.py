@@ -57,14 +57,15 @@ class Copies(FakeTransfer):
         self.num_checked = 0
 
     def save(self, saves):
-        super().save(saves)
-        for _, (pages, block_ids) in saves:
+        left = super().save(saves)
+        for _, (pages, block_ids) in saves[: len(saves) - len(left)]:
             slots = [slot for block_id in block_ids for slot in self._device.block(block_id)]
             for content, *taken in zip(pages, *(iter(slots),) * self.page_tokens, strict=True):
                 if DOUBT not in taken and [slot and slot[0] for slot in taken] != list(content.token_ids):
                     self._device.wrong.append(f"blocks {block_ids} are copied as {taken}, not {content.token_ids}")
                 self._taken[content.key] = taken
                 self.num_checked += 1
+        return left
 
     def confirm(self, before):
         super().confirm(before)
@@ -93,6 +94,7 @@ def made(num_blocks=24, page_tokens=BLOCK, **options):
 def test_every_copy_is_where_it_belongs_in_the_chain(seed):
     draw = random.Random(seed)
     core, device, transfer = made(draw.choice([18, 24, 64]), [4, 8, 2][seed % 3])
+    transfer.room = draw.choice([1, 4, 10**9])
     prompts, heard = {}, {}
     for number in range(30):
         name, kind = f"r{number}", draw.random()
@@ -109,21 +111,78 @@ def test_every_copy_is_where_it_belongs_in_the_chain(seed):
             core.wake_up()
         elif kind < 0.55:
             core.abort_requests([name])
+        elif kind < 0.7 and not core.has_work():
+            core.save_idle()
     run(core, heard)
     assert not device.wrong and transfer.num_checked > 20
     assert transfer.num_written, "nothing was loaded"
 
 
 @pytest.mark.parametrize("page_tokens", [4, 8, 2])
+def test_what_finds_no_room_is_saved_later_by_steps_or_when_idle_or_before_its_content_is_lost(page_tokens):
+    wanted = None
+    for room in (10**9, 3, 1):
+        for lost_by in ("idle", "reset", "sleep", "end", "steps"):
+            core, device, transfer = made(64, page_tokens)
+            transfer.room = room
+            core.add_request(request("a", [1, *PROMPT, *PROMPT[:19]], 1))
+            run(core)
+            if lost_by == "idle":
+                while core.save_idle():
+                    pass
+            elif lost_by == "reset":
+                assert core.reset_prefix_cache()
+            elif lost_by == "sleep":
+                core.sleep(1)
+            elif lost_by == "end":
+                core.shutdown()
+            else:
+                core.add_request(request("b", [2], 62))
+                run(core)
+            wanted = wanted or set(transfer.stored)
+            assert wanted <= set(transfer.stored), (lost_by, room)
+            assert not transfer.given_up and not device.wrong
+    assert len(wanted) == 60 // page_tokens
+
+
+def test_what_is_overwritten_goes_first_and_what_finds_no_room_then_is_given_up():
+    core, device, transfer = made(24)
+    transfer.room = 0
+    core.add_request(request("a", PROMPT, 1))
+    run(core)
+    assert len(core.transfer._half.saves) == 10 and not transfer.given_up
+    transfer.room = 2
+    core.add_request(request("b", range(60, 100), 1))
+    core.add_request(request("c", range(50, 90), 1))
+    run(core)
+    kept = {key for key, page in transfer.stored.items() if page.token_ids[0] in PROMPT[::4]}
+    given_up = {piece.pages[0].key for _, piece in transfer.given_up}
+    assert transfer.given_up and kept.isdisjoint(given_up) and not device.wrong
+    while core.save_idle():
+        pass
+    assert not core.transfer._half.saves and len(transfer.stored) > 20
+
+
+def test_tiers_that_end_with_the_engine_get_nothing_from_its_end():
+    core, _, transfer = made(64)
+    transfer.room, transfer.outlives_engine = 1, False
+    core.add_request(request("a", PROMPT, 1))
+    run(core)
+    before = len(transfer.unconfirmed) + len(transfer.stored)
+    core.shutdown()
+    assert len(transfer.unconfirmed) + len(transfer.stored) == before < 10
+
+
+@pytest.mark.parametrize("page_tokens", [4, 8, 2])
 @pytest.mark.parametrize("when", ["dispatch", "result"])
 def test_what_a_failed_step_wrote_is_kept_nowhere(when, page_tokens):
-    for number in range(8):
+    for number in range(16):
         core, device, transfer = made(64, page_tokens)
-        device.fail_at = {number: when}
+        device.fail_at, transfer.room = {number // 2: when}, 10**9 if number % 2 else 2
         core.add_request(request("a", PROMPT, 12))
         core.add_request(request("b", PROMPT[5:], 12))
         run(core)
-        assert not any(DOUBT in transfer.kept[key] for key in transfer.stored), f"of step {number}"
+        assert not any(DOUBT in transfer.kept[key] for key in transfer.stored), f"of step {number // 2}"
         device.wrong.clear()  # the step behind the failed one reads what that wrote, and fails with it
         core.reset_prefix_cache()
         device.fail_at = {}

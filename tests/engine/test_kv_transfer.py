@@ -34,7 +34,7 @@ class FakeTransfer:
         self.num_written, self.answer = 0, [True]
         self.lent, self.sources, self.kept, self.released = {}, [], [], []
         self.leases, self.taken_back = [], []
-        self.told = set()
+        self.told, self.room, self.given_up, self.outlives_engine = set(), 10**9, [], True
         self.tier, self.seconds = "host", 0.001  # where all pages are, and what a load takes
         self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
 
@@ -68,8 +68,21 @@ class FakeTransfer:
     def take_back(self, said):
         self.taken_back.append(said["lease"])
 
+    @property
+    def has_room(self):
+        """`room`: pieces that are copied and not stored yet, at most."""
+        return len(self.unconfirmed) < self.room
+
+    def wait_for_room(self, seconds):
+        return self.has_room
+
     def save(self, saves):
-        self.unconfirmed += saves
+        num_taken = max(self.room - len(self.unconfirmed), 0)
+        self.unconfirmed += saves[:num_taken]
+        return saves[num_taken:]
+
+    def give_up(self, saves):
+        self.given_up += saves
 
     def confirm(self, before):
         done = [save for save in self.unconfirmed if before is None or save[0] < before]

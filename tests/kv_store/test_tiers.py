@@ -69,22 +69,66 @@ def test_a_restart_finds_what_was_put_before_it_was_closed(tmp_path):
         assert all(bytes(tiers.get(key_of(n))) == page_of(n)[2] for n in range(6))
 
 
-def test_a_slow_tier_costs_pages_and_no_time_and_gets_them_when_they_are_evicted():
+def test_a_slow_tier_costs_no_time_and_gets_what_a_faster_one_holds_later():
     slow = Gated()
     with closing(Tiers([HostTier(4 * SIZE), slow], queue_bytes=2 * SIZE, num_threads=1)) as tiers:
         began = time.monotonic()
         assert put(tiers, 1, 2, 3, 4) == [True] * 4
         assert time.monotonic() - began < 5 and slow.began.wait(10)
-        assert tiers.usage()[1].counters.dropped == 2 and tiers.usage()[1].num_waiting == 2
+        assert tiers.usage()[1].counters.dropped == 0 and tiers.usage()[1].num_waiting == 4
+        tiers.delete([key_of(4)])
         slow.gate.set()
         assert tiers.flush(10)
-        assert there(slow, 1, 2, 3, 4) == [1, 2]
-        put(tiers, 5)
-        put(tiers, 6)
+        assert there(slow, 1, 2, 3, 4) == [1, 2, 3]
+
+
+def test_what_no_tier_holds_and_a_queue_has_no_room_for_is_dropped_and_told_of_once(caplog):
+    slow = Gated()
+    with closing(Tiers([HostTier(3 * SIZE), slow], queue_bytes=2 * SIZE, num_threads=1)) as tiers:
+        put(tiers, *range(1, 9))  # 1 and 2 are in the queue, 6 to 8 in the first tier
+        assert tiers.usage()[1].counters.dropped == 3 and tiers.usage()[1].num_waiting == 5
+        slow.gate.set()
         assert tiers.flush(10)
-        put(tiers, 7)  # 3 goes from the first tier, and only now finds room below
+        assert there(slow, *range(1, 9)) == [1, 2, 6, 7, 8]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "1 pages" in told[0] and "the tier gated" in told[0]
+
+
+def test_a_page_that_goes_from_the_first_tier_while_a_slow_one_reads_it_is_not_lost():
+    slow, host = Gated(), HostTier(2 * SIZE)
+    with closing(Tiers([host, slow], queue_bytes=SIZE, num_threads=1)) as tiers:
+        read, is_read, goes_on = host.get, threading.Event(), threading.Event()
+
+        def slow_get(key):
+            is_read.set()
+            assert goes_on.wait(10)
+            return read(key)
+
+        host.get = slow_get
+        put(tiers, 1, 2)
+        slow.gate.set()
+        assert is_read.wait(10)
+        put(tiers, 3, 4)  # 2 goes, which nobody has read yet
+        goes_on.set()
         assert tiers.flush(10)
-        assert there(slow, *range(1, 8)) == [1, 2, 3, 5, 6, 7]
+        assert there(slow, 1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+def test_closing_goes_on_while_pages_are_written():
+    class Slow(HostTier):
+        name = "slow"
+
+        def put(self, key, buffers):
+            time.sleep(0.05)
+            return super().put(key, buffers)
+
+    slow = Slow(99 * SIZE)
+    tiers = Tiers([HostTier(99 * SIZE), slow], num_threads=1, close_patience_s=1.0, queue_bytes=SIZE)
+    put(tiers, *range(30))  # which takes longer than the patience with one
+    stored = slow._pages
+    slow.close = lambda: None
+    tiers.close()
+    assert len(stored) == 30
 
 
 def test_a_page_on_its_way_can_be_had_and_can_be_called_back():

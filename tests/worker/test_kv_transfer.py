@@ -16,7 +16,7 @@ from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.kv_transfer import transfer
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.peers import Peers
-from jaxpaged.worker.kv_transfer.transfer import NUM_SLOTS, KVTransferWorker, Slots
+from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker, Losses, Room
 
 SPACE, OTHER = namespace(weights="a"), namespace(weights="b")
 SPEC = AttentionSpec(4, 2, 8, 4)
@@ -86,7 +86,7 @@ class Made:
         self.worker = KVTransferWorker(self.device, CACHE, Tiers([self.tier]), SPACE, form, **options)
 
     def save(self, *saves):
-        self.worker.save([whole(save) for save in saves])
+        return self.worker.save([whole(save) for save in saves])
 
     def settled(self):
         """The pages in the tier once threads have done all that they were given."""
@@ -129,28 +129,67 @@ def test_a_block_is_copied_as_it_was_and_stored_once_its_step_is_confirmed(made)
     assert len(made.settled()) == 3
 
 
-def test_what_a_failed_step_computed_is_dropped_and_its_slots_are_free_again(made):
-    for number in range(3 * NUM_SLOTS):
-        made.save((7, content(number), 3))
+def test_what_a_failed_step_computed_is_dropped_and_its_room_is_free_again(made, monkeypatch):
+    made.worker._room = Room(1)
+    for number in range(5):
+        assert not made.save((7, content(number), 3)) and not made.worker.has_room
         made.worker.revoke()
     made.worker.confirm(None)
-    assert not made.settled() and not made.worker.num_dropped
-    assert made.worker.stats()["kv_offload_copies_under_way"] == 0
+    assert not made.settled() and made.worker.has_room
+    stats = made.worker.stats()
+    assert stats["kv_offload_copies_under_way"] == stats["kv_offload_pages_dropped"] == 0
     made.save((8, content(0), 3))
     made.worker.confirm(None)
     assert list(made.settled()) == [content(0).key], "it may be saved later"
 
 
-def test_slots_are_few_and_come_back(made):
-    for number in range(NUM_SLOTS + 2):
-        made.save((7, content(number), 3))
-    assert made.worker.num_dropped == 2 and made.worker.stats()["kv_offload_copies_under_way"] == NUM_SLOTS
+def test_what_finds_no_room_is_handed_back_and_goes_later(made):
+    each = made.worker._copies.num_bytes(0, 1)
+    made.worker._room = Room(2 * each)
+    saves = [(7, Piece((content(number),), (3,))) for number in range(5)]
+    assert [made.worker.save([save]) for save in saves] == [[], [], *([save] for save in saves[2:])]
+    assert not made.worker.wait_for_room(0.01) and made.worker.stats()["kv_offload_copies_under_way"] == 2
     made.worker.confirm(None)
-    assert len(made.settled()) == NUM_SLOTS and made.worker.stats()["kv_offload_copies_under_way"] == 0
-    slots = Slots(1)
-    assert slots.take() and not slots.take()
-    slots.give_back()
-    assert slots.take() and slots.num_taken == 1
+    assert made.worker.wait_for_room(10) and len(made.settled()) == 2
+    made.worker.save(saves[2:])
+    made.worker.confirm(None)
+    assert len(made.settled()) == 5 and made.worker.stats()["kv_offload_copies_under_way"] == 0
+
+
+def test_room_is_counted_by_the_bytes_of_copies(made):
+    piece_bytes = sum(page.nbytes for page in made.device.call(SimpleNamespace(kind="kv_gather"), made.device.state.kv,
+                                                               np.array([1])))  # fmt: skip
+    sizes = made.worker._copies._sizes[0]
+    assert [made.worker._copies.num_bytes(0, size) for size in sizes] == [size * piece_bytes for size in sizes]
+    made.save((7, content(1), 3))
+    assert made.worker._room.num_bytes == sizes[0] * piece_bytes, "padding takes room, too"
+
+
+def test_what_is_given_up_is_counted_and_told_of_once(made, caplog):
+    saves = [(7, Piece((content(number),), (3,))) for number in range(1, 4)]
+    made.worker.save(saves[:1])
+    made.worker.confirm(None)
+    made.settled()
+    made.worker.give_up(saves[:2])  # one of which the store has
+    made.worker.give_up(saves[2:])
+    made.worker.give_up([])
+    assert made.worker.stats()["kv_offload_pages_dropped"] == 2
+    assert [record.getMessage()[:7] for record in caplog.records] == ["1 pages"]
+
+
+def test_losses_are_told_of_once_for_each_reason(caplog):
+    losses = Losses()
+    for number, reason in enumerate(["a", "b", "a", "b"]):
+        losses.add(number, reason)
+    assert losses.num_pages == 6 and len(caplog.records) == 2
+
+
+def test_pages_that_no_tier_takes_are_counted_and_told_of(made, caplog):
+    made.tier.capacity = 100
+    made.save((7, content(1), 3), (7, content(2), 4))
+    made.worker.confirm(None)
+    assert not made.settled() and made.worker.stats()["kv_offload_pages_dropped"] == 2
+    assert len(caplog.records) == 1 and "no tier takes them" in caplog.text
 
 
 class Told(Peers):

@@ -82,6 +82,7 @@ class BlockPool:
         self._free = FreeBlockList(self.blocks[1:])
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._duplicates: dict[bytes, list[KVCacheBlock]] = {}
+        self.reused: list[KVCacheBlock] | None = None  # that had content when they were given out, if anybody asks
         self.last_given = 0  # the largest id that was ever given out: blocks after it are as new
         self.record_events = record_events
         self.events: list[KVCacheEvent] = []
@@ -109,6 +110,8 @@ class BlockPool:
         for _ in range(num_blocks):
             block = self._free.popleft()
             if block.cache_key is not None:
+                if self.reused is not None:
+                    self.reused.append(block)
                 self.uncache(block)
             block.ref_cnt = 1
             new_blocks.append(block)

@@ -269,11 +269,12 @@ class KVCacheManager:
         if end - first < self.groups.unit:
             return
         self.hasher.extend(request)
+        stored = []
         for g, table in enumerate(request.blocks):
-            stored = self._cache_group_blocks(request, self._group_list[g], table, first, end, step_id)
-            self.record_stored(request, g, stored)
-            if self.transfers is not None:
-                self.transfers.note_stored(request, g, stored, step_id)
+            stored.append(self._cache_group_blocks(request, self._group_list[g], table, first, end, step_id))
+            self.record_stored(request, g, stored[g])
+        if self.transfers is not None:
+            self.transfers.note_stored(request, stored, step_id)
         request.num_entered_tokens = end // self.groups.unit * self.groups.unit
 
     def _cache_group_blocks(

@@ -1,9 +1,8 @@
 """The scheduler's half of KV transfer: which blocks are saved and loaded, and what becomes of what was loaded.
 
 Saving. A piece (`pieces.py`: a block, or several) is noted when the last of it enters the prefix cache, with the number
-of the step that computes that. It is copied off the device behind that step, and before the next one that is
-dispatched: steps and copies are links of one chain, so its blocks may be given out again at once
-(`worker/kv_transfer`).
+of the step that computes that. It is copied off the device behind that step, and before the first one that writes to
+its blocks again: steps and copies are links of one chain (`worker/kv_transfer`). Until then it waits (`saves.py`).
 
 Loading. A waiting request whose beginning is in a tier for longer than in the prefix cache is passed over until its
 pages are in host memory; they are sent for where it would fit (`prompt_grants.py`). Only then do they get blocks,
@@ -29,8 +28,9 @@ from jaxpaged.core.kv_transfer.handovers import Handovers
 from jaxpaged.core.kv_transfer.page_events import PageEvents
 from jaxpaged.core.kv_transfer.pieces import Pieces, read_range
 from jaxpaged.core.kv_transfer.rates import Rates
+from jaxpaged.core.kv_transfer.saves import Save, Saves
 from jaxpaged.core.request import Request, RequestStatus
-from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece, keys_of
+from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.prefix_file import PlacedPage
@@ -39,13 +39,6 @@ from jaxpaged.kv_store.tier import Lookup
 LookUp = Callable[[Sequence[PageKey]], list[Lookup]]
 Where = Callable[[Sequence[PageKey]], list[str]]
 Expect = Callable[[Sequence[PageKey], RemoteSource], None]
-
-
-class Save(NamedTuple):
-    """A piece whose content is computed by the steps up to `step_id`."""
-
-    step_id: int
-    piece: Piece
 
 
 Place = tuple[int, int]
@@ -100,7 +93,7 @@ class KVTransfers:
         self._groups, self.handovers = manager.groups, Handovers()
         self.events = PageEvents(self._groups.groups, self._pieces, manager.records_events)
         self.rates, self.patience = Rates(), PATIENCE
-        self.saves: list[Save] = []
+        self.saves = Saves(self._groups.groups)
         self.lost: set[PageKey] = set()  # whose content is in doubt
         self.loading: dict[str, Load] = {}
         self._begun: list[Load] = []
@@ -111,23 +104,23 @@ class KVTransfers:
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def note_stored(self, request: Request, g: int, block_idxs: Sequence[int], step_id: int) -> None:
-        """Blocks of a request have entered the prefix cache, computed by the steps up to `step_id`."""
-        if not block_idxs:
-            return
-        numbers = self._pieces.numbers(g, block_idxs)
-        if self._chunks is not None:
-            numbers = self._chunks.with_whole(request, g, numbers)
-        for number in numbers:
+    def note_stored(self, request: Request, block_idxs: Sequence[Sequence[int]], step_id: int) -> None:
+        """Blocks of a request, some of each group, have entered the prefix cache, computed by the steps up to
+        `step_id`."""
+        places = [
+            (number * cut.tokens, g, number)
+            for g, cut in enumerate(self._pieces.cuts)
+            for number in self._stored_pieces(request, g, block_idxs[g])
+        ]
+        for _, g, number in sorted(places):  # of all groups in the order of the tokens
             if (piece := self._pieces.whole(request, g, number)) is not None:
-                self.saves.append(Save(step_id, piece))
+                self.saves.add(Save(step_id, piece))
                 self.events.note(request, piece.pages)
 
-    def take_saves(self, before: int | None = None) -> list[Save]:
-        """What steps before number `before` have computed, None: all steps."""
-        taken = [save for save in self.saves if before is None or save.step_id < before]
-        self.saves = [] if len(taken) == len(self.saves) else self.saves[len(taken) :]
-        return taken
+    def _stored_pieces(self, request: Request, g: int, block_idxs: Sequence[int]) -> list[int]:
+        """The numbers of those that may be saved once these blocks are there."""
+        numbers = self._pieces.numbers(g, block_idxs)
+        return numbers if self._chunks is None or not numbers else self._chunks.with_whole(request, g, numbers)
 
     def note_lost(self, request: Request, g: int, block_idx: int) -> None:
         """What a block of a request holds, which the prefix cache has, is in doubt."""
@@ -137,7 +130,7 @@ class KVTransfers:
     def take_lost(self) -> list[PageKey]:
         """What must not be kept: a request computed it that failed."""
         lost, self.lost = self.lost, set()
-        self.saves = [save for save in self.saves if lost.isdisjoint(keys_of([save.piece]))]
+        self.saves.discard(lost)
         return list(lost)
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from jaxpaged.engine.process import program, wire
-from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, STACKS
+from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, STACKS, closing_seconds
 from jaxpaged.engine.process.program import LENGTH
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.executor.device_slices import ALL_DEVICES, DeviceSlice
@@ -31,7 +31,7 @@ class CoreChild:
     """A process that serves `start` on `devices`. Reports are read from the file descriptor `reports`."""
 
     def __init__(self, start: wire.Start, devices: DeviceSlice = ALL_DEVICES):
-        self._stacks = Path(start.directory) / STACKS
+        self._stacks, self._closing_seconds = Path(start.directory) / STACKS, closing_seconds(start)
         self.reports, reports_end = os.pipe()
         self._unread = b""
         try:
@@ -116,7 +116,7 @@ class CoreChild:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         try:
-            self._process.wait(LAST_STEP_SECONDS + 1)
+            self._process.wait(LAST_STEP_SECONDS + self._closing_seconds + 1)
         except subprocess.TimeoutExpired:
             self.kill()
         self.wait()

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -38,6 +39,8 @@ SOCKET, HEARTBEAT, STACKS = "core.sock", "heartbeat", "stacks.txt"
 
 LAST_STEP_SECONDS = 5.0
 """How long the step under way may still take when the process is to end."""
+SAVING_SECONDS = 75.0
+"""What the process may take beyond that, where keys and values are written that outlive it."""
 
 
 class StatusPipe:
@@ -54,10 +57,11 @@ class StatusPipe:
 
 
 class Lifeline:
-    """Ends the process when standard input does: at once while loading, after the step under way when serving."""
+    """Ends the process when standard input does: at once while loading, after the step under way when serving, and
+    `seconds` later at most what follows that."""
 
-    def __init__(self, directory: Path):
-        self._directory = directory
+    def __init__(self, directory: Path, seconds: float):
+        self._directory, self._seconds = directory, seconds
         self._server: CoreServer | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
@@ -77,7 +81,9 @@ class Lifeline:
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._server is not None:
             self._server.stop()
-            self._ended.wait(LAST_STEP_SECONDS)
+            end = time.monotonic() + LAST_STEP_SECONDS
+            if self._server.has_stopped.wait(LAST_STEP_SECONDS):
+                self._ended.wait(end + self._seconds - time.monotonic())
         os._exit(0)
 
 
@@ -90,7 +96,7 @@ def main() -> NoReturn:
     with open(directory / STACKS, "wb") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        lifeline = Lifeline(directory)
+        lifeline = Lifeline(directory, closing_seconds(start))
         try:
             serve(start, directory, status, lifeline)
         except BaseException as error:
@@ -143,3 +149,9 @@ def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Life
     finally:
         server.close()
         core.shutdown()
+
+
+def closing_seconds(start: wire.Start) -> float:
+    """What a process may take beyond LAST_STEP_SECONDS to end."""
+    keeps = any(start.options.get(name) for name in ("kv_offload", "kv_transfer_config"))
+    return SAVING_SECONDS if keeps else 0.0

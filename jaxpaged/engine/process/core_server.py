@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 256 << 20
 MESSAGES_BETWEEN_STEPS = 256
 """At most so many messages are read before the next step: a flood of them must not stop everybody's tokens."""
+SAVING_MILLISECONDS = 5
+"""That an idle core waits for a message while keys and values wait to be copied off the device."""
 STATS_INTERVAL = 1.0
 """Seconds between two statements of how the core is doing, while it works."""
 
@@ -77,7 +79,7 @@ class CoreServer:
         self._stats_time = 0.0  # when they were last sent
         self._stats_changed = True
         self._compiling = False  # in the background, as far as they say
-        self._stopping = False
+        self._stopping, self.has_stopped = False, threading.Event()
         self._context = zmq.Context()
         self._socket = self._bind(address)
         self._wake_reader, self._wake_writer = os.pipe()
@@ -100,9 +102,10 @@ class CoreServer:
         """Serve until `stop`. Raises EngineDeadError when the core has stopped, or says that it never will compute."""
         while not self._stopping:
             working = self._core.has_work()
+            saving = not working and self._core.save_idle()
             if not working:
                 self._settle()
-            if self._poller.poll(0 if working else round(TICK_SECONDS * 1e3)):
+            if self._poller.poll(0 if working else SAVING_MILLISECONDS if saving else round(TICK_SECONDS * 1e3)):
                 self._receive()
             elif self._compiling and time.monotonic() - self._stats_time > STATS_INTERVAL:
                 self._stats_changed = True
@@ -110,6 +113,7 @@ class CoreServer:
                 self._step()
             if self._late_sleeps:
                 self._sleep_when_done()
+        self.has_stopped.set()
 
     def stop(self) -> None:
         """End `run` after the step under way. For any thread."""

@@ -48,6 +48,12 @@ class Copies:
         """Of a page of group `g`, without its header."""
         return self.form.num_bytes(self.shape(g))
 
+    def num_bytes(self, pool_idx: int, num_pieces: int) -> int:
+        """Of what a copy of so many pieces makes, with padding."""
+        pool = self._kv_cache.pools[pool_idx]
+        shape = pool.num_tensors, *page_shape(pool.storage, self._cuts[pool_idx].tokens)
+        return self._bucket(pool_idx, num_pieces) * self.form.num_bytes(shape)
+
     def most(self, pool_idx: int) -> int:
         """Pieces of one copy."""
         return self._sizes[pool_idx][-1]

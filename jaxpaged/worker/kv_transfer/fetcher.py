@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import batched
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxpaged.errors import PageError
 from jaxpaged.kv_store.buffers import Buffer
 from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.page import PageKey, decode, scales_of
+from jaxpaged.kv_store.threads import Threads
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.kv_transfer.copies import Copies
 from jaxpaged.worker.kv_transfer.peers import Peers
@@ -26,18 +26,17 @@ Target = Sequence[np.ndarray]
 
 
 class PageFetcher:
-    """For any number of threads. `num_readers` pages of a load are fetched from own tiers at a time."""
+    """For any number of threads."""
 
     def __init__(
-        self, copies: Copies, num_pools: int, store: Tiers, peers: Peers, namespace: str, secret: bytes | None,
-        num_readers: int,
-    ):  # fmt: skip
+        self, copies: Copies, num_pools: int, store: Tiers, peers: Peers, namespace: str, secret: bytes | None
+    ):
         self._copies, self._num_pools, self._store, self._peers = copies, num_pools, store, peers
         self._namespace, self._secret = namespace, secret
-        self._readers = ThreadPoolExecutor(num_readers, "kv-read") if num_readers > 1 else None
 
-    def fetch(self, load: Any) -> tuple[list[str], CopyPages]:
-        """Names of the tiers that had the pages, empty for those that did not come, and what copies take. Blocks."""
+    def fetch(self, load: Any, readers: Threads | None) -> tuple[list[str], CopyPages]:
+        """Names of the tiers that had the pages, empty for those that did not come, and what copies take. Blocks.
+        `readers` fetch several pages from own tiers at a time."""
         pool_of, copies = self._copies.pool_of, CopyPages()
         targets: dict[PageKey, Target] = {}
         try:
@@ -48,8 +47,11 @@ class PageFetcher:
                     arrays = self._copies.empty(pool_idx, len(some))
                     targets.update((page.key, target) for page, *target in zip(pages, *arrays))
                     copies.append((pool_idx, some, arrays))
-            each = self._readers.map if self._readers is not None else map
-            sources = list(each(lambda page: self._fetch_own(page, targets[page.key]), load.pages))
+            if readers is None:
+                sources = [self._fetch_own(load, page, targets[page.key]) for page in load.pages]
+            else:
+                asked = [readers.submit(self._fetch_own, load, page, targets[page.key]) for page in load.pages]
+                sources = [each.result() for each in asked]
             if self._peers.borrows:
                 self._pull(load, sources, targets)
         except Exception:
@@ -72,11 +74,12 @@ class PageFetcher:
         for place in came:
             sources[place] = name
 
-    def _fetch_own(self, content: PageContent, target: Target) -> str:
+    def _fetch_own(self, load: Any, content: PageContent, target: Target) -> str:
         """Fill `target` with a page. The name of the own tier that had it as it must be, "" where none does."""
         buffer, source = self._store.get_from(content.key)
         if buffer is None:
             return ""
+        load.news = time.monotonic()
         if self._unpack(buffer, content, target):
             return source
         self._store.delete([content.key])
@@ -98,7 +101,3 @@ class PageFetcher:
         for array, part in zip(target, [values, scales_of(buffer, header)] if form.is_scaled else [values]):
             array[: len(part)] = part
         return True
-
-    def close(self) -> None:
-        if self._readers is not None:
-            self._readers.shutdown()

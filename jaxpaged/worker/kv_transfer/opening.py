@@ -10,12 +10,10 @@ from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lender import Lender
-from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.options import EXACT, KVOffload, TierWish
 from jaxpaged.kv_store.own import OwnTier, open_store
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
 from jaxpaged.kv_store.redis_tier import RedisTier
-from jaxpaged.kv_store.remote import RemoteTier
 from jaxpaged.kv_store.s3 import S3Tier
 from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
@@ -35,8 +33,6 @@ PACKAGES = {"redis": "redis", "s3": "obstore", "grpc": "grpc"}
 
 LEAST_TO_LEND = 1 << 30
 """Bytes that may be lent at a time where no tier says how much there is."""
-STORE_READERS = 8
-"""Pages of one load that are fetched at a time where one may come from another process: each takes a round trip."""
 
 
 def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig) -> KVOffload:
@@ -86,7 +82,6 @@ def open_transfer(
     ]
     store, peers = Tiers(tiers), None
     peering = offload.peering
-    is_far = any(isinstance(tier, RemoteTier | LMCacheTier) for tier in tiers)
     if peering is not None:
         lender = borrower = None
         if peering.lends:
@@ -97,16 +92,15 @@ def open_transfer(
             )  # fmt: skip
         if peering.borrows:
             shapes = [(len(group.layer_idxs), *page_shape(group.spec, form.page_tokens)) for group in kv_cache.groups]
-            largest, is_far = max(map(form.num_bytes, shapes)), True
+            largest = max(map(form.num_bytes, shapes))
             borrower = Borrower(
                 space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls,
                 shares=peering.shares, page_tokens=form.page_tokens,
             )  # fmt: skip
         peers = Peers(lender, borrower)
     return KVTransferWorker(
-        device, kv_cache, store, space, form, secret=secrets.signing,
-        num_readers=STORE_READERS if is_far else 1, model=blueprint.config.model.model, peers=peers,
-    )  # fmt: skip
+        device, kv_cache, store, space, form, secret=secrets.signing, model=blueprint.config.model.model, peers=peers
+    )
 
 
 def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any], *, is_first: bool) -> Tier:

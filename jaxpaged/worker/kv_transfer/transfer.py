@@ -2,8 +2,8 @@
 
 Steps and copies are links of one chain of arrays, each of which takes what the one before returns. So a block may be
 given out again once its gather is dispatched, and read by the step after its scatter; there is no other fence. What was
-gathered is handed to a tier only when the step that computed it is confirmed. The number of gathers whose bytes are not
-stored yet is limited; blocks beyond it are not saved. This module does not decide what travels.
+gathered is handed to a tier only when the step that computed it is confirmed. The bytes that were gathered and are not
+stored yet are limited; who saves is told what found no room. This module does not decide what travels.
 """
 
 import logging
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import batched, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece, keys_of
 from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageHeader, PageKey, encode
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
+from jaxpaged.kv_store.threads import Threads
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.device import Device, start_copy
@@ -35,17 +35,21 @@ from jaxpaged.worker.kv_transfer.peers import Peers
 
 logger = logging.getLogger(__name__)
 
-NUM_SLOTS = 8
-"""Gathers whose bytes are not stored yet, at most."""
-SLOTS_TO_LEND = 64
+ROOM = 256 << 20
+"""Bytes that are gathered and not stored yet, after which no other gather begins."""
+ROOM_TO_LEND = 2 << 30
 """The same where others wait for what is gathered: what is not saved they must compute."""
 NUM_THREADS = 2
 THREADS_TO_LEND = 4
 """The same where others wait: a checksum takes a thread longer than all else that happens to a page."""
+FAR_READERS = 8
+"""Pages of loads that are fetched from one tier at a time, where it is in another process."""
 TOLD_BYTES = 4 << 20
 """Bytes of pages of a copy after which borrowers hear of them, while the rest of it is stored."""
 THREADS_TO_BORROW = 64
 """Loads at a time where other engines lend: most of them wait for prompts that are being computed."""
+CLOSE_SECONDS, SAVE_SECONDS = 2.0, 30.0
+"""That closing waits for what is being loaded, and for what is being stored, which may hang."""
 SIZES = tuple(1 << power for power in range(14, 37, 2))
 """Bounds of the sizes that are counted, 16 KiB to 64 GiB."""
 
@@ -57,6 +61,7 @@ class Gathered(NamedTuple):
     step_id: int
     contents: Sequence[PageContent | None]
     pages: tuple[Any, ...]
+    num_bytes: int
     discarded: set[PageKey]
 
     @property
@@ -90,34 +95,78 @@ class Moved:
             self.sizes[bound] += bool(num_bytes)
 
 
-class Slots:
-    """How many gathers are under way, at most `most`."""
+class Room:
+    """How many gathers are under way, and their bytes. Another one may begin while these are fewer than `most`."""
 
     def __init__(self, most: int):
-        self._most, self._lock, self.num_taken = most, threading.Lock(), 0
+        self._most, self._changed = most, threading.Condition()
+        self.num_bytes = self.num_gathers = 0
 
-    def take(self) -> bool:
-        """Whether there was one."""
-        with self._lock:
-            is_free = self.num_taken < self._most
-            self.num_taken += is_free
-            return is_free
+    @property
+    def is_there(self) -> bool:
+        return self.num_bytes < self._most
 
-    def give_back(self) -> None:
+    def take(self, num_bytes: int) -> None:
+        with self._changed:
+            self.num_bytes += num_bytes
+            self.num_gathers += 1
+
+    def give_back(self, num_bytes: int) -> None:
+        with self._changed:
+            self.num_bytes -= num_bytes
+            self.num_gathers -= 1
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until a gather ends, at most so long, unless there is room already. Whether there is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_there, max(seconds, 0.0))
+
+
+class Losses:
+    """Pages that were not kept, by the reason: the log has a line for the first of each, and the rest is counted."""
+
+    def __init__(self) -> None:
+        self._lock, self._told, self.num_pages = threading.Lock(), set[str](), 0
+
+    def add(self, num_pages: int, reason: str, error: Exception | None = None) -> None:
+        if not num_pages:
+            return
         with self._lock:
-            self.num_taken -= 1
+            self.num_pages += num_pages
+            is_news = reason not in self._told
+            self._told.add(reason)
+        if is_news:
+            logger.warning(
+                "%d pages of keys and values are not kept: %s. The metric jaxpaged:kv_offload_pages_dropped counts "
+                "further ones, and the log does not.",
+                num_pages, reason, exc_info=error,
+            )  # fmt: skip
+
+
+class Loaders:
+    """Threads for loads of which one tier has the last pages, so that they wait for no tier behind it. Of one that
+    `is_far` several pages are fetched at a time: each takes a round trip."""
+
+    def __init__(self, name: str, num_threads: int, is_far: bool):
+        self.threads = Threads(num_threads, f"kv-load-{name}")
+        self.readers = Threads(FAR_READERS, f"kv-read-{name}") if is_far else None
+
+    def close(self) -> None:
+        for each in (self.threads, self.readers):
+            if each is not None:
+                each.close(CLOSE_SECONDS, cancels=True)
 
 
 class KVTransferWorker:
     """What carries out transfers over the KV cache of `device`. It owns the store.
 
-    Pages have the form `form`, and are signed with `secret`, if there is one. `num_readers` pages of a load are fetched
-    at a time. `model` is a name for people.
+    Pages have the form `form`, and are signed with `secret`, if there is one. `model` is a name for people.
     """
 
     def __init__(
         self, device: Device, kv_cache: KVCacheConfig, store: Tiers, namespace: str, form: PageForm,
-        *, secret: bytes | None = None, num_readers: int = 1, model: str = "", peers: Peers | None = None,
+        *, secret: bytes | None = None, model: str = "", peers: Peers | None = None,
     ):  # fmt: skip
         """`peers`: other engines, to lend to or to borrow from."""
         self._peers = peers or Peers()
@@ -127,15 +176,16 @@ class KVTransferWorker:
         self._num_groups = len(kv_cache.groups)
         self._secret, self._model = secret, model
         num_pools = len(kv_cache.pools)
-        self._fetcher = PageFetcher(self._copies, num_pools, store, self._peers, namespace, secret, num_readers)
+        self._fetcher = PageFetcher(self._copies, num_pools, store, self._peers, namespace, secret)
         self._unconfirmed: deque[Gathered] = deque()
         self._fetched: deque[Fetched] = deque()
         self._news = threading.Event()
-        self._slots = Slots(SLOTS_TO_LEND if self._peers.lends else NUM_SLOTS)
+        self._room, self._losses = Room(ROOM_TO_LEND if self._peers.lends else ROOM), Losses()
         self._under_way: set[PageKey] = set()  # gathered and not stored yet
-        self._savers = ThreadPoolExecutor(THREADS_TO_LEND if self._peers.lends else NUM_THREADS, "kv-save")
-        self._loaders = ThreadPoolExecutor(THREADS_TO_BORROW if self._peers.borrows else NUM_THREADS, "kv-load")
-        self.num_saved = self.num_loaded = self.num_dropped = self.num_lost = 0  # pages
+        self._savers = Threads(THREADS_TO_LEND if self._peers.lends else NUM_THREADS, "kv-save")
+        self._loaders = [Loaders(tier.name, NUM_THREADS, is_far) for tier, is_far in zip(store.tiers, store.are_far)]
+        self._borrowers = Loaders("peers", THREADS_TO_BORROW, is_far=True) if self._peers.borrows else None
+        self.num_saved = self.num_loaded = self.num_lost = 0  # pages
         self._changes: ChangeLog | None = None  # nobody wants to hear of any
         self._copied = [0, 0]  # since it was asked for: off the devices, and to them
         self._moved = {"load": Moved(), "store": Moved()}
@@ -187,34 +237,57 @@ class KVTransferWorker:
 
     # ---- saving --------------------------------------------------------------------------------
 
-    def save(self, saves: Sequence[tuple[int, Piece]]) -> None:
-        """Dispatch copies of pieces, each with the step that computes it: before the next step, behind those steps."""
-        lacking = iter(self._store.lacks(keys_of([piece for _, piece in saves]), self._under_way))
-        by_pool: dict[int, list[tuple[int, Piece, list[PageContent | None]]]] = {}
-        for step_id, piece in saves:
-            wanted = [page if next(lacking) else None for page in piece.pages]
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether a tier keeps pages when this engine has ended."""
+        return self._store.is_lasting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another copy off the devices may begin now."""
+        return self._room.is_there
+
+    def wait_for_room(self, seconds: float) -> bool:
+        """Sleep until a copy ends that is under way, at most so long. Whether another one may begin."""
+        return self._room.wait(seconds)
+
+    def save[S: tuple[int, Piece]](self, saves: Sequence[S]) -> list[S]:
+        """Dispatch copies of pieces, each with the step that computes it: before the next step, behind those steps.
+        Those for which there is no room now."""
+        lacking = iter(self._lacks(saves))
+        by_pool: dict[int, list[tuple[S, list[PageContent | None]]]] = {}
+        for save in saves:
+            wanted = [page if next(lacking) else None for page in save[1].pages]
             if any(wanted):
-                pool_idx = self._copies.pool_of[piece.pages[0].key.group]
-                by_pool.setdefault(pool_idx, []).append((step_id, piece, wanted))
+                pool_idx = self._copies.pool_of[save[1].pages[0].key.group]
+                by_pool.setdefault(pool_idx, []).append((save, wanted))
+        left = set[int]()
         for pool_idx, missing in by_pool.items():
             for some in batched(missing, self._copies.most(pool_idx)):
-                self._gather(pool_idx, some)
+                if self._room.is_there:
+                    self._gather(pool_idx, some)
+                else:
+                    left.update(id(save) for save, _ in some)
+        return [save for save in saves if id(save) in left]
 
-    def _gather(self, pool_idx: int, saves: Sequence[tuple[int, Piece, list[PageContent | None]]]) -> None:
-        contents = [page for _, _, wanted in saves for page in wanted]
-        if not self._slots.take():
-            self.num_dropped += len(contents) - contents.count(None)
-            return
-        block_ids = [block_id for _, piece, _ in saves for block_id in piece.block_ids]
-        try:
-            pages = self._copies.gather(pool_idx, block_ids)
-        except BaseException:
-            self._slots.give_back()
-            raise
-        step_id = max(step_id for step_id, _, _ in saves)
+    def _lacks(self, saves: Sequence[tuple[int, Piece]]) -> list[bool]:
+        """Whether each page of these is to be brought to the store."""
+        return self._store.lacks(keys_of([piece for _, piece in saves]), self._under_way)
+
+    def _gather(self, pool_idx: int, saves: Sequence[tuple[tuple[int, Piece], list[PageContent | None]]]) -> None:
+        contents = [page for _, wanted in saves for page in wanted]
+        block_ids = [block_id for (_, piece), _ in saves for block_id in piece.block_ids]
+        pages, num_bytes = self._copies.gather(pool_idx, block_ids), self._copies.num_bytes(pool_idx, len(saves))
+        self._room.take(num_bytes)
+        step_id = max(step_id for (step_id, _), _ in saves)
         self._copied[0] += len(block_ids)
-        self._unconfirmed.append(Gathered(step_id, contents, start_copy(pages), set()))
+        self._unconfirmed.append(Gathered(step_id, contents, start_copy(pages), num_bytes, set()))
         self._under_way.update(self._unconfirmed[-1].keys)
+
+    def give_up(self, saves: Sequence[tuple[int, Piece]]) -> None:
+        """These will not be saved: their content is lost next."""
+        reason = "their blocks are needed sooner than the tiers take what they hold"
+        self._losses.add(sum(self._lacks(saves)), reason)
 
     def confirm(self, before: int | None) -> None:
         """The steps before number `before` are done, None: all are. What they computed may be stored."""
@@ -225,7 +298,7 @@ class KVTransferWorker:
         """A step has failed: what is not confirmed is never stored."""
         for gathered in self._unconfirmed:
             self._under_way.difference_update(gathered.keys)
-            self._slots.give_back()
+            self._room.give_back(gathered.num_bytes)
         self._unconfirmed.clear()
 
     def discard(self, keys: Sequence[PageKey]) -> None:
@@ -237,7 +310,7 @@ class KVTransferWorker:
 
     def _store_pages(self, gathered: Gathered) -> None:
         """In a thread: wait for the bytes, and put the pages into the store."""
-        begin, num_bytes, untold = time.monotonic(), 0, list[PageKey]()
+        begin, num_bytes, untold, num_lost = time.monotonic(), 0, list[PageKey](), 0
         try:
             pages = [np.asarray(array) for array in gathered.pages]
             for content, *page in zip(gathered.contents, *pages):
@@ -252,24 +325,28 @@ class KVTransferWorker:
                     if len(untold) * self._copies.page_bytes(content.key.group) >= TOLD_BYTES:
                         self._peers.hold(untold)
                         untold.clear()
-        except Exception:
-            logger.exception("%d pages of keys and values were not saved", len(gathered.keys))
-            self.num_dropped += len(gathered.keys)
+                else:
+                    num_lost += 1
+            self._losses.add(num_lost, "no tier takes them, which fail, are full, or are too small for a page")
+        except Exception as error:
+            self._losses.add(len(gathered.keys), f"saving them fails with {type(error).__name__}", error)
         finally:
             self._moved["store"].add(num_bytes, time.monotonic() - begin)
             self._under_way.difference_update(gathered.keys)
-            self._slots.give_back()
+            self._room.give_back(gathered.num_bytes)
             self._peers.hold(gathered.keys)
 
     # ---- loading -------------------------------------------------------------------------------
 
     def load(self, load: Any) -> None:
         """Fetch the `pages` of a load in a thread."""
-        self._loaders.submit(self._fetch, load, time.monotonic())
+        number = self._store.farthest([page.key for page in load.pages])
+        loaders = self._borrowers if number is None and self._borrowers is not None else self._loaders[number or 0]
+        loaders.threads.submit(self._fetch, load, loaders.readers, time.monotonic())
 
-    def _fetch(self, load: Any, begin: float) -> None:
+    def _fetch(self, load: Any, readers: Threads | None, begin: float) -> None:
         started = time.monotonic()
-        sources, copies = self._fetcher.fetch(load)
+        sources, copies = self._fetcher.fetch(load, readers)
         came = list(map(bool, sources))
         num_bytes = sum(self._copies.page_bytes(page.key.group) for page, ok in zip(load.pages, came) if ok)
         self._moved["load"].add(num_bytes, time.monotonic() - started)
@@ -364,9 +441,9 @@ class KVTransferWorker:
             **moved,
             "kv_offload_pages_saved": self.num_saved,
             "kv_offload_pages_loaded": self.num_loaded,
-            "kv_offload_pages_dropped": self.num_dropped,
+            "kv_offload_pages_dropped": self._losses.num_pages,
             "kv_offload_pages_lost": self.num_lost,
-            "kv_offload_copies_under_way": self._slots.num_taken,
+            "kv_offload_copies_under_way": self._room.num_gathers,
             **tiers,
             **self._peers.stats(),
         }
@@ -374,7 +451,8 @@ class KVTransferWorker:
     def close(self) -> None:
         """Store what is confirmed, and let go of threads and tiers."""
         self._peers.close()
-        self._loaders.shutdown(cancel_futures=True)
-        self._fetcher.close()
-        self._savers.shutdown()
+        for each in [*self._loaders, self._borrowers]:
+            if each is not None:
+                each.close()
+        self._savers.close(SAVE_SECONDS)
         self._store.close()

@@ -43,7 +43,7 @@ class Sharing(Engine):
         return [(pool, block_id, slot) for block_id in block_ids for slot in range(self.block_size)]
 
     def save(self, before=None):
-        for _, piece in self.half.take_saves(before):
+        for _, piece in [*self.half.saves.take_urgent(), *self.half.saves.take(before, 10**9)]:
             self.keep(piece)
 
     def keep(self, piece):
