@@ -16,6 +16,7 @@ from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
+from jaxpaged.models.config_fields import changes_nothing
 from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
 
@@ -167,30 +168,6 @@ class DecoderConfig:
 SLIDING, FULL = "sliding_attention", "full_attention"
 """The two kinds of layers that `layer_types` in config.json names."""
 
-HARMLESS_FIELDS = frozenset(
-    """
-    architectures model_type transformers_version torch_dtype dtype use_cache initializer_range auto_map name_or_path
-    attention_dropout hidden_dropout resid_pdrop embd_pdrop classifier_dropout output_attentions output_hidden_states
-    return_dict return_dict_in_generate torchscript tokenizer_class prefix id2label label2id problem_type num_labels
-    finetuning_task task_specific_params pad_token_id sep_token_id decoder_start_token_id max_length min_length
-    do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences output_scores forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
-    tf_legacy_loss use_bfloat16 cache_implementation attn_implementation bos_token_id eos_token_id
-    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux residual_dropout
-    hybrid_kvcache_attention_pattern unsloth_fixed unsloth_version transformers.js_config pretraining_tp
-    is_llama_config is_matryoshka matryoshka_dimensions sentence_transformers max_sequence_length
-    model_max_length tokenizer_model_max_length
-    """.split()
-)
-"""Fields that say nothing of the forward pass: training, sampling defaults, names, and records."""
-
-
-HARMLESS_VALUES = {"full_attn_mod": 1, "interpolate_factor": 1}
-"""Fields that change nothing as long as they have this value."""
-
-
 class HfFields:
     """Reads the fields of one config.json, each checked for its type, and knows which ones nobody read."""
 
@@ -255,11 +232,9 @@ class HfFields:
         return found
 
     def refuse_unread(self) -> None:
-        """CheckpointError for a field that nobody read, unless it is harmless, switched off, or empty."""
+        """CheckpointError for a field that nobody read, unless it changes nothing."""
         for name, found in self.hf.items():
-            if name in self.read or name in HARMLESS_FIELDS or name.startswith("_"):
-                continue
-            if not found or found == HARMLESS_VALUES.get(name):
+            if name in self.read or changes_nothing(name, found):
                 continue
             raise CheckpointError(
                 f"config.json: {name} is {short(found)}. Nothing is known of this field, and it may change what the "
@@ -287,8 +262,12 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
 
 READ_ELSEWHERE = {
     "eos_token_id": "override_generation_config, or stop_token_ids of a request",
+    **dict.fromkeys(("temperature", "top_k", "top_p", "repetition_penalty"), "override_generation_config"),
     **dict.fromkeys(
-        ("id2label", "num_labels", "problem_type", "is_matryoshka", "matryoshka_dimensions", "sentence_transformers"),
+        (
+            "id2label", "num_labels", "problem_type", "is_matryoshka", "matryoshka_dimensions", "sentence_transformers",
+            "sbert_ce_default_activation_function",
+        ),
         "pooler_config, or change config.json in a copy of the folder",
     ),
 }

@@ -40,7 +40,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     common = gemma2.gemma_fields(fields)
     local_theta = fields.number("rope_local_base_freq", 10_000.0)
     full, sliding = two_ropes(fields, common["head_dim"], theta=1_000_000.0, window_theta=local_theta)
-    pattern = fields.count("sliding_window_pattern", 6)
+    pattern = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
     window = fields.count_or_none("sliding_window", 4096)
     windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % pattern != 0)
     config = DecoderConfig(
@@ -55,15 +55,23 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return config
 
 
+OF_IMAGES = frozenset(
+    """
+    text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
+    boi_token_id eoi_token_id model_type initializer_range transformers_version
+    """.split()
+)
+"""Fields beside `text_config` that say nothing of the language model."""
+
+
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the language model; token ids, type and quantisation may stand outside of it."""
+    """The fields of the language model. Some stand beside its part, and win over those in it."""
     if "text_config" not in hf:
         return hf
     if not isinstance(hf["text_config"], dict):
         raise CheckpointError(f"config.json: text_config is {short(hf['text_config'])}; it must be an object.")
-    shared = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
-    outer = {name: hf[name] for name in (*shared, "tie_word_embeddings") if name in hf}
-    return {**hf["text_config"], **outer}
+    beside = {name: value for name, value in hf.items() if name not in OF_IMAGES and value is not None}
+    return {**hf["text_config"], **beside}
 
 
 GEMMA3 = replace(

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.config_fields import HARMLESS_FIELDS, READ_BY_OTHERS
 from jaxpaged.models.registry import MODELS, model_for
 from tests.models.checkpoints import (
     COHERE,
@@ -29,6 +31,11 @@ from tests.models.checkpoints import (
     QWEN3_MOE,
     SMOLLM3,
 )
+
+ROOT = Path(__file__).parents[2] / "jaxpaged"
+READERS = (
+    "models/config.py", "models/registry.py", "engine/pooling/pooler.py", "engine/input/generation_config.py",
+)  # fmt: skip
 
 
 def parse(hf):
@@ -159,8 +166,49 @@ def test_harmless_fields_pass():
         "pretraining_tp": 2,
         "unsloth_fixed": True,
         "new_flag": False,
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "temperature": 0.6,
+        "cache_implementation": "static",
+        "_experts_implementation": "grouped_mm",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+        "is_causal": None,
     }
     assert parse(hf) == parse(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_causal", False), ("use_rope", False), ("pruned_heads", {"0": [1]}), ("prefix", "Once "), ("min_length", 5),
+        ("num_beams", 4), ("typical_p", 0.9), ("no_repeat_ngram_size", 3), ("bad_words_ids", [[5]]),
+        ("suppress_tokens", [7]), ("begin_suppress_tokens", [7]), ("forced_bos_token_id", 5),
+        ("forced_eos_token_id", 2), ("length_penalty", 2.0), ("diversity_penalty", 0.5), ("num_return_sequences", 2),
+        ("exponential_decay_length_penalty", [1, 1.1]), ("encoder_no_repeat_ngram_size", 2),
+        ("cache_implementation", "quantized"), ("_rotary_style", "half"), ("_sliding_window_pattern", 3),
+        ("full_attn_mod", 2),
+    ],
+)  # fmt: skip
+def test_a_field_that_changes_results_is_never_passed_over(name, value):
+    for hf in (LLAMA, QWEN2_MOE, GPT_OSS):
+        with pytest.raises(CheckpointError, match=f"{name} is .*Nothing is known of this field"):
+            parse({**hf, name: value})
+
+
+def test_no_field_is_harmless_that_says_how_results_are_made():
+    """Each of them is read by somebody, or refused."""
+    assert not HARMLESS_FIELDS & READ_BY_OTHERS
+    sources = "".join((ROOT / path).read_text() for path in READERS)
+    assert [name for name in sorted(READ_BY_OTHERS - {"label2id"}) if f'"{name}"' not in sources] == []
+
+
+def test_fields_beside_the_text_of_a_model_with_images_are_read_or_refused():
+    hf = {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}, "mm_tokens_per_image": 4}
+    text = without(GEMMA3, "architectures")
+    assert parse({**hf, "text_config": text}).final_soft_cap is None
+    assert parse({**hf, "text_config": text, "final_logit_softcapping": 2.0}).final_soft_cap == 2.0
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
+        parse({**hf, "text_config": text, "use_bidirectional_attention": True})
 
 
 # what is changed, and words that the error must hold

@@ -1,4 +1,4 @@
-"""Sampling defaults and end-of-sequence ids that a model brings along in `generation_config.json`.
+"""Sampling defaults and end-of-sequence ids that a model brings along in `generation_config.json`, or in config.json.
 
 This module knows the file, not how requests use it.
 """
@@ -21,6 +21,10 @@ SAMPLING_FIELDS = {
     "max_new_tokens": "max_tokens",
 }
 """Name in the file -> name in SamplingParams. Other entries of the file do not change what vLLM's users get."""
+
+
+NEUTRAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
+"""What transformers once wrote into every config.json, without anybody having asked for it."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,12 @@ def load_generation_defaults(
                 f"override_generation_config has the unknown key {name!r}.{did_you_mean(name, known)} "
                 f"Known are {', '.join(known)}."
             )
-    file = read_json(folder / "generation_config.json")
+    description = read_json(folder / "config.json")
+    path = folder / "generation_config.json"
+    file = read_json(path) if path.exists() else in_description(description)
     merged = {**(file if source == "auto" else {}), **overrides}
     sampling = {ours: merged[theirs] for theirs, ours in SAMPLING_FIELDS.items() if merged.get(theirs) is not None}
-    eos = overrides.get("eos_token_id", file.get("eos_token_id", read_json(folder / "config.json").get("eos_token_id")))
+    eos = overrides.get("eos_token_id", file.get("eos_token_id", description.get("eos_token_id")))
     defaults = GenerationDefaults(sampling, token_ids(eos))
     try:
         defaults.sampling_params()
@@ -64,6 +70,11 @@ def load_generation_defaults(
         )
         raise error_class(f"{place} of {folder} does not fit: {error} Or use generation_config='vllm'.") from error
     return defaults
+
+
+def in_description(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of an old config.json, where they stood before there was a file for them."""
+    return {name: description[name] for name, usual in NEUTRAL.items() if description.get(name, usual) != usual}
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

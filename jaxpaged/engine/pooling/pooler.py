@@ -119,10 +119,30 @@ def label_names(hf: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count))
 
 
+PROBLEM_TYPES = {
+    "regression": "none", "multi_label_classification": "sigmoid", "single_label_classification": "softmax"
+}  # fmt: skip
+ACTIVATION_CLASSES = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+"""What torch calls activations."""
+
+
 def classifier_activation(hf: Mapping[str, Any], num_labels: int) -> str:
-    """One label is a yes or no; of several one is right, unless `problem_type` says otherwise."""
-    kinds = {"regression": "none", "multi_label_classification": "sigmoid", "single_label_classification": "softmax"}
-    return kinds.get(hf.get("problem_type", ""), "sigmoid" if num_labels == 1 else "softmax")
+    """What sentence-transformers say, or `problem_type`; or else one label is a yes or no, and of several one is right.
+
+    Raises CheckpointError for an activation or a kind of problem that is not known.
+    """
+    record = hf.get("sentence_transformers") or {}
+    given = record.get("activation_fn") if isinstance(record, Mapping) else record
+    given = given or hf.get("sbert_ce_default_activation_function")
+    kind = hf.get("problem_type") or (
+        "multi_label_classification" if num_labels == 1 else "single_label_classification"
+    )
+    name = "sentence_transformers.activation_fn" if given else "problem_type"
+    value, known = (given, ACTIVATION_CLASSES) if given else (kind, PROBLEM_TYPES)
+    activation = known.get(str(value).rpartition(".")[2])
+    if activation is None:
+        raise CheckpointError(f"config.json: {name} is {value!r}; supported: {', '.join(known)}.")
+    return activation
 
 
 def load_pooler_defaults(folder: Path) -> dict[str, Any]:
@@ -143,6 +163,11 @@ def load_pooler_defaults(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} has a module {kind}; supported are {', '.join(KNOWN_MODULES)}. Use another model."
             )
+    if read_json(folder / "sentence_bert_config.json").get("do_lower_case"):
+        raise CheckpointError(
+            f"{folder / 'sentence_bert_config.json'} has do_lower_case: texts would have to be written in small "
+            "letters first, which is not done. Use another model."
+        )
     kinds = dict(modules)
     if "Pooling" not in kinds:
         return {}

@@ -42,6 +42,18 @@ def test_end_ids_may_stand_in_the_model_config(tmp_path):
     assert load_generation_defaults(tmp_path).eos_token_ids == (5,)
 
 
+def test_sampling_fields_of_an_old_model_config_are_read_where_there_is_no_file_for_them(tmp_path):
+    """But not those that once stood in every one."""
+    old = {"temperature": 0.7, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.2, "do_sample": True, "num_beams": 1}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert dict(load_generation_defaults(tmp_path).sampling) == {"temperature": 0.7, "repetition_penalty": 1.2}
+    assert dict(load_generation_defaults(tmp_path, "vllm").sampling) == {}
+    write(tmp_path, top_p=0.9)
+    assert dict(load_generation_defaults(tmp_path).sampling) == {"top_p": 0.9}
+    write(tmp_path)
+    assert dict(load_generation_defaults(tmp_path).sampling) == {}
+
+
 def test_unknown_overrides_are_named_with_the_nearest_known_one(tmp_path):
     with pytest.raises(ConfigError, match=r"'temprature'\. Did you mean 'temperature'"):
         load_generation_defaults(tmp_path, "auto", {"temprature": 1})

@@ -90,6 +90,46 @@ def test_a_classifier_names_its_labels_and_says_what_they_are(tmp_path):
     assert pooler_for(tmp_path, "classify", problem_type="regression", num_labels=1).activation == "none"
 
 
+@pytest.mark.parametrize("where", ["sentence_transformers", "sbert_ce_default_activation_function"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("linear.Identity", "none"), ("activation.Sigmoid", "sigmoid"), ("activation.Softmax", "softmax")],
+)
+def test_the_activation_that_sentence_transformers_name_is_applied(where, name, meant, tmp_path):
+    """Whatever the number of labels and the kind of problem."""
+    name = f"torch.nn.modules.{name}"
+    given = {where: {"activation_fn": name, "version": "5.1.0"} if where == "sentence_transformers" else name}
+    assert pooler_for(tmp_path, "classify", **given, num_labels=1).activation == meant
+    problem = "single_label_classification"
+    assert pooler_for(tmp_path, "classify", **given, num_labels=3, problem_type=problem).activation == meant
+    logits = np.array([10.4], np.float32)
+    if meant == "none":
+        assert pooler_for(tmp_path, "classify", **given, num_labels=1).finish(logits, PoolingParams()) == logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "activation_fn is .*Tanh'"),
+        ({"sentence_transformers": {"activation_fn": 7}}, "activation_fn is 7; supported: Identity, Sigmoid, Softmax"),
+        ({"sbert_ce_default_activation_function": "my.code.Scale"}, "activation_fn is 'my.code.Scale'"),
+        ({"problem_type": "ranking"}, "problem_type is 'ranking'; supported: regression"),
+    ],
+)
+def test_an_activation_that_is_not_known_is_refused(fields, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        pooler_for(tmp_path, "classify", num_labels=1, **fields)
+
+
+def test_texts_that_would_have_to_be_lowered_are_refused(tmp_path):
+    write_modules(tmp_path, ["Transformer", "Pooling"], pooling_mode_mean_tokens=True)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": false}')
+    load_pooler_defaults(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": true}')
+    with pytest.raises(CheckpointError, match="do_lower_case"):
+        load_pooler_defaults(tmp_path)
+
+
 def write_modules(folder, kinds, **modes):
     types = [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
