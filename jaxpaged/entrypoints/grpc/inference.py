@@ -1,5 +1,6 @@
 """The service `jaxpaged.v1.Inference`: what clients may ask."""
 
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -57,11 +58,14 @@ class Inference:
 
     async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]:
         """What the engine is asked for, and what makes messages of its results."""
-        is_chat = request.WhichOneof("prompt") == "chat"
-        wanted = requests.generation_request(request)
-        parsed = await self._parsed(CHATS if is_chat else COMPLETIONS, wanted, caller)
-        return parsed.generation, Responses(
-            own_id(parsed.generation.request_id),
+        kind = request.WhichOneof("prompt")
+        names = {"prompt": "token_ids"} if kind == "token_ids" else {}
+        with client_names(names):
+            wanted = requests.generation_request(request)
+            parsed = await self._parsed(CHATS if kind == "chat" else COMPLETIONS, wanted, caller)
+        generation = dataclasses.replace(parsed.generation, names={**parsed.generation.names, **names})
+        return generation, Responses(
+            own_id(generation.request_id),
             None if parsed.reading.is_plain else parsed.new_reader,
             with_prompt=request.return_prompt_token_ids,
             with_cached_tokens=self._service.options.enable_prompt_tokens_details,

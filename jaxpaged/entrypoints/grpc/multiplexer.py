@@ -5,6 +5,8 @@ say is gathered in one message until the one before is written, so a step of the
 requests it serves: writing takes longer than making a dozen events. In the gathered message a request has one response
 at most; its task waits before the next. The engine goes on, and joins what is new of each sequence into one result
 meanwhile. So a slow client costs memory for its texts alone, and holds up nobody else.
+
+A message that begins no request gets an error without an id, since one with an id in use is about another request.
 """
 
 import asyncio
@@ -24,6 +26,8 @@ MAX_OPEN = 1024
 """Requests under way on one stream."""
 MAX_MESSAGE_BYTES = 2**20
 """A longer message has one event only. Clients take four times as much unless told otherwise."""
+MAX_SHOWN_ID = 128
+"""Characters of an id that a refusal repeats."""
 IDLE_SECONDS = 600.0
 """After which a stream without a request is ended: between so many and twice as many."""
 
@@ -119,14 +123,17 @@ class Multiplexer:
             case "abort":
                 await self._abort(message.abort)
             case _:
-                raise HttpError(400, "a message has neither generate nor abort. Give one of them.", "generate")
+                await self._refuse("a message has neither generate nor abort. Give one of them.", "generate")
 
     async def _begin(self, request: pb.GenerateRequest) -> None:
         request_id = request.request_id
         if not request_id:
-            raise HttpError(400, "request_id is missing, so nobody could tell its answer. Give one.", "request_id")
+            await self._refuse("request_id is missing, so nobody could tell its answer. Give one.", "request_id")
+            return
         if request_id in self._calls:
-            raise HttpError(400, f"request_id {request_id!r} is in use on this stream. Choose another.", "request_id")
+            shown = repr(request_id[:MAX_SHOWN_ID])
+            await self._refuse(f"request_id {shown} is in use on this stream. Choose another.", "request_id")
+            return
         if len(self._tasks) >= MAX_OPEN:
             await self._say_last(request_id, error=told(HttpError(
                 429, f"{MAX_OPEN} requests are under way on this stream. Wait until one is done.",
@@ -137,6 +144,10 @@ class Multiplexer:
         task = asyncio.ensure_future(self._run(request, call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _refuse(self, why: str, field: str) -> None:
+        """Say that a message has begun nothing."""
+        await self._say_last("", error=told(HttpError(400, why, field))[1])
 
     async def _abort(self, request_id: str) -> None:
         """Unknown ids pass: the request may have ended meanwhile."""

@@ -64,16 +64,44 @@ def test_an_error_ends_its_own_request_only_and_names_the_field(serving):
     assert len(ids_of(messages, "good")) == 5
 
 
-@pytest.mark.parametrize("messages", [
-    [wanted("")], [pb.GenerateStreamRequest()], [wanted("a", max_tokens=40), wanted("a")],
-])  # fmt: skip
-def test_what_cannot_be_answered_by_id_ends_the_stream(serving, messages):
-    async def scenario(server):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await talk(server, messages)
-        return caught.value.code()
+BAD = {
+    "no id": (wanted(""), "request_id"),
+    "an id in use": (wanted("b", "other"), "request_id"),
+    "no action": (pb.GenerateStreamRequest(), "generate"),
+    "an abort of nothing": (pb.GenerateStreamRequest(abort="unknown"), None),
+    "a request of nothing": (pb.GenerateStreamRequest(generate=pb.GenerateRequest()), "request_id"),
+}
 
-    assert serving(scenario) is grpc.StatusCode.INVALID_ARGUMENT
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_message_that_begins_nothing_ends_no_request(serving, kind):
+    """Before, each of these ended the call, with all requests that ran on it. An error about an id in use has none,
+    so that nobody takes it for the end of the request that has this id."""
+    bad, field = BAD[kind]
+
+    async def scenario(server):
+        server.engine.executor.longest_run = 1
+        return await talk(server, [wanted("a"), wanted("b", max_tokens=30), bad, bad, wanted("c")])
+
+    events = serving(scenario)
+    assert [len(ids_of(events, name)) for name in "abc"] == [5, 30, 5]
+    assert sorted(each.request_id for each in events if each.HasField("done")) == ["a", "b", "c"]
+    errors = [each for each in events if each.HasField("error")]
+    assert [(each.request_id, each.error.field) for each in errors] == [("", field)] * (2 if field else 0)
+    assert all(each.error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0] for each in errors)
+
+
+def test_bad_messages_alone_end_as_a_call_that_is_done(serving):
+    """The client takes none of them before it has sent all: what is said of them is bounded, and they are not lost."""
+    events = serving(lambda server: talk(server, [pb.GenerateStreamRequest()] * 300))
+    assert len(events) == 300 and all(each.HasField("error") for each in events)
+
+
+@pytest.mark.parametrize("ids", [[1 << 20], [-1], []])
+def test_wrong_token_ids_are_named_so_on_a_stream_too(serving, ids):
+    request = pb.GenerateRequest(request_id="a", token_ids=pb.TokenIds(ids=ids))
+    [event] = serving(lambda server: talk(server, [pb.GenerateStreamRequest(generate=request)]))
+    assert event.request_id == "a" and event.error.field == "token_ids", event
 
 
 def test_an_id_may_be_used_again_when_its_request_is_done(serving):
