@@ -6,7 +6,7 @@ This module knows counts and ids; it knows neither HTTP bodies nor what a reques
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError
@@ -58,8 +58,8 @@ class Traffic:
     def admitted(self, load: Load) -> Iterator[None]:
         """Count a request while the context lasts.
 
-        Raises HttpError: 400 for more than one request may ask, 503 while the server is draining, 429 when the queue is
-        full.
+        Raises HttpError: 400 for more than one request may ask, also where the queue could never take it, 503 while the
+        server is draining, 429 when the queue is full.
         """
         if load.answer_bytes > self._max_answer_bytes:
             raise HttpError(
@@ -105,23 +105,33 @@ class Traffic:
             raise HttpError(503, "The server is shutting down. Send the request to another one.", headers=RETRY_AFTER)
         if self._max_queued is None and self._max_queued_tokens is None:
             return
-        sequences, tokens = self._queued_with(load)
-        if self._max_queued is not None and sequences > self._max_queued:
-            raise self._full(f"{sequences} sequences would wait, but at most {self._max_queued} may")
-        if self._max_queued_tokens is not None and tokens > self._max_queued_tokens:
-            raise self._full(f"{tokens} prompt tokens would wait, but at most {self._max_queued_tokens} may")
+        excess = self._excess(itertools.chain(self._loads.values(), [load]), self._num_sequences + load.num_sequences)
+        if excess is None:
+            return
+        if self._excess([load], load.num_sequences) is not None:
+            raise HttpError(
+                400, f"The request has {load.num_sequences} sequences and {load.num_prompt_tokens} prompt tokens, but "
+                f"{self._max_running} sequences are computed at a time, and {excess}. Send several.", "n",
+            )  # fmt: skip
+        raise HttpError(429, f"The queue is full: {excess}. Try again later.", headers=RETRY_AFTER)
 
-    def _queued_with(self, load: Load) -> tuple[int, int]:
-        """Sequences and prompt tokens that wait once `load` is in: what the oldest leave no place for."""
-        if self._num_sequences + load.num_sequences <= self._max_running:
-            return 0, 0
+    def _excess(self, loads: Iterable[Load], num_sequences: int) -> str | None:
+        """What of these loads, the oldest first, would have to wait without a place for it."""
+        if num_sequences <= self._max_running:
+            return None
+        sequences, tokens = self._queued(loads)
+        if self._max_queued is not None and sequences > self._max_queued:
+            return f"{sequences} sequences would wait, but at most {self._max_queued} may"
+        if self._max_queued_tokens is not None and tokens > self._max_queued_tokens:
+            return f"{tokens} prompt tokens would wait, but at most {self._max_queued_tokens} may"
+        return None
+
+    def _queued(self, loads: Iterable[Load]) -> tuple[int, int]:
+        """Sequences and prompt tokens that wait: what the oldest leave no place for."""
         places, sequences, tokens = self._max_running, 0, 0
-        for each in itertools.chain(self._loads.values(), [load]):
+        for each in loads:
             waiting = max(each.num_sequences - places, 0)
             places = max(places - each.num_sequences, 0)
             sequences += waiting
             tokens += each.num_prompt_tokens if waiting else 0
         return sequences, tokens
-
-    def _full(self, reason: str) -> HttpError:
-        return HttpError(429, f"The queue is full: {reason}. Try again later.", headers=RETRY_AFTER)

@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generation.generate import Output, collect
+from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, last_results
 from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, introduced, parse
+from jaxpaged.entrypoints.http.generation.traffic import Load
 from jaxpaged.entrypoints.http.openai.completion_parse import MAX_PROMPTS
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
 from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -88,19 +89,33 @@ def naming(number: int) -> Iterator[None]:
 async def answered(service: Service, stages: Stages, chats: Sequence[Parsed]) -> Response:
     """The stages `generate` and `write` of all chats at once."""
 
-    async def collected(number: int) -> list[Output]:
-        with naming(number):
-            return await collect(service.engine, service.traffic, chats[number].generation)
+    async def collected(number: int, generation: GenerationRequest) -> list[Output]:
+        with naming(number), client_names(generation.names):
+            return await last_results(service.engine, generation)
 
+    generations = [chat.generation for chat in chats]
     try:
-        async with asyncio.TaskGroup() as group:
-            asking = [group.create_task(collected(number)) for number in range(len(chats))]
+        with service.traffic.admitted(load_of(generations, service.model.max_model_len)):
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(collected(*each)) for each in enumerate(generations)]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     outputs = [each.result() for each in asking]
-    num_bytes = sum(chat.generation.size_of(output) for chat, output in zip(chats, outputs, strict=True))
+    num_bytes = sum(each.size_of(output) for each, output in zip(generations, outputs, strict=True))
     return await answer_of(
         num_bytes, lambda: joined([stages.answer(service, *each) for each in zip(chats, outputs, strict=True)])
+    )
+
+
+def load_of(generations: Sequence[GenerationRequest], max_model_len: int) -> Load:
+    """What all of them put on the engine: there is room for the whole batch, or for none of it."""
+    loads = [each.load(max_model_len) for each in generations]
+    return Load(
+        loads[0].request_id,
+        [engine_id for each in loads for engine_id in each.engine_ids],
+        sum(each.num_sequences for each in loads),
+        sum(each.num_prompt_tokens for each in loads),
+        sum(each.answer_bytes for each in loads),
     )
 
 

@@ -44,10 +44,41 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(limit, admitted):
 
 def test_sequences_of_one_request_count_each():
     traffic = Traffic(max_running=4, max_queued=2)
-    with pytest.raises(HttpError), admit(traffic, "a", sequences=7):
-        pass
     with admit(traffic, "a", sequences=6):
         pass
+    with admit(traffic, "a"), pytest.raises(HttpError) as refusal, admit(traffic, "b", sequences=6):
+        pass
+    assert refusal.value.status == 429
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize(
+    ("limits", "sequences", "tokens", "number"),
+    [({"max_queued": 2}, 7, 10, "3 sequences"), ({"max_queued": 0}, 5, 10, "1 sequences"),
+     ({"max_queued_tokens": 50}, 5, 60, "60 prompt tokens")],
+)  # fmt: skip
+def test_what_the_queue_could_never_take_is_not_told_to_come_back(limits, sequences, tokens, number, is_idle):
+    """Before, it was told to try again later, for ever."""
+    traffic = Traffic(max_running=4, **limits)
+    with contextlib.ExitStack() as stack:
+        if not is_idle:
+            stack.enter_context(admit(traffic, "other", sequences=4))
+        with pytest.raises(HttpError) as refusal:
+            stack.enter_context(admit(traffic, "a", sequences, tokens))
+    assert refusal.value.status == 400 and "Retry-After" not in refusal.value.headers
+    assert refusal.value.parameter == "n"
+    assert is_idle is False or number in str(refusal.value)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"])
+def test_one_request_larger_than_the_queue_is_a_400_on_every_endpoint(ask, path):
+    many = {
+        "/v1/completions": {"prompt": ["a"] * 9},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 9},
+        "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "a"}]] * 9},
+    }[path]
+    answer = ask(path, {**many, "max_tokens": 1}, options={"max_num_queued_reqs": 2}, max_num_seqs=4)
+    assert answer.status == 400 and "Send several" in answer.error["message"], answer.body
 
 
 def test_only_prompt_tokens_that_wait_count():
