@@ -4,10 +4,11 @@
 `jaxpaged --help` answers at once.
 """
 
+import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from jaxpaged import __version__
@@ -30,7 +31,8 @@ from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
 
-DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix caching."
+FIRST_COMMANDS = ("generate", "chat", "serve", "models", "bench")
+DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix cache."
 FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
@@ -75,14 +77,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line() -> Parser:
     """The parser with all subcommands."""
-    parser = Parser(prog="jaxpaged", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser = Parser(prog="jaxpaged", description=DESCRIPTION, usage="%(prog)s COMMAND [options]", add_help=False)
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}", help=argparse.SUPPRESS)
+    commands = parser.add_commands(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
     for command in (
         generate, chat, serve, proxy, bench, compile_command, plan, convert, buckets, kv, models, collect_env,
     ):  # fmt: skip
         command.add_parser(commands)
+    parser.epilog = overview({each.dest: each.help or "" for each in commands._choices_actions})
     return parser
+
+
+def overview(commands: Mapping[str, str]) -> str:
+    """What there is, by name: first what one needs first."""
+    line = "  {:<12} {}".format
+    further = [line(name, help) for name, help in commands.items() if name not in FIRST_COMMANDS]
+    return "\n".join([
+        "first steps:", *(line(name, commands[name]) for name in FIRST_COMMANDS), "", "further commands:", *further, "",
+        "jaxpaged COMMAND --help tells more of one; jaxpaged --version tells the version.",
+    ])  # fmt: skip
 
 
 def explanation(error: Exception) -> str:

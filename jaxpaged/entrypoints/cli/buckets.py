@@ -25,7 +25,7 @@ examples:
 
 def add_parser(commands: Any) -> None:
     group: Parser = commands.add_parser("buckets", help="padded step sizes: find those that fit your traffic")
-    actions = group.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = group.add_commands(dest="action", metavar="ACTION")
     parser: Parser = actions.add_parser("fit", help="the sizes with the least padding for a step log", epilog=EPILOG)
     parser.add_argument("--log", required=True, metavar="FILE", help="a step log of jaxpaged generate --step-log")
     parser.add_argument("--programs", required=True, type=whole_number, metavar="N", help="how many sizes at most")

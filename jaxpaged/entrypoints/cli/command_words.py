@@ -1,7 +1,7 @@
 """The words of a command line in the one spelling that flags have here, for those that vLLM takes too.
 
-`--max_model_len 5` is `--max-model-len 5`. Keys of a JSON option may be given one by one: `--kv-transfer-config.kv_role
-kv_both`, with a `+` at the end for one more entry of a list. This module knows no flag.
+`--max_model_len 5` is `--max-model-len 5`, and `--help=WORD` a flag of its own. Keys of a JSON option may be given one
+by one: `--kv-transfer-config.kv_role kv_both`, with a `+` at the end for one more entry of a list.
 """
 
 import json
@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpaged.entrypoints.cli.help_pages import WORD_FLAG
 from jaxpaged.entrypoints.cli.values import json_or_text
 
 KEY = re.compile(r"(?P<flag>--?[A-Za-z][\w-]*)\.(?P<path>[\w.-]+)(?P<more>\+?)(=(?P<value>.*))?", re.DOTALL)
@@ -53,5 +54,7 @@ def dashed(word: str) -> str:
     """`--max_model_len=5` as `--max-model-len=5`; what is no flag stays as it is."""
     if not word.startswith("--"):
         return word
+    if word.startswith("--help="):
+        return WORD_FLAG + word.removeprefix("--help")
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from jaxpaged.config import all_options
 from jaxpaged.entrypoints.cli.command_words import plain_words
+from jaxpaged.entrypoints.cli.help_pages import WORD_FLAG, HelpAbout, page
 from jaxpaged.entrypoints.cli.values import converter, essential_type, json_or_text, spelled
 from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
@@ -72,6 +73,20 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
+        self.add_argument(WORD_FLAG, action=HelpAbout, help=argparse.SUPPRESS)
+
+    def format_help(self) -> str:
+        return page(self)
+
+    def add_commands(self, **settings: Any) -> Any:
+        """Room for subcommands, one of which must be given: alone, the command shows its help and exits with 2."""
+
+        def show_help(args: argparse.Namespace) -> int:
+            self.print_help(sys.stderr)
+            return 2
+
+        self.set_defaults(run=show_help, command_parser=self, debug=False)
+        return self.add_subparsers(prog=self.prog, **settings)
 
     def error(self, message: str) -> NoReturn:
         sentence = message if message.endswith((".", "?")) else f"{message}."

@@ -33,9 +33,9 @@ examples:
 
 def add_parser(commands: Any) -> None:
     group: Parser = commands.add_parser(
-        "kv", help="cached keys and values on a disk: list, verify, prune, export, import", epilog=EPILOG
+        "kv", help="look after cached keys and values on a disk", epilog=EPILOG
     )
-    actions = group.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = group.add_commands(dest="action", metavar="ACTION")
     listing = add_action(actions, "ls", "namespaces, with their sizes and when they were used", run_ls)
     listing.add_argument("--json", action="store_true", help="print one JSON object a line for every namespace")
     verifying = add_action(

@@ -35,7 +35,7 @@ examples:
 
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
-        "proxy", help="one address for engines that compute prompts and engines that generate", epilog=EPILOG
+        "proxy", help="one address for engines that prefill and engines that decode", epilog=EPILOG
     )
     parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_producer")
     parser.add_argument("--decode", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_consumer")

@@ -10,6 +10,6 @@ KINDS = (serve, sweep, throughput, latency, startup)
 
 def add_parser(commands: Any) -> None:
     group: Parser = commands.add_parser("bench", help="measure a server under load, an engine, or its start")
-    kinds = group.add_subparsers(dest="kind", metavar="KIND", required=True)
+    kinds = group.add_commands(dest="kind", metavar="KIND")
     for kind in KINDS:
         kind.add_parser(kinds)
