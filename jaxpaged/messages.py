@@ -152,6 +152,10 @@ class StepBuckets(msgspec.Struct, array_like=True):
     program_wait: float = 0.0  # seconds until programs were compiled that this step had to wait for
 
 
+NOTHING_TO_DRAW = "no token can be drawn: what limits this request leaves none. Other requests are unharmed."
+"""Why a request failed for whose next token nothing is allowed."""
+
+
 class ModelRunnerOutput(msgspec.Struct):
     """What one step produced. `request_ids` are those that could get tokens, in the order of the step.
 

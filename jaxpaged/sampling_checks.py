@@ -4,7 +4,7 @@ This module does not know which parameters there are.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.errors import RequestError
@@ -156,6 +156,16 @@ def check_bad_words_token_ids(words: list[list[int]], vocab_size: int) -> None:
             f"bad_words have {total} tokens together; at most {MAX_BAD_WORD_TOKENS} are possible. {hint}",
             "bad_words",
         )
+
+
+def nothing_to_draw(fields: Sequence[str]) -> RequestError:
+    """What a request is told whose fields leave no token that may come next."""
+    *others, last = fields
+    named = f"{', '.join(others)} and {last} contradict each other" if others else f"{last} cannot be met"
+    return RequestError(
+        f"{named}: no token can be drawn. Change {'one of them' if others else 'it'}. Other requests are unharmed.",
+        fields[0],
+    )
 
 
 def checked_structured_outputs(value: Any) -> StructuredOutputsParams:

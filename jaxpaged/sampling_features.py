@@ -44,6 +44,19 @@ def features_of(params: SamplingParams) -> Feature:
     return Feature(sum(feature for feature, used in wanted if used))
 
 
+def limiting_fields(params: SamplingParams) -> list[str]:
+    """The fields of a request that keep tokens from being drawn; a bias never does, however large."""
+    limits = {
+        "structured_outputs": params.structured_outputs is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": params.bad_words_token_ids,
+        "min_tokens": params.min_tokens,
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "extra_args": params.extra_args,  # of custom logits processors
+    }
+    return [name for name, used in limits.items() if used]
+
+
 def extras_of(params: SamplingParams) -> list[Extra]:
     """The programs that a request needs and others do not."""
     bound = params.structured_outputs is not None or params.thinking_token_budget is not None

@@ -101,7 +101,9 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
         runs repeat; -1: a random one, which never repeats.
     stop: text that ends the output, one or up to 128 of 1024 characters each; needs `detokenize`.
     stop_token_ids: tokens that end the output.
-    bad_words: texts that the output must not contain, with and without a space before them.
+    bad_words: words whose tokens must not come one after the other, as the tokenizer writes a word with and without a
+        space before it. As in vLLM the same letters in other tokens may come: "." does not ban the token '".'. To keep
+        a text out wherever it stands, exclude it in a grammar of `structured_outputs`.
     include_stop_str_in_output, ignore_eos: as they say.
     max_tokens, min_tokens: length of the output; `max_tokens=None` fills the context.
     logprobs, prompt_logprobs: how many of the most likely tokens to report per position; -1 for all.

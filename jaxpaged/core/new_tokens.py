@@ -15,7 +15,9 @@ from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.logprob_lines import add_logprobs
 from jaxpaged.core.request import Request
 from jaxpaged.core.steps import Grant, NewStep
-from jaxpaged.messages import EngineCoreOutput, ModelRunnerOutput
+from jaxpaged.messages import NOTHING_TO_DRAW, EngineCoreOutput, ModelRunnerOutput
+from jaxpaged.sampling_checks import nothing_to_draw
+from jaxpaged.sampling_features import limiting_fields
 
 LEAST_STEPS = 2
 """Fewer are no run."""
@@ -154,8 +156,10 @@ def check_end(request: Request, token_id: int, result: EngineCoreOutput) -> None
 
 def fault_of(request: Request, reason: str) -> tuple[str, str | None]:
     """(Why a request failed, the field that is to blame): that of its grammar where this cannot be followed, such as
-    `start: "a"{1000000000}`, which shows what it costs only when a token has come."""
-    error = None if request.matcher is None else request.matcher.error
-    if error is None:
-        return reason, None
-    return f"structured_outputs cannot be followed: {error}", "structured_outputs"
+    `start: "a"{1000000000}`, which shows what it costs only when a token has come. Where no token was left to draw, the
+    fields that allow none are."""
+    if request.matcher is not None and (error := request.matcher.error) is not None:
+        return f"structured_outputs cannot be followed: {error}", "structured_outputs"
+    if reason == NOTHING_TO_DRAW and (fields := limiting_fields(request.sampling_params)):
+        return str(nothing_to_draw(fields)), fields[0]
+    return reason, None

@@ -6,7 +6,7 @@ from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import ConfigError, EngineError, RequestError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.messages import ModelRunnerOutput
+from jaxpaged.messages import NOTHING_TO_DRAW, ModelRunnerOutput
 from tests.core.simulation import EOS, STOP, Engine, expected_output, prompt_of
 
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
@@ -423,6 +423,21 @@ class TestAbortAndFailure:
         output = ModelRunnerOutput(scheduled.step_id, [], [], failed={"a": "why"})
         assert [o.error for o in engine.scheduler.update_from_output(scheduled, output)] == ["why"]
         engine.check_idle()
+
+    @pytest.mark.parametrize(("values", "fields"), [
+        ({"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5]]}, ["allowed_token_ids", "bad_words"]),
+        ({"allowed_token_ids": [5], "min_tokens": 2}, ["allowed_token_ids", "min_tokens"]),
+        ({"extra_args": {"mine": 1}}, ["extra_args"]),
+        ({"logit_bias": {5: -100.0}}, []),
+    ])  # fmt: skip
+    def test_where_nothing_can_be_drawn_the_requests_fields_are_to_blame(self, values, fields):
+        engine = Engine()
+        engine.add("a", prompt_of(8), **values)
+        scheduled = engine.scheduler.schedule()
+        output = ModelRunnerOutput(scheduled.step_id, [], [], failed={"a": NOTHING_TO_DRAW})
+        [told] = engine.scheduler.update_from_output(scheduled, output)
+        assert told.error_parameter == (fields[0] if fields else None)
+        assert all(name in told.error for name in fields) and "no token can be drawn" in told.error
 
     def test_a_failed_step_takes_the_steps_after_it_along_and_nobody_else(self):
         engine = Engine(depth=2, max_num_batched_tokens=9, max_num_seqs=3)

@@ -26,7 +26,7 @@ from jaxpaged.errors import RequestError, did_you_mean
 from jaxpaged.kv_store.handover import check_request
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
-from jaxpaged.sampling_checks import check_bool, check_int, checked_float
+from jaxpaged.sampling_checks import check_bool, check_int, checked_float, nothing_to_draw
 from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 from jaxpaged.text_checks import check_unicode, shown
@@ -329,6 +329,7 @@ class InputProcessor:
             ids = prompt.token_ids if prompt.ending is None else self.tokenizer.encode(prompt.ending, False)
             complete.thinking_token_ids, complete.is_thinking = start_end, leaves_open(ids, *start_end)
         complete.verify(self.vocab_size, self.max_logprobs)
+        check_some_token_is_left(complete, stop_ids)
         if complete.structured_outputs is not None:
             self.grammar_checker.check(complete.structured_outputs)
         if complete.min_tokens and len(stop_ids) > MAX_MASKED_STOP_IDS:
@@ -359,6 +360,19 @@ def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
                 "tokenization_kwargs",
             )
     return dict(given or {})
+
+
+def check_some_token_is_left(params: SamplingParams, stop_ids: Sequence[int]) -> None:
+    """Raise RequestError, naming all fields, where the only tokens that may be drawn are ones that may not be first."""
+    if params.allowed_token_ids is None:
+        return
+    left, fields = set(params.allowed_token_ids), ["allowed_token_ids"]
+    words = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
+    for name, banned in (("bad_words", words), ("min_tokens", set(stop_ids) if params.min_tokens else set())):
+        if left & banned:
+            left, fields = left - banned, [*fields, name]
+    if not left:
+        raise nothing_to_draw(fields)
 
 
 def check_without_text(params: SamplingParams) -> None:

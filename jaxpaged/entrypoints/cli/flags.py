@@ -51,7 +51,7 @@ SAMPLING_HELP = {
     "repetition_penalty": "above 0; above 1 makes tokens of prompt and output less likely",
     "logit_bias": "added to logits, by token id: '{\"17\": -100}'",
     "allowed_token_ids": "draw these tokens only",
-    "bad_words": "a text that must not occur in the output; may be repeated",
+    "bad_words": "a word whose tokens must not follow each other, with or without a space before it; may be repeated",
     "logprobs": "report this many of the most likely tokens per position (with --json); -1: all",
     "prompt_logprobs": "the same for the tokens of the prompt",
     "logprob_token_ids": "report these tokens in place of the most likely ones",

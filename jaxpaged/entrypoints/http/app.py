@@ -79,9 +79,7 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint(
             "POST", "/v1/chat/completions", generation.chat, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
-        Endpoint(
-            "POST", "/v1/chat/completions/batch", generation.chat_batch, ChatBatchRequest, ChatCompletionResponse
-        ),
+        Endpoint("POST", "/v1/chat/completions/batch", generation.chat_batch, ChatBatchRequest, ChatCompletionResponse),
         Endpoint("POST", "/invocations", Invocations(service).invoke, ANY_REQUEST, ANY_RESPONSE, streams=True),
         *messages_endpoints(service),
         *responses_endpoints(service),

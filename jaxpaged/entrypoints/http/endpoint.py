@@ -56,7 +56,6 @@ class Endpoint:
         except Exception as error:
             return error_response(as_http_error(error))
 
-
     def _check_query(self, request: Request) -> None:
         known = [each.name for each in self.query]
         for name in request.query_params:

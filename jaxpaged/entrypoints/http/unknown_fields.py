@@ -36,9 +36,7 @@ def known_part(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes:
     """The body without those of its unknown fields that ask for nothing. The body is an object."""
     values: dict[str, Any] = msgspec.json.decode(body)
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return msgspec.json.encode(
-        {name: value for name, value in values.items() if name in known or value not in NOTHING}
-    )
+    return msgspec.json.encode({name: value for name, value in values.items() if name in known or value not in NOTHING})
 
 
 def unknown_name(message: str) -> str | None:

@@ -13,7 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, PromptLogprobs, SampledLogprobs
+from jaxpaged.messages import (
+    NOTHING_TO_DRAW,
+    ModelRunnerOutput,
+    NewRequestData,
+    ProgramKey,
+    PromptLogprobs,
+    SampledLogprobs,
+)
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
@@ -29,10 +36,6 @@ from jaxpaged.worker.step.verify import VERIFY_KINDS, verify_lines
 
 PLAIN_KINDS = ("sample", "decode", VERIFY_KINDS["sample"])
 """Programs without the full sampler."""
-NOTHING_TO_DRAW = (
-    "no token can be drawn: its own structured_outputs, allowed_token_ids, logit_bias, bad_words and min_tokens leave "
-    "none. Other requests are unharmed."
-)
 NOT_NUMBERS = (
     "no token can be drawn: the model's logits for this request are not finite numbers. Other requests are unharmed."
 )

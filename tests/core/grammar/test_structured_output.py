@@ -195,3 +195,14 @@ def test_a_grammar_that_is_none_fails_alone_and_again(grammars):
         with pytest.raises(RequestError, match="structured_outputs cannot be used: .*unclosed group"):
             matcher_of(grammars, regex="(a")
     assert matcher_of(grammars, regex="a").error is None
+
+
+def test_a_grammar_can_keep_a_text_out_wherever_it_stands(grammars, tokenizer):
+    """As the docstring of `bad_words` says, which ban tokens."""
+    grammar = r"start: TEXT" + "\n" + r"TEXT: /(.|\n)*/ & ~/(.|\n)*\.(.|\n)*/"
+    matcher = matcher_of(grammars, grammar=grammar)
+    assert matcher.accept(tokenizer.encode('the "cat', add_special_tokens=False).ids)
+    may_come = set(allowed(grammars, matcher))
+    with_period = {i for i in range(tokenizer.get_vocab_size()) if "." in tokenizer.decode([i])}
+    assert with_period and not may_come & with_period
+    assert tokenizer.encode(" the", add_special_tokens=False).ids[0] in may_come

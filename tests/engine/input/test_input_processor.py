@@ -35,6 +35,33 @@ def test_text_ids_and_dicts_are_the_same_prompt():
     assert process(ids)[1] is None
 
 
+BIRD = TOKENIZER.encode(" bird", add_special_tokens=False)[0]
+
+
+@pytest.mark.parametrize(("values", "fields"), [
+    ({"allowed_token_ids": [BIRD], "bad_words": ["bird"]}, "allowed_token_ids and bad_words"),
+    ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids and min_tokens"),
+    ({"allowed_token_ids": [BIRD], "min_tokens": 2, "stop_token_ids": [BIRD]}, "allowed_token_ids and min_tokens"),
+    ({"allowed_token_ids": [BIRD, EOS], "bad_words": ["bird"], "min_tokens": 1},
+     "allowed_token_ids, bad_words and min_tokens"),
+])  # fmt: skip
+def test_fields_that_leave_no_token_are_named(values, fields):
+    with pytest.raises(RequestError, match=f"^{fields} contradict each other") as caught:
+        make(defaults=GenerationDefaults({}, (EOS,))).process("r", "the cat", SamplingParams(**values))
+    assert caught.value.parameter == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("values", [
+    {"allowed_token_ids": [BIRD, 9], "bad_words": ["bird"]},
+    {"allowed_token_ids": [EOS], "min_tokens": 1, "ignore_eos": True},
+    {"allowed_token_ids": [EOS]},
+    {"allowed_token_ids": [9], "bad_words": ["the the"]},  # two tokens: the first may come
+    {"allowed_token_ids": [9], "logit_bias": {9: -100}},
+])  # fmt: skip
+def test_fields_that_leave_a_token_are_no_contradiction(values):
+    make(defaults=GenerationDefaults({}, (EOS,))).process("r", "the cat", SamplingParams(**values))
+
+
 def test_a_budget_of_thinking_needs_a_vocabulary_with_tokens_around_it():
     params = SamplingParams(thinking_token_budget=5)
     with pytest.raises(RequestError, match="thinking_token_budget is 5, but the vocabulary has no tokens") as caught:

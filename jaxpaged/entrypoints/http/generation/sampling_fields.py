@@ -96,6 +96,4 @@ def check_stop(name: str, stop: str | list[str] | None) -> None:
 def check_service_tier(tier: str | None) -> None:
     """Raise HttpError 400 for a tier that OpenAI does not have. All of its own are served alike."""
     if tier not in (None, *SERVICE_TIERS):
-        raise HttpError(
-            400, f"service_tier is {tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.", "service_tier"
-        )
+        raise HttpError(400, f"service_tier is {tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.", "service_tier")

@@ -60,11 +60,9 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_temp
 
 
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Tools as plain objects. Raises HttpError 400 for an empty list, other kinds, and names that come twice."""
+    """Tools as plain objects. Raises HttpError 400 for other kinds, and for names that come twice."""
     if tools is None:
         return None
-    if not tools:
-        raise HttpError(400, "tools is an empty list. Give at least one tool, or leave it out.", "tools")
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.type != "function":
@@ -82,8 +80,8 @@ def tool_use(
     choice: str | NamedToolChoice | None, tools: list[dict[str, Any]] | None, parallel: bool
 ) -> ToolUse | None:
     """The tools and whether to call them; None without tools. Raises HttpError 400 for a choice that cannot be."""
-    if tools is None:
-        if choice in (None, "none"):
+    if not tools:
+        if choice in (None, "none") or (choice == "auto" and tools is not None):
             return None
         raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
     names = [tool["function"]["name"] for tool in tools]

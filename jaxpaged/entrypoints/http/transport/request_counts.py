@@ -106,7 +106,11 @@ class CountRequests:
     """
 
     def __init__(
-        self, app: ASGIApp, counts: RequestCounts, handlers: Mapping[Callable[..., Any], str], logged: bool = False,
+        self,
+        app: ASGIApp,
+        counts: RequestCounts,
+        handlers: Mapping[Callable[..., Any], str],
+        logged: bool = False,
         unlogged: Collection[str] = (),
     ):
         self._app = app

@@ -118,6 +118,13 @@ def test_named_tokens_are_scored(ask):
         assert len(entry["top_logprobs"]) == 3
 
 
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_an_empty_list_of_tools_is_none(ask, choice):
+    expected = prompt_of(ask, {}, chat=CHAT_WITH_TOOLS)
+    assert prompt_of(ask, {"tools": [], **choice}, chat=CHAT_WITH_TOOLS) == expected
+    assert ask("/tokenize", {"messages": [USER], "tools": []}).status == 200
+
+
 def test_tools_reach_the_template(ask):
     for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
         body = {"tools": [TOOL], **choice}
@@ -184,7 +191,8 @@ def test_an_assistants_message_may_be_nothing_but_calls(ask):
         ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0].type"),
-        ({"tools": []}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"tool_choice": "auto"}, "tool_choice"),
