@@ -152,7 +152,8 @@ class Replica:
 
     def _lose_all(self, error: EngineError) -> None:
         """The core is gone, and with it what it said of itself."""
-        self.executor_stats, self.metrics.stats = None, SchedulerStats()
+        self.metrics.lose_core(self.executor_stats or {})
+        self.executor_stats = None
         self._fail_all(error)
 
     def _fail_all(self, error: EngineError) -> None:

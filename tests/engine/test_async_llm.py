@@ -17,11 +17,13 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.observability import throughput_log
-from jaxpaged.engine.process import core_link, core_supervisor, heartbeat
+from jaxpaged.engine.observability.metrics_types import Counter
+from jaxpaged.engine.process import core_link, core_supervisor, cores, heartbeat
 from jaxpaged.engine.process.wire import CoreStats
 from jaxpaged.engine.replica import SETS_IN_CORE
 from jaxpaged.errors import (
     CapacityError,
+    ConfigError,
     ConflictError,
     EngineDeadError,
     EngineError,
@@ -486,6 +488,44 @@ def test_a_core_that_is_stopped_is_replaced_whether_it_was_busy_or_idle(busy, mo
 
     with llm_with_process(step_timeout=1.0) as llm:
         asyncio.run(main(llm))
+
+
+def test_no_counter_falls_when_a_core_is_replaced():
+    """Before, `vllm:prefix_cache_queries_total` began at 0 again, which rates take for a restart of the server."""
+
+    def counts(llm):
+        return {(m.name, *m.labels.values()): m.value for m in llm.get_metrics() if isinstance(m, Counter)}
+
+    async def main(llm):
+        for number in range(3):
+            await tokens_of(llm, str(number))
+        before = counts(llm)
+        assert before["vllm:prefix_cache_queries",] >= 2 * len(PROMPT)
+        os.kill((await llm.executor_stats())["pid"], signal.SIGKILL)
+        await until(lambda: llm.obstacle() is not None)
+        while llm.obstacle() is not None:
+            assert all(now >= before.get(key, 0) for key, now in counts(llm).items())
+            await asyncio.sleep(0.01)
+        for number in range(3):
+            await tokens_of(llm, str(number))
+        after = counts(llm)
+        assert all(after[key] >= value for key, value in before.items())
+        assert after["vllm:prefix_cache_queries",] >= 2 * before["vllm:prefix_cache_queries",] - len(PROMPT)
+
+    with llm_with_process() as llm:
+        asyncio.run(main(llm))
+
+
+def test_traces_that_cannot_be_sent_are_refused_before_a_process_is_started(monkeypatch):
+    """Before, the core was started first, to say it after seconds."""
+    monkeypatch.setattr(cores, "CoreSupervisor", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.sdk.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for endpoint, match in (("http://localhost:4317", "not installed"), ("ftp://a", "no address")):
+        config = EngineConfig.from_options(otlp_traces_endpoint=endpoint)
+        with pytest.raises(ConfigError, match=match):
+            AsyncLLM.from_config(config)
 
 
 def test_an_engine_is_ready_when_the_programs_of_ordinary_requests_are_compiled():

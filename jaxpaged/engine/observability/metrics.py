@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.engine.observability.carried import CarriedCounts
 from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogram, Metric
 from jaxpaged.engine.observability.offload_metrics import DEVICE, OWN, source_metrics, source_of, transfer_metrics
 from jaxpaged.messages import SchedulerStats
@@ -80,6 +81,7 @@ class EngineMetrics:
 
     def __post_init__(self) -> None:
         self._num_unwarned, self._next_warning = 0, -math.inf
+        self._carried = CarriedCounts()
         lengths = length_buckets(self.max_model_len)
         self.tallies = {
             "vllm:time_to_first_token_seconds": Tally(TTFT_BUCKETS),
@@ -115,6 +117,11 @@ class EngineMetrics:
             each, more = divmod(num_tokens, num_steps)
             self.tallies["vllm:iteration_tokens_total"].observe(each, num_steps - more)
             self.tallies["vllm:iteration_tokens_total"].observe(each + 1, more)
+
+    def lose_core(self, executor_stats: Mapping[str, Any]) -> None:
+        """The core that counted is gone, and the next one begins at 0. `executor_stats` are its last ones."""
+        self._carried.keep(counts_of_core(self.stats, executor_stats))
+        self.stats = SchedulerStats()
 
     def _warn_of_corrupted(self, num_new: int) -> None:
         """Log, once in `WARNING_SECONDS` at most, that the model computes no finite numbers for some requests."""
@@ -195,20 +202,27 @@ class EngineMetrics:
             Counter("vllm:prompt_tokens_cached", {}, self.prompt_tokens_cached),
             *source_metrics(self.prompt_tokens, self.prompt_tokens_cached, self.cached_by_source),
             Counter("vllm:generation_tokens", {}, self.generation_tokens),
-            Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
-            Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
-            Counter("vllm:external_prefix_cache_queries", {}, stats.external_prefix_cache_queries),
-            Counter("vllm:external_prefix_cache_hits", {}, stats.external_prefix_cache_hits),
-            Counter("vllm:num_preemptions", {}, stats.num_preemptions),
-            Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
-            *transfer_metrics(stats, executor_stats),
-            *draft_counters(stats),
+            *self._carried.added_to(counts_of_core(stats, executor_stats)),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),
             *([] if self.spans_lost is None else [Counter("jaxpaged:trace_spans_lost", {}, self.spans_lost())]),
             *(tally.read(name) for name, tally in self.tallies.items()),
             *(Gauge(f"jaxpaged:{name}", {}, value) for name, value in own.items()),
         ]
+
+
+def counts_of_core(stats: SchedulerStats, executor_stats: Mapping[str, Any]) -> list[Metric]:
+    """What the core and its executor count themselves, from their beginning on."""
+    return [
+        Counter("vllm:prefix_cache_queries", {}, stats.prefix_cache_queries),
+        Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
+        Counter("vllm:external_prefix_cache_queries", {}, stats.external_prefix_cache_queries),
+        Counter("vllm:external_prefix_cache_hits", {}, stats.external_prefix_cache_hits),
+        Counter("vllm:num_preemptions", {}, stats.num_preemptions),
+        Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
+        *transfer_metrics(stats, executor_stats),
+        *draft_counters(stats),
+    ]
 
 
 def draft_counters(stats: SchedulerStats) -> list[Counter]:

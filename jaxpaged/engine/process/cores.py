@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_calls import folder_of_core
+from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 from jaxpaged.executor.device_slices import ALL_DEVICES, device_slices
@@ -66,8 +67,10 @@ def started(
     """What keeps each core of `config` running, once all of them serve, and what `loaded` makes of the facts of the
     first one while they read the weights. `options` are those of `CoreSupervisor`.
 
-    Raises ConfigError when the host has too few devices, and what loading raises; then nothing is left running.
+    Raises ConfigError when the host has too few devices, before anything is started for traces that cannot be sent, and
+    what loading raises; then nothing is left running.
     """
+    check_tracing(config)
     num_cores, devices_each = config.parallel.num_cores, config.parallel.devices_of_core
     placed = config.parallel.distributed_executor_backend == "ray"
     slices = [ALL_DEVICES] * num_cores if placed else device_slices(num_cores, devices_each)
