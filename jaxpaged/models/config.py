@@ -18,7 +18,8 @@ from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
 from jaxpaged.models.config_fields import changes_nothing
 from jaxpaged.models.experts_config import ExpertsConfig
-from jaxpaged.params.other_formats import refuse_other_folder, refuse_part_of_pipeline
+from jaxpaged.models.unsupported import quantisation_error, refuse_quantised_folder
+from jaxpaged.params.other_formats import refuse_adapter, refuse_other_folder, refuse_part_of_pipeline
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,8 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(hf, dict):
         raise CheckpointError(f"{path} holds a {type(hf).__name__}, not a JSON object. Download the model again.")
     refuse_part_of_pipeline(Path(folder), hf)
+    refuse_adapter(Path(folder))
+    refuse_quantised_folder(Path(folder), hf)
     return hf
 
 
@@ -324,17 +327,13 @@ BLOCK_FIELDS = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_sch
 def weight_block(fields: HfFields) -> tuple[int, int] | None:
     """Rows and columns of a block of 8-bit weights; None where the checkpoint is not quantised. Which weights are so is
     seen in the files. How activations are rounded is no part of the model: here they are not."""
-    given = fields.value("quantization_config")
+    given = fields.value("quantization_config") or fields.value("quantization")
     if given is None:
         return None
     block = given.get("weight_block_size") if isinstance(given, dict) else None
     well_formed = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     if not well_formed or any(given.get(name) not in values for name, values in BLOCK_FIELDS.items()):
-        raise CheckpointError(
-            f"config.json: quantization_config is {short(given)}; of quantised checkpoints only those in 8-bit floats "
-            "(fp8, e4m3) with a scale for every block (weight_block_size) are supported. Use such a version of the "
-            "model, or its bfloat16, float16 or float32 version."
-        )
+        raise quantisation_error(given)
     return block[0], block[1]
 
 

@@ -31,6 +31,7 @@ from jaxpaged.models.qwen3 import QWEN3
 from jaxpaged.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jaxpaged.models.seed_oss import SEED_OSS
 from jaxpaged.models.smollm3 import SMOLLM3
+from jaxpaged.models.unsupported import architecture_error
 
 MODELS: dict[str, Model] = {
     name: model
@@ -47,13 +48,11 @@ MAX_LABELS = 100_000
 
 
 def model_for(hf: dict[str, Any]) -> Model:
-    """The model of a raw config.json. CheckpointError naming the supported ones when there is none."""
+    """The model of a raw config.json. CheckpointError saying what it is and what would serve when there is none."""
     name = architecture_of(hf)
     model = MODELS.get(generating_name(name))
     if model is None:
-        raise CheckpointError(
-            f"config.json: the architecture {name!r} is not supported. Supported: {', '.join(MODELS)}."
-        )
+        raise architecture_error(name, hf, MODELS.keys())
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))
     return model

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxpaged.errors import CheckpointError, ConfigError, did_you_mean
 from jaxpaged.params import orbax_format
 from jaxpaged.params.block_scaled import SCALES, scaled, without_scales
-from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
+from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers, refuse_quantised_tensors
 from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
 from jaxpaged.params.rooms import Rooms
@@ -261,6 +261,7 @@ def check_entries(specs: list[Spec], entries: Mapping[str, TensorEntry], config:
     extra = check_unused((name for name in entries if name not in wanted), entries, config)
     missing = [name for name in wanted if name not in entries]
     if missing:
+        refuse_quantised_tensors(extra)
         raise CheckpointError(
             f"{folder}: {len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}."
             f"{did_you_mean(missing[0], extra)} Download the model again, or check that config.json belongs to it."

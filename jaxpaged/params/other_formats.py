@@ -3,7 +3,8 @@
 Each function raises CheckpointError for what it recognises and is silent otherwise: the caller has the general words.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ LARGEST_POINTER = 1024
 NEEDED_SUFFIXES = {".safetensors", ".json", ".model", ".tiktoken", ".jinja", ".txt"}
 """Of files that an engine reads. A picture or a PyTorch file may stay a pointer."""
 
+SUPPORTED = "The table of supported models is in jaxpaged/guides/models.md."
 USE_SAFETENSORS = (
     "Name the folder or hub id of the model's safetensors version, usually the repository that it was made from."
 )
@@ -57,6 +59,63 @@ def refuse_other_folder(folder: Path) -> None:
         )
     if gguf := sorted(path.name for path in folder.glob("*.gguf")):
         raise CheckpointError(f"{folder / gguf[0]} is a model in GGUF format, which is not read. {USE_SAFETENSORS}")
+    refuse_adapter(folder)
+    for pattern, what in OTHER_FILES.items():
+        if found := sorted(path.name for path in folder.glob(pattern)):
+            raise CheckpointError(
+                f"{folder} holds a model for {what} ({found[0]}), which is not read. {USE_SAFETENSORS} {SUPPORTED}"
+            )
+    if inside := sorted(path.parent.name for path in folder.glob("*/config.json")):
+        raise CheckpointError(
+            f"{folder} holds no model itself, but {len(inside)} of its folders do: {', '.join(inside[:3])}. Name one "
+            "of them."
+        )
+
+
+OTHER_FILES = {
+    "params.json": "Meta's or Mistral's own tools", "*.onnx": "ONNX", "onnx/*.onnx": "ONNX",
+    "openvino_model.xml": "OpenVINO", "*.engine": "TensorRT", "weights*.npz": "MLX", "*.mlpackage": "Core ML",
+    "*.tflite": "LiteRT", "*.task": "MediaPipe",
+}  # fmt: skip
+"""Files of models in other formats -> whose they are."""
+ADAPTER = "adapter_config.json"
+
+
+def refuse_adapter(folder: Path) -> None:
+    """For a folder with an adapter and without the weights of a model, which it may describe nevertheless."""
+    of_adapter, weights = set(folder.glob("adapter_model*")), set(folder.glob("*.safetensors"))
+    is_described = (folder / "config.json").exists()
+    if not (folder / ADAPTER).exists() or (is_described and (weights - of_adapter or not of_adapter)):
+        return
+    try:
+        given = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        kind, base = str(given.get("peft_type") or "LoRA")[:40], str(given.get("base_model_name_or_path") or "")[:200]
+    except (OSError, ValueError, AttributeError):
+        kind, base = "PEFT", ""
+    kind = "LoRA" if kind == "LORA" else kind
+    raise CheckpointError(
+        f"{folder} holds a {kind} adapter ({ADAPTER}) and not a whole model. Adapters are not supported yet. "
+        f"Merge it into its model{f', {base},' if base else ''} with peft (merge_and_unload, then "
+        f"save_pretrained), and serve the folder that you get; or serve the model without it. {SUPPORTED}"
+    )
+
+
+QUANTISED_ENDS = (".qweight", ".weight_packed", ".weight.absmax", ".weight_scale_2", ".biases", ".Wq_packed")
+"""Ends of the names of tensors that only quantised weights have."""
+
+
+def refuse_quantised_tensors(names: Iterable[str]) -> None:
+    """For tensors of weights that were quantised, where no description has said so."""
+    if found := next((name for name in names if name.endswith(QUANTISED_ENDS)), None):
+        raise quantised(f"the checkpoint holds quantised weights ({found})", None)
+
+
+def quantised(what: str, bits: int | None) -> CheckpointError:
+    """The error for weights that were quantised in a way that is not read, to so many bits."""
+    return CheckpointError(
+        f"{what}. Checkpoints of this kind are not supported yet. Serve the 16-bit version of the model with "
+        f"--quantization {'int8' if bits == 8 else 'int4'}, which rounds its weights when they are loaded. {SUPPORTED}"
+    )
 
 
 def refuse_part_of_pipeline(folder: Path, hf_config: Mapping[str, Any]) -> None:
