@@ -5,6 +5,7 @@ This module knows flags, and how engine and server are put together; what is ser
 """
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -24,13 +25,15 @@ from jaxpaged.entrypoints.cli.flags import (
     engine_options,
     shown_default,
 )
+from jaxpaged.entrypoints.cli.start_report import StartReport
+from jaxpaged.entrypoints.cli.terminal import ERASE_LINE
 from jaxpaged.entrypoints.cli.values import whole_number
 from jaxpaged.errors import UsageError
 from jaxpaged.installed import how_to_install, is_installed
 
 if TYPE_CHECKING:
-    from jaxpaged.entrypoints.http.options import ServerOptions
     from jaxpaged.entrypoints.http.server import Sockets
+    from jaxpaged.entrypoints.http.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +104,12 @@ def run(args: argparse.Namespace) -> int:
         check_extra("grpc", "grpc", "grpc_health", "grpc_reflection")
     keys = server.api_keys(options)
     admin_keys = server.keys_in(options.grpc_admin_key_file, "--grpc-admin-key-file")
-    with contextlib.closing(server.Sockets(options)) as sockets:
-        engine = load_engine(of_engine, options)
+    with contextlib.closing(server.Sockets(options)) as sockets, contextlib.closing(StartReport()) as report:
+        report.waits("starting the engine")
+        engine = open_async_engine(of_engine, report.update, options.step_timeout, options.max_restarts)
         try:
             service = Service(engine, served_model(engine.config, options.served_model_name), options)
-            announcement = functools.partial(
-                announce, service.model.names[0], sockets, guarded=bool(keys), logged=options.log_format == "json"
-            )
+            announcement = functools.partial(announce, service, sockets, report, guarded=bool(keys))
             run_loop(server.serve(service, sockets, keys, admin_keys, on_listening=announcement))
         finally:
             engine.shutdown()
@@ -138,19 +140,9 @@ def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     return server, engine_options(args, file, besides=names)
 
 
-def load_engine(options: Mapping[str, Any], server: "ServerOptions") -> Any:
-    """The engine, loaded. Raises ConfigError, CheckpointError or CapacityError."""
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
-
-    progress = ProgressLine()
-    try:
-        return open_async_engine(options, progress.update, server.step_timeout, server.max_restarts)
-    finally:
-        progress.close()
-
-
 def open_async_engine(options: Mapping[str, Any], progress: Any, step_timeout: float, max_restarts: int) -> Any:
-    """An `AsyncLLM`; tests put an engine without a model in its place."""
+    """An `AsyncLLM`, loaded; tests put an engine without a model in its place. Raises ConfigError, CheckpointError or
+    CapacityError."""
     from jaxpaged.config import EngineConfig
     from jaxpaged.engine.async_llm import AsyncLLM
 
@@ -159,18 +151,32 @@ def open_async_engine(options: Mapping[str, Any], progress: Any, step_timeout: f
     )
 
 
-def announce(model: str, sockets: "Sockets", guarded: bool, logged: bool = False) -> None:
-    """Say where the model is served, and to whom: to a person or, where standard error holds only JSON, `logged`."""
+def announce(service: "Service", sockets: "Sockets", report: StartReport, guarded: bool) -> None:
+    """Say where the model is served, and to whom; and, once it is so, that the server is ready."""
+    model, is_logged = service.model.names[0], service.options.log_format == "json"
     keys = "an API key is needed" if guarded else "whoever reaches it may ask, no API key is needed"
     admin = [] if sockets.admin is None else sockets.urls[-1:]
     places = sockets.urls[: len(sockets.urls) - len(admin)]
     places = [f"at {url}" for url in places] + [f"over gRPC at {address}" for address in sockets.grpc_addresses]
-    lines = [f"{model} is served {' and '.join(places)} ({keys}). Ctrl-C stops it."]
-    for line in [*lines, *(f"The admin endpoints are at {url}." for url in admin)]:
-        if logged:
-            logger.info(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+    tell(f"{model} is served {' and '.join(places)} ({keys}). Ctrl-C stops it.", is_logged)
+    for url in admin:
+        tell(f"The admin endpoints are at {url}.", is_logged)
+    waits_for_programs = service.options.ready_when == "compiled"
+    waiting = asyncio.ensure_future(report.until_ready(lambda: service.engine.obstacle(waits_for_programs)))
+
+    def say_ready(done: asyncio.Future[float]) -> None:
+        if not done.cancelled():
+            tell(f"{model} is ready, {done.result():.1f} s after the start.", is_logged)
+
+    waiting.add_done_callback(say_ready)
+
+
+def tell(line: str, is_logged: bool) -> None:
+    """Say it to a person or, where standard error holds only JSON, in the log."""
+    if is_logged:
+        logger.info(line)
+    else:
+        print(ERASE_LINE if sys.stderr.isatty() else "", line, sep="", file=sys.stderr, flush=True)
 
 
 def collect_garbage(loop: Any) -> None:
@@ -186,7 +192,6 @@ def run_loop(running: Any) -> Any:
     was loaded until now stays for good, so the garbage collector need not look at it again and again, and at what is
     new only after `NEW_OBJECTS`, and every `COLLECT_SECONDS`.
     """
-    import asyncio
     from concurrent.futures import ThreadPoolExecutor
     from importlib.util import find_spec
 

@@ -60,10 +60,13 @@ class ProgressLine:
         self.lock = threading.Lock()
 
     def update(self, what: str, done: int, total: int) -> None:
+        self.show(f"{what}: {done / max(total, 1):.0%}")
+
+    def show(self, words: str) -> None:
+        """Put words in place of what the line shows."""
         with self.lock:
             if self.open:
-                line = f"{what}: {done / max(total, 1):.0%}"
-                self.stream.write(ERASE_LINE + line[: columns_of(self.stream) - 1])
+                self.stream.write(ERASE_LINE + words[: columns_of(self.stream) - 1])
                 self.stream.flush()
 
     def close(self) -> None:

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import logging
+import re
 import sys
 import weakref
 
 import pytest
 
 from jaxpaged import installed
-from jaxpaged.entrypoints.cli import main
+from jaxpaged.entrypoints.cli import main, start_report
 from jaxpaged.entrypoints.cli import serve as serve_command
 from jaxpaged.errors import CapacityError
 
@@ -24,7 +25,7 @@ from tests.entrypoints.http.async_engine import FakeAsyncEngine
 def served(monkeypatch, capsys):
     """`served("serve", ...)`: (exit status, service or None, keys, engine options, what was printed)."""
 
-    def run(*arguments, fail=None):
+    def run(*arguments, fail=None, cold=False):
         seen = {"options": None, "service": None, "keys": None, "shut_down": False, "sockets": []}
 
         class Engine(FakeAsyncEngine):
@@ -39,7 +40,11 @@ def served(monkeypatch, capsys):
 
         async def serve(service, sockets, keys, grpc_admin_keys, *, on_listening):
             seen.update(service=service, keys=list(keys), grpc_admin_keys=list(grpc_admin_keys))
+            service.engine.cold = cold
             on_listening()
+            await asyncio.sleep(0.05)
+            service.engine.cold = False
+            await asyncio.sleep(0.05)
 
         monkeypatch.setattr(serve_command, "open_async_engine", open_engine)
 
@@ -64,6 +69,26 @@ def test_the_embedded_model_is_served_on_this_machine_by_default(served):
     assert status == 0 and seen["options"] == {} and seen["keys"] == [] and seen["shut_down"]
     assert seen["service"].model.names == ("demo",)
     assert "demo is served at http://127.0.0.1:" in err and "no API key" in err
+    assert re.search(r"^demo is ready, \d+\.\d s after the start\.$", err.splitlines()[-1])
+
+
+def test_what_a_server_waits_for_is_told_until_it_is_ready(served, monkeypatch):
+    monkeypatch.setattr(start_report, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(start_report, "LOOK_SECONDS", 0.01)
+    _, _, err = served(cold=True)
+    lines = err.splitlines()
+    waits = [line for line in lines if "not ready yet: 3 of the 7 programs that ordinary requests need" in line]
+    assert waits and lines.index(waits[0]) > lines.index(next(line for line in lines if "is served at" in line))
+    assert "is ready, " in lines[-1]
+    _, _, err = served("--ready-when", "serving", cold=True)
+    assert "not ready yet" not in err and "is ready, " in err
+
+
+def test_with_json_what_a_server_waits_for_is_json_too(served, monkeypatch):
+    monkeypatch.setattr(start_report, "LOG_SECONDS", 0.0)
+    _, _, err = served("--log-format", "json", cold=True)
+    said = [json.loads(line)["message"] for line in err.splitlines()]
+    assert any("not ready yet" in line for line in said)
 
 
 def test_engine_flags_reach_the_engine_and_server_flags_the_server(served):
