@@ -347,8 +347,17 @@ def test_the_architecture_page_stays_a_page():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["bench", "serve", "--help"],
-     ["serve", "--help"], ["serve", "--help=all"], ["plan", "--help"], ["kv", "export", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["bench", "serve", "--help"],
+        ["serve", "--help"],
+        ["serve", "--help=all"],
+        ["plan", "--help"],
+        ["kv", "export", "--help"],
+    ],
 )
 def test_the_command_answers_for_help_without_heavy_imports(arguments):
     program = f"""

@@ -169,6 +169,7 @@ class DecoderConfig:
 SLIDING, FULL = "sliding_attention", "full_attention"
 """The two kinds of layers that `layer_types` in config.json names."""
 
+
 class HfFields:
     """Reads the fields of one config.json, each checked for its type, and knows which ones nobody read."""
 
@@ -268,7 +269,12 @@ READ_ELSEWHERE = {
     **dict.fromkeys(("temperature", "top_k", "top_p", "repetition_penalty"), "override_generation_config"),
     **dict.fromkeys(
         (
-            "id2label", "num_labels", "problem_type", "is_matryoshka", "matryoshka_dimensions", "sentence_transformers",
+            "id2label",
+            "num_labels",
+            "problem_type",
+            "is_matryoshka",
+            "matryoshka_dimensions",
+            "sentence_transformers",
             "sbert_ce_default_activation_function",
         ),
         "pooler_config, or change config.json in a copy of the folder",

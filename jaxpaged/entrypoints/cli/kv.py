@@ -32,9 +32,7 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    group: Parser = commands.add_parser(
-        "kv", help="look after cached keys and values on a disk", epilog=EPILOG
-    )
+    group: Parser = commands.add_parser("kv", help="look after cached keys and values on a disk", epilog=EPILOG)
     actions = group.add_commands(dest="action", metavar="ACTION")
     listing = add_action(actions, "ls", "namespaces, with their sizes and when they were used", run_ls)
     listing.add_argument("--json", action="store_true", help="print one JSON object a line for every namespace")

@@ -124,7 +124,8 @@ class SequenceText:
             offsets.append(self._offset)
             if token_id not in self._tokenizer.special_ids or is_written(text):
                 self._offset += len(text)
-        return completion_logprobs(token_ids, positions, texts, offsets, self._style.as_token_ids)
+        as_ids = self._style.as_token_ids
+        return completion_logprobs(self._tokenizer, token_ids, positions, texts, offsets, as_ids)
 
 
 def joined(parts: Sequence[Shown]) -> Shown:

@@ -77,8 +77,8 @@ def top_logprob(tokenizer: Tokenizer, token_id: int, candidate: Logprob, as_ids:
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str], offsets: Sequence[int],
-    as_ids: bool,
+    tokenizer: Tokenizer, token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str],
+    offsets: Sequence[int], as_ids: bool,
 ) -> CompletionLogprobs:  # fmt: skip
     """The candidates that the engine gave, at most one more than were asked for, of tokens with these texts, which
     begin at `offsets`."""
@@ -88,15 +88,19 @@ def completion_logprobs(
         result.text_offset.append(offset)
         result.tokens.append(f"token_id:{token_id}" if as_ids else text)
         result.token_logprobs.append(None if own is None else max(own.logprob, LEAST))
-        result.top_logprobs.append(None if candidates is None else top_by_text(candidates, as_ids))
+        result.top_logprobs.append(None if candidates is None else top_by_text(tokenizer, candidates, as_ids))
     return result
 
 
-def top_by_text(candidates: Candidates, as_ids: bool) -> dict[str, float]:
-    """By text, of which the likeliest candidate wins where several have the same."""
+def top_by_text(tokenizer: Tokenizer, candidates: Candidates, as_ids: bool) -> dict[str, float]:
+    """By text, of which the likeliest candidate wins where several have the same. Of parts of characters, which have no
+    text, all but the first are shown by their bytes."""
     by_text: dict[str, float] = {}
     for token_id, candidate in candidates.items():
-        by_text.setdefault(shown(token_id, candidate, as_ids), max(candidate.logprob, LEAST))
+        text = shown(token_id, candidate, as_ids)
+        if not text and "" in by_text:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.bytes_of(token_id, text))
+        by_text.setdefault(text, max(candidate.logprob, LEAST))
     return by_text
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from jaxpaged.entrypoints.http.openai.logprobs import top_by_text
+from jaxpaged.messages import Logprob
 from tests.engine.fake_engine import FakeExecutor, counting_model
 from tests.engine.kinds_of_tokenizers import TOKENIZERS, WORDS
 from tests.engine.small_tokenizer import make_tokenizer
@@ -80,6 +82,14 @@ def test_tokens_shown_as_ids_have_the_offsets_of_their_texts(ask):
         for shown in (False, True)
     )
     assert plain["text_offset"] == as_ids["text_offset"] and as_ids["tokens"][0].startswith("token_id:")
+
+
+def test_candidates_that_are_parts_of_characters_do_not_become_one():
+    tokenizer = make_tokenizer()
+    parts = tokenizer.encode("😀", add_special_tokens=False)[:3]
+    candidates = {i: Logprob(-1.0 - place, place + 1, "") for place, i in enumerate(parts)}
+    tops = top_by_text(tokenizer, candidates, as_ids=False)
+    assert tops == {"": -1.0, "bytes:\\x9f": -2.0, "bytes:\\x98": -3.0}
 
 
 def entries_of(answer):
