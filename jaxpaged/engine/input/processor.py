@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
+from jaxpaged.engine.input.bad_words import words_in_tokens
 from jaxpaged.engine.input.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
@@ -323,7 +324,7 @@ class InputProcessor:
         ends = [] if complete.ignore_eos else self.eos_token_ids
         complete.stop_token_ids = stop_ids = list(dict.fromkeys([*(complete.stop_token_ids or ()), *ends]))
         if complete.bad_words:
-            complete.bad_words_token_ids = self._bad_words_in_tokens(complete.bad_words)
+            complete.bad_words_token_ids = words_in_tokens(self.tokenizer, complete.bad_words)
         if complete.thinking_token_budget is not None:
             start_end = budget_tokens(complete.thinking_token_budget, self.thinking_token_ids)
             ids = prompt.token_ids if prompt.ending is None else self.tokenizer.encode(prompt.ending, False)
@@ -339,15 +340,6 @@ class InputProcessor:
                 "stop_token_ids",
             )
         return complete
-
-    def _bad_words_in_tokens(self, words: Sequence[str]) -> list[list[int]]:
-        """Every word as it is written inside a text and at its beginning: with and without a space before it."""
-        sequences: dict[tuple[int, ...], None] = {}
-        for word in words:
-            bare = word.lstrip() or word
-            for written in (bare, f" {bare}"):
-                sequences[tuple(self.tokenizer.encode(written, add_special_tokens=False))] = None
-        return [list(ids) for ids in sequences]
 
 
 def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
