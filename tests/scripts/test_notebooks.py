@@ -34,6 +34,7 @@ def test_the_quickstart_runs_and_everything_shows_itself(executed, tmp_path):
     notebook = executed("quickstart")
     assert html_of(notebook, "greedy = ").count("tokens in") == 3
     assert "tokens in" in html_of(notebook, "story = ")
+    assert "Once upon a time" in printed_by(notebook, "for chunk in llm.stream")
     assert "shared by several requests" in html_of(notebook, "rules = ")
     assert "data:image/png;base64" in html_of(notebook, "llm.timeline()")
     assert "0 recompiles" in html_of(notebook, "llm.stats()")
@@ -65,3 +66,10 @@ def test_a_notebook_is_stored_without_outputs(path):
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code and all(not cell.outputs and cell.execution_count is None for cell in code)
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_uses_what_its_readers_would(path):
+    """Nobody steps an engine by hand where `LLM` has a method."""
+    code = "".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    assert "llm_engine" not in code and ".step()" not in code
