@@ -48,9 +48,13 @@ def request_lines(outputs: Sequence[RequestOutput], started: float, ended: float
 
 
 def executor_lines(executor: Mapping[str, Any]) -> list[Line]:
-    """Padding, buckets and programs."""
+    """Padding, buckets and programs. Large programs come first: until all are there, steps are padded to these."""
     computed, padding = executor["scheduled_tokens"], executor["padded_tokens"]
-    waste = f"{padding / max(computed + padding, 1):.0%} was padding, {padding / max(executor['steps'], 1):.1f} a step"
+    waste = f"{padding / max(executor['steps'], 1):.1f} tokens of a step were padding"
+    if executor["ordinary_programs_ready"] < executor["ordinary_programs"]:
+        waste += ": programs for smaller steps are still being compiled, and pad less"
+    else:
+        waste += f", {padding / max(computed + padding, 1):.0%} of all"
     buckets = ", ".join(f"{count} of {size}" for size, count in executor["bucket_steps"].items())
     return [
         ("steps", f"{executor['steps']}; by tokens they were padded to: {buckets or 'none'}; {waste}"),

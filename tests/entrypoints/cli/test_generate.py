@@ -129,8 +129,17 @@ def test_stats_go_to_standard_error(run):
     assert lines["prefill"].startswith("4 tokens")
     assert lines["cache"] == "2 of 6 prompt tokens were in the prefix cache"
     assert lines["decode"].startswith("5 tokens")
-    assert lines["steps"] == "4; by tokens they were padded to: 3 of 16, 1 of 32; 25% was padding, 5.0 a step"
+    assert lines["steps"].startswith("4; by tokens they were padded to: 3 of 16, 1 of 32; ")
+    assert lines["steps"].endswith("; 5.0 tokens of a step were padding, 25% of all")
     assert lines["programs"] == "5 of 6 ready, 1.2 s of compiling, 0 recompiles"
+
+
+def test_while_programs_compile_padding_is_explained_and_not_a_share_that_alarms(run, monkeypatch):
+    from tests.entrypoints.cli.conftest import EchoEngine
+
+    monkeypatch.setattr(EchoEngine, "num_ready", 3)
+    (line,) = [line for line in run("generate", "--raw", "--stats", "a").err.splitlines() if line.startswith("steps")]
+    assert "still being compiled" in line and "%" not in line
 
 
 # ---- sampling parameters
