@@ -17,7 +17,7 @@ from typing import Any
 from jaxpaged.config import EngineConfig, ModelConfig, settled
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
-from jaxpaged.engine.early_leases import lease_kept_meanwhile
+from jaxpaged.engine.early_leases import lease_kept_meanwhile, let_go
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
@@ -35,6 +35,7 @@ from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
 from jaxpaged.engine.replica import CHILDREN_AT_ONCE, Replica
 from jaxpaged.engine.replicas import Replicas
 from jaxpaged.errors import ConfigError
+from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.messages import EngineCoreRequest, Progress, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -223,6 +224,16 @@ class AsyncLLM(AsyncEngineControl):
     ) -> tuple[EngineCoreRequest, str | None]:
         """`InputProcessor.process`, in a thread where it takes long. Grammars, which can take seconds to check, have
         threads of their own, so that prompts do not wait for them."""
+        try:
+            return await self._process(request_id, prompt, params, **options)
+        except BaseException:
+            if extra_args := getattr(params, "extra_args", None):
+                await let_go(self.call, extra_args.get(PARAMS))
+            raise
+
+    async def _process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, **options: Any
+    ) -> tuple[EngineCoreRequest, str | None]:
         work = functools.partial(self.input_processor.process, request_id, prompt, params, **options)
         if getattr(params, "structured_outputs", None) is not None:
             async with lease_kept_meanwhile(self.call, self.input_processor.grammar_checker, params):

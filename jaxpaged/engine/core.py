@@ -101,8 +101,12 @@ class EngineCore(EngineCoreClient):
         if request.request_id in self._outbox:
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
-        with self._changing_books(refusal=RequestError):
-            self._scheduler.add_request(request)
+        try:
+            with self._changing_books(refusal=RequestError):
+                self._scheduler.add_request(request)
+        except RequestError:
+            self.transfer.refuse(request)
+            raise
         self.transfer.tell_peers()  # the next step may be far: what another engine lends is kept from now on
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:

@@ -3,6 +3,7 @@
 The core calls this between the steps that it dispatches; nothing here waits, but for `wait`.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load
 from jaxpaged.core.ranks import AnyScheduler
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.errors import UsageError
+from jaxpaged.errors import RequestError, UsageError
 from jaxpaged.executor.base import KVTransferWorker
-from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.handover import RemoteSource, source_of, transfer_params
 from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, SchedulerStats, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -191,6 +192,14 @@ class KVTransferDriver:
         """A request may come that goes on from what is lent there. Not `is_needed`: it will not come after all."""
         if self._half is not None:
             (self._worker.keep_lease if is_needed else self._worker.release)(source)
+
+    def refuse(self, request: EngineCoreRequest) -> None:
+        """A request is refused: nobody will go on from what is lent for it."""
+        params = request.sampling_params
+        if self._half is not None and params is not None and params.extra_args:
+            with contextlib.suppress(RequestError):
+                if (source := source_of(transfer_params(params.extra_args))) is not None:
+                    self._worker.release(source)
 
     def observe(self, record: StepRecord) -> None:
         """A step is done."""

@@ -79,7 +79,9 @@ class LLMEngine(EngineControl):
         """
         check_arguments(lora_request=lora_request)
         processor = self.input_processor
-        with lease_kept(self._core.call, processor.grammar_checker, params):
+        offload = self.config.cache.offload
+        borrows = offload is not None and offload.peering is not None and offload.peering.borrows
+        with lease_kept(self._core.call, processor.grammar_checker, params, borrows=borrows):
             request, text = processor.process(
                 request_id, prompt, params, arrival_time=arrival_time, priority=priority,
                 **tokenization_options(tokenization_kwargs),

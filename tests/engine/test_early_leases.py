@@ -92,3 +92,16 @@ def test_a_core_that_does_not_answer_is_not_this_ones_trouble():
         raise EngineDeadError("the engine has stopped.")
 
     asyncio.run(scenario(lambda: asyncio.sleep(0), call))
+
+
+@pytest.mark.parametrize("prompt", ["b " * 500, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": []}])
+def test_an_engine_that_refuses_a_request_gives_its_lease_back(prompt, monkeypatch):
+    calls = []
+    engine, _ = make_engine(kv_role="kv_both")
+    monkeypatch.setattr(engine._core, "call", calls.append)
+    with pytest.raises(RequestError):
+        engine.add_request("a", prompt, bound(shape=None))
+    assert calls == [LET_GO]
+    with pytest.raises(RequestError):
+        engine.add_request("a", prompt, bound(LENDS, shape=None))
+    assert calls == [LET_GO]

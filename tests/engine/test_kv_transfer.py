@@ -577,6 +577,18 @@ def test_a_borrower_loads_what_is_lent_and_gives_it_back_once():
     assert [source.lease for source in transfer.released] == ["lease"]
 
 
+def test_a_core_that_refuses_a_request_gives_its_lease_back():
+    core, transfer = make()
+    core.add_request(handed_over(None, name="a"))
+    for name, prompt in (("a", PROMPT), ("b", PROMPT * 3)):  # an id in use, and too long
+        with pytest.raises(RequestError):
+            core.add_request(handed_over(BORROWS, prompt=prompt, name=name))
+        assert [source.lease for source in transfer.released] == ["lease"]
+        transfer.released.clear()
+    run(core)
+    assert not transfer.released
+
+
 def test_what_is_not_lent_after_all_is_computed_or_the_request_fails():
     expected, lent = lender_of()
     for policy in ("recompute", "fail"):

@@ -57,7 +57,20 @@ class Inference:
                 yield message
 
     async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]:
-        """What the engine is asked for, and what makes messages of its results."""
+        """What the engine is asked for, and what makes messages of its results. What another engine lends for it is
+        given back where it is refused."""
+        try:
+            return await self._prepared(request, caller)
+        except BaseException:
+            await self.let_go(request)
+            raise
+
+    async def let_go(self, request: pb.GenerateRequest) -> None:
+        """A request will not be computed."""
+        if request.HasField("kv_transfer_params"):
+            await self._service.let_go(requests.plain(request.kv_transfer_params))
+
+    async def _prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]:
         kind = request.WhichOneof("prompt")
         names = {"prompt": "token_ids"} if kind == "token_ids" else {}
         with client_names(names):

@@ -41,6 +41,8 @@ class Generator(Protocol):
 
     async def abort(self, generation: GenerationRequest) -> None: ...
 
+    async def let_go(self, request: pb.GenerateRequest) -> None: ...
+
 
 class Call:
     """A request under way."""
@@ -129,21 +131,29 @@ class Multiplexer:
         request_id = request.request_id
         if not request_id:
             await self._refuse("request_id is missing, so nobody could tell its answer. Give one.", "request_id")
+            await self._let_go(request)
             return
         if request_id in self._calls:
             shown = repr(request_id[:MAX_SHOWN_ID])
             await self._refuse(f"request_id {shown} is in use on this stream. Choose another.", "request_id")
+            await self._let_go(request)
             return
         if len(self._tasks) >= MAX_OPEN:
             await self._say_last(request_id, error=told(HttpError(
                 429, f"{MAX_OPEN} requests are under way on this stream. Wait until one is done.",
                 headers={"Retry-After": "1"},
             ))[1])  # fmt: skip
+            await self._let_go(request)
             return
         call = self._calls[request_id] = Call()
         task = asyncio.ensure_future(self._run(request, call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _let_go(self, request: pb.GenerateRequest) -> None:
+        """Give back what another engine lends for a request that does not begin."""
+        if request.HasField("kv_transfer_params"):
+            await self._generator.let_go(request)
 
     async def _refuse(self, why: str, field: str) -> None:
         """Say that a message has begun nothing."""
@@ -163,6 +173,7 @@ class Multiplexer:
             generation, responses = await self._generator.prepared(request, self._caller)
             if call.aborted:
                 self._say_aborted(request.request_id, generation.params.n)
+                await self._let_go(request)
             else:
                 call.generation = generation
                 await self._say_results(request.request_id, generation, responses)

@@ -217,7 +217,7 @@ def application(
         middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, *traced, straight],
         exception_handlers={HTTPException: answer_with_error},
     )
-    app.state.long_bodies = asyncio.Lock()
+    app.state.long_bodies, app.state.let_go = asyncio.Lock(), service.let_go
     return app
 
 

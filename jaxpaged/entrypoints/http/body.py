@@ -5,6 +5,7 @@ This module knows JSON and msgspec, and no endpoint.
 
 import asyncio
 import codecs
+import contextlib
 import functools
 import math
 import re
@@ -30,6 +31,9 @@ LONG_BODY, REST_SECONDS_A_BYTE = 2**20, 7e-9
 and is to meet one of them at most."""
 BODY_BYTES: ContextVar[int] = ContextVar("body_bytes", default=SHORT_BODY + 1)
 """Of the request that a task serves, as far as it was read here; what is not known counts as long."""
+LENT: ContextVar[Any] = ContextVar("lent", default=None)
+"""The `kv_transfer_params` of the request that a task serves, if its prompt may be lent by another engine: read before
+anything else, since the lease is given back whatever the request is refused for."""
 MOST_VALUES = 2_000_000
 """Of a body, as `ValueCount` counts: to decode so many takes 20 to 90 ms of a busy core."""
 CLOSE = {"Connection": "close"}
@@ -53,7 +57,22 @@ async def read_json(request: Request, max_body_bytes: int) -> bytearray:
     check_media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_body_bytes)
     BODY_BYTES.set(len(body))
+    if b"do_remote_prefill" in body:
+        LENT.set(lent_in(body))
     return body
+
+
+class Lent(msgspec.Struct):
+    """What is read of a body whose other fields may be wrong."""
+
+    kv_transfer_params: Any = None
+
+
+def lent_in(body: bytearray) -> Any:
+    """The `kv_transfer_params` of a body; None where it is no JSON object."""
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+        return decoder(Lent).decode(body).kv_transfer_params
+    return None
 
 
 async def struct_of[T](request: Request, body: bytearray, kind: type[T]) -> T:

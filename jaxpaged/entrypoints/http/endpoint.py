@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxpaged.entrypoints.http.body import LENT
 from jaxpaged.entrypoints.http.errors import ErrorBody, HttpError, as_http_error, error_response
 from jaxpaged.entrypoints.http.request_ids import header_id
 from jaxpaged.errors import did_you_mean
@@ -54,6 +55,8 @@ class Endpoint:
                 self._check_query(request)
             return await self.handler(request)
         except Exception as error:
+            if (lent := LENT.get()) is not None:
+                await request.app.state.let_go(lent)
             return error_response(as_http_error(error))
 
     def _check_query(self, request: Request) -> None:

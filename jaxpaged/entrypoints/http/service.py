@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.early_leases import let_go
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
@@ -93,6 +94,11 @@ class Service:
     def is_tracing(self) -> bool:
         """Whether requests are traced: only then does the engine take trace headers."""
         return self.engine.config.observability.otlp_traces_endpoint is not None
+
+    async def let_go(self, kv_transfer_params: Any) -> None:
+        """A request with these is refused, or given up: what another engine lends for it is given back."""
+        if kv_transfer_params:
+            await let_go(self.engine.call, kv_transfer_params)
 
     def check_shape_for(self, client: str) -> Callable[[StructuredOutputsParams | None], Awaitable[None]]:
         """What waits until it is known whether a shape can be used, in the turns of the client that asks, and raises

@@ -6,9 +6,11 @@ import contextlib
 import grpc
 import pytest
 
+from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.entrypoints.grpc import multiplexer
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from tests.engine.test_kv_transfer import BORROWS
 from tests.entrypoints.grpc.conftest import Gate
 
 
@@ -102,6 +104,37 @@ def test_wrong_token_ids_are_named_so_on_a_stream_too(serving, ids):
     request = pb.GenerateRequest(request_id="a", token_ids=pb.TokenIds(ids=ids))
     [event] = serving(lambda server: talk(server, [pb.GenerateStreamRequest(generate=request)]))
     assert event.request_id == "a" and event.error.field == "token_ids", event
+
+
+def test_a_request_that_does_not_begin_gives_back_what_is_lent_for_it(serving, monkeypatch):
+    lent, heard = BORROWS["kv_transfer_params"], []
+
+    async def call(said):
+        heard.append(said)
+
+    def lending(request_id, **params):
+        message = wanted(request_id, **params)
+        message.generate.kv_transfer_params.update(lent)
+        return message
+
+    async def scenario(server):
+        server.engine.call = call
+        server.engine.engine.call = lambda said: heard.append(said)
+        server.engine.go_on = Gate(0)
+        stream = server.stub.GenerateStream()
+        await stream.write(wanted("a"))
+        for message in (lending("a"), lending(""), lending("b", temperature=-1)):
+            heard.clear()
+            await stream.write(message)
+            await stream.read()
+            while not heard:
+                await asyncio.sleep(0)
+            assert heard[-1] == KeepLease(lent, is_needed=False)
+        server.engine.go_on.set()
+        await stream.done_writing()
+        assert [event async for event in reading(stream)]
+
+    serving(scenario)
 
 
 def test_an_id_may_be_used_again_when_its_request_is_done(serving):

@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from jaxpaged.engine.early_leases import let_go
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import client_names, failed_request
 from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
 from jaxpaged.entrypoints.http.transport.trace_context import trace_headers
+from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -126,10 +128,15 @@ async def stream(
     those of several wait for each other. Raises HttpError when there is no room or when a prompt fails, and what the
     engine raises.
     """
-    with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
-        async with contextlib.aclosing(all_results(engine, request, take)) as results:
-            async for numbered in results:
-                yield numbered
+    try:
+        with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
+            async with contextlib.aclosing(all_results(engine, request, take)) as results:
+                async for numbered in results:
+                    yield numbered
+    except BaseException:
+        if not request.is_pooling and request.params.extra_args:  # another engine may lend its prompt
+            await let_go(engine.call, request.params.extra_args.get(PARAMS))
+        raise
 
 
 async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[Output]:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.early_leases import lease_kept_meanwhile
-from jaxpaged.entrypoints.http.body import off_loop, read_struct
+from jaxpaged.entrypoints.http.body import LENT, off_loop, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.beams import search
@@ -121,8 +121,12 @@ async def check_shape(service: Service, generation: GenerationRequest, client: s
     engine = service.engine
     kept = lease_kept_meanwhile(engine.call, engine.input_processor.grammar_checker, generation.params)
     with client_names(generation.names):
-        async with kept:
-            await service.check_shape_for(client)(generation.shape)
+        try:
+            async with kept:
+                await service.check_shape_for(client)(generation.shape)
+        except BaseException:
+            LENT.set(None)  # it was given back
+            raise
 
 
 def streamed(service: Service, request_id: str, generation: GenerationRequest, writer: EventWriter) -> Response:
