@@ -15,8 +15,8 @@ from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
 
 DECODES_THAT_PAY = 128
-"""Steps of one bucket in which all only decode, before the program of a run is wanted for them: what it saves, a few
-hundredths of a step to a third, pays for compiling it only where there are many."""
+"""Steps of one bucket in which all only decode, before the program of a run is wanted for them where compiling takes
+the cores that compute: what it saves, a few hundredths of a step to a third, pays for it only where there are many."""
 RUN_SAVES_SECONDS = 0.0005
 """What a step of one program is faster than one of two: 0.6 ms in bfloat16 and 1.5 in 4 bits for one request of a 110M
 Llama, and less for several, while the program costs twice what others do."""
@@ -57,7 +57,8 @@ class StepSizes(NamedTuple):
     `finisher` is the kind of program that finishes an ordinary step. `needs_full` says whether a request needs the full
     sampler; it raises RequestError when the request will be refused. `verify`: what finishes a step with drafts, by
     what would finish it without; empty where nothing is drafted. `small_prompt`: for want of a program prompts are cut
-    into pieces of so many tokens at least, since each reads all weights.
+    into pieces of so many tokens at least, since each reads all weights. `decodes_that_pay`: after so many steps in
+    which all decode the program of a run is wanted.
     """
 
     finisher: str  # "sample" or "pool"
@@ -67,6 +68,7 @@ class StepSizes(NamedTuple):
     needs_full: Callable[[SamplingParams], bool]
     verify: Mapping[str, str] = MappingProxyType({})
     small_prompt: int = 1
+    decodes_that_pay: int = DECODES_THAT_PAY
 
 
 class ProgramChoice:
@@ -156,17 +158,21 @@ class ProgramChoice:
         """The program of a run, which is also that of a single step where all decode, as soon as it is there: nothing
         in it is for prompts, and it is one program in place of two. None where only those two will do.
 
-        With the full sampler a run brings back log probabilities for as many steps as it could have; one step does not.
+        With the full sampler a run brings back log probabilities for as many steps as it could have: only where that is
+        one it serves single steps.
         """
         kind = self._run_kind(scheduled.request_ids)
         if scheduled.num_steps > 1:
             return self._smallest(kind, num_sampling, self._run_buckets)
         one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
-        if not (one_each and all(scheduled.max_new_tokens)) or scheduled.masked or kind != "decode":
+        if not (one_each and all(scheduled.max_new_tokens)) or scheduled.masked:
             return None
         key = ProgramKey(kind, next((size for size in self._run_buckets if size >= num_sampling), 0))
+        most_steps = self._sizes.run_steps.get(key, 0)
+        if not most_steps or (kind != "decode" and most_steps > 1):
+            return None
         self._num_decodes[key] += 1
-        if self._num_decodes[key] < DECODES_THAT_PAY or key not in self._sizes.run_steps:
+        if self._num_decodes[key] < self._sizes.decodes_that_pay:
             return None
         if self._is_run_ready(key):
             return key

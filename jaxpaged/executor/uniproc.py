@@ -12,7 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker, PendingOutput
-from jaxpaged.executor.program_choice import ProgramChoice, Readiness, StepSizes
+from jaxpaged.executor.program_choice import DECODES_THAT_PAY, ProgramChoice, Readiness, StepSizes
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
@@ -51,6 +51,7 @@ def sizes_of(worker: Worker) -> StepSizes:
         needs_full=blueprint.needs_full,
         verify=VERIFY_KINDS if blueprint.num_drafts else {},
         small_prompt=SMALL_PROMPT,
+        decodes_that_pay=DECODES_THAT_PAY if blueprint.platform == "cpu" else 1,
     )
 
 

@@ -4,11 +4,12 @@ Most rows are settled by their C largest logits; a search over thresholds, which
 runs only when a row is not. Neither sorts the vocabulary. Measured on one CPU core, per row of 262,144 logits: the
 largest 256 0.6 ms by `lax.top_k` and 0.1 ms by the kernel of the extra `cpu`, threshold search 1.6 ms, sort 80 ms.
 
-On a TPU there are no candidates: a kernel finds the limits, since `lax.top_k` looks there for one candidate after the
-other. What the compiler for a v6e makes of the plain sampler, 256 rows of 128,256 logits, all with a top_p, in millions
-of instruction bundles and of cycles as it estimates them: 37 with candidates, of which `lax.top_k` has 34.9, and 47 as
-soon as one row needs the search; 5.5 with the kernel, of which it has 2.1 itself and drawing from the whole vocabulary
-1.8. Counted, not timed.
+On a TPU and a GPU a kernel finds the limits, without candidates. On a TPU `lax.top_k` looks for one candidate after
+the other. What the compiler for a v6e makes of the plain sampler, 256 rows of 128,256 logits, all with a top_p, in
+millions of instruction bundles and of cycles as it estimates them: 37 with candidates, of which `lax.top_k` has 34.9,
+and 47 as soon as one row needs the search; 5.5 with the kernel, of which it has 2.1 itself and drawing from the whole
+vocabulary 1.8. Counted, not timed. On a GPU `lax.top_k` sorts, and the search is a loop whose condition the host reads:
+every step then waits for the host, whatever its rows want.
 """
 
 import functools
@@ -24,14 +25,17 @@ from pallas_kernels import top_k, top_k_top_p
 from pallas_kernels.top_k_top_p.xla import largest_threshold
 
 NUM_CANDIDATES = 256
+KERNELS = ("tpu", "gpu")
+"""Backends of `top_k_top_p` that find a row's limits in one launch."""
+INTERPRET = "-interpret"
 
 
 @dataclass(frozen=True)
 class LimitsMethod:
     """How limits are found: by candidates, or, if `kernel` names one, by a kernel on the devices of `mesh`.
 
-    `kernel`: "" for none, "tpu", or "tpu-interpret", which simulates it. `largest`: the backend of `top_k`, which finds
-    candidates, and the tokens whose log probabilities are asked for.
+    `kernel`: "" for none, "tpu" or "gpu", with "-interpret" behind it to simulate that. `largest`: the backend of
+    `top_k`, which finds candidates, and the tokens whose log probabilities are asked for.
     """
 
     kernel: str = ""
@@ -43,13 +47,14 @@ class LimitsMethod:
 BY_CANDIDATES = LimitsMethod()
 
 
-def choose_method(platform: str, mesh: Mesh, vocabulary: int, *, simulated: bool = False) -> LimitsMethod:
-    """The best for a platform. `simulated`: as on a TPU, in JAX's simulator of one."""
+def choose_method(platform: str, mesh: Mesh, vocabulary: int, *, simulated: str = "") -> LimitsMethod:
+    """The best for a platform. `simulated`: the platform, "tpu" or "gpu", as which this one is to behave."""
     logits_SV = jax.ShapeDtypeStruct((1, vocabulary), jnp.float32)
-    if top_k_top_p.choose_backend("auto", "tpu" if simulated else platform, logits_SV) != "tpu":
+    backend = top_k_top_p.choose_backend("auto", simulated or platform, logits_SV)
+    if backend not in KERNELS:
         # XLA would not split a kernel's rows over devices.
         return LimitsMethod(largest=top_k.choose_backend("auto", platform) if mesh.size == 1 else "reference")
-    return LimitsMethod("tpu-interpret" if simulated else "tpu", mesh)
+    return LimitsMethod(backend + INTERPRET if simulated else backend, mesh)
 
 
 @flax.struct.dataclass
@@ -82,7 +87,10 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
     padded = [jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (logits_SV, *limits)]
     by_row = PartitionSpec(method.mesh.axis_names)
     find = jax.shard_map(
-        functools.partial(top_k_top_p.least_logits, backend="tpu", interpret=interpret_mode(method.kernel)),
+        functools.partial(
+            top_k_top_p.least_logits, backend=method.kernel.removesuffix(INTERPRET),
+            interpret=interpret_mode(method.kernel),
+        ),
         mesh=method.mesh, in_specs=(by_row,) * 4, out_specs=by_row, check_vma=False,
     )  # fmt: skip
     return find(*padded)[:num_rows]
@@ -90,8 +98,8 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
 
 def interpret_mode(kernel: str) -> object:
     """What Pallas takes as `interpret`."""
-    if kernel == "tpu":
-        return False
+    if kernel != "tpu" + INTERPRET:
+        return kernel.endswith(INTERPRET)
     from jax.experimental.pallas import tpu as pltpu  # a quarter of a second, which only tests wait for
 
     return pltpu.InterpretParams()

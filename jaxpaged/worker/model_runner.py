@@ -21,7 +21,7 @@ from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.functions import NOTHING, TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
-from jaxpaged.worker.step.packed import StepLayout
+from jaxpaged.worker.step.packed import SHARED, StepLayout
 
 Updates = list[tuple[int, int, int]]
 """Block table entries of a rank, as `RequestRows.append_blocks` makes them."""
@@ -49,12 +49,14 @@ class RankStep(NamedTuple):
 
 class Step(NamedTuple):
     """A step that was begun: `packed` is its array, `hidden_SD` the hidden states of the tokens that sample. None:
-    the forward pass is part of the finisher's program. Both have those of all `ranks`, one after the other."""
+    the forward pass is part of the finisher's program. Both have those of all `ranks`, one after the other. `program`
+    has the model's layers."""
 
     scheduled: SchedulerOutput
     ranks: Sequence[RankStep]
     packed: np.ndarray
     hidden_SD: Any
+    program: ProgramKey
 
 
 class Reading(Protocol):
@@ -200,11 +202,12 @@ class ModelRunner:
             key = others[0]
         pending.buckets = StepBuckets(len(requests) * key.size)
         packed = self._pack(self.layouts[key.size], requests, updates)
-        hidden_SD = self._forward(key, packed) if key.kind == "forward" else None
+        program = self._sharing(key, packed)
+        hidden_SD = self._forward(program, packed) if key.kind == "forward" else None
         if hidden_SD is not None:
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             self.device.counts.add(num_tokens, key.size, len(requests))
-        step = Step(scheduled, list(map(RankStep, scheduled.parts, requests)), packed, hidden_SD)
+        step = Step(scheduled, list(map(RankStep, scheduled.parts, requests)), packed, hidden_SD, program)
         for finisher in self.finishers:
             finisher.finish(self.device, step, pending)
 
@@ -221,6 +224,15 @@ class ModelRunner:
             updates = self._write_tables(updates)
         packed = list(map(pack_step, itertools.repeat(layout), requests, self.ranks, updates))
         return packed[0] if len(packed) == 1 else np.concatenate(packed)
+
+    def _sharing(self, key: ProgramKey, packed: np.ndarray) -> ProgramKey:
+        """The program that reads once what rows share, if there is one apart, some rows do, and it is compiled."""
+        shared = ProgramKey(key.kind + SHARED, key.size)
+        if shared not in self.device.programs.builders:
+            return key
+        layout = self.layouts[key.size]
+        shares = any(layout.split(each).shared.any() for each in np.split(packed, len(self.ranks)))
+        return shared if shares and self.device.programs.is_ready(shared) else key
 
     def _forward(self, key: ProgramKey, packed: np.ndarray) -> Any:
         """The hidden states of the tokens that sample."""

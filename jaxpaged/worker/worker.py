@@ -45,6 +45,7 @@ from jaxpaged.worker.stages import stage_blueprints, whole_kv_cache
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.functions import RESULT_TYPES
+from jaxpaged.worker.step.packed import SHARED
 from jaxpaged.worker.step.pooling import PoolFinisher, programs_for
 from jaxpaged.worker.weights import Weights, free, return_freed_pages
 
@@ -138,7 +139,9 @@ class Worker:
         # than ordinary tokens when the first one does: compiling can wait for that.
         unsure = self.config.scheduler.num_scheduler_steps is None
         rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
-        late = rare.union(key for key in builders if unsure and key.kind in DECODE_KINDS)
+        late = rare.union(
+            key for key in builders if (unsure and key.kind in DECODE_KINDS) or key.kind.endswith(SHARED)
+        )
         folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
         if self.config.parallel.num_cores > 1 and folder is not None:
             turns = {"turn": CompileTurns(folder, (self.blueprint.fingerprint(), num_blocks)).turn}

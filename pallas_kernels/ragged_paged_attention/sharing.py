@@ -28,7 +28,8 @@ class SharedWork(NamedTuple):
     time, in the time in which `break_even` single queries read as much one by one.
 
     overhead: slots that single queries read in the time that it takes to share anything at all. most_tiles: for how
-    many tiles a step's lists have room, where each span has one more than its queries fill.
+    many tiles a step's lists have room, where each span has one more than its queries fill. is_launched: a step in
+    which nobody shares anything pays for launches all the same, unless its program has none.
     """
 
     unit: int
@@ -36,6 +37,7 @@ class SharedWork(NamedTuple):
     break_even: int
     overhead: int = 0
     most_tiles: int = 2**30
+    is_launched: bool = False
 
 
 def room_for_tiles(num_tokens: int, tile: int) -> int:

@@ -24,9 +24,10 @@ NEEDED = {
 }
 
 
-def choice_with(builders, finisher="sample", needs_full=features_of, verify=MappingProxyType({}), small_prompt=1):
+def choice_with(builders, **sizes):
     programs = Programs(builders, num_threads=1, on_demand=list(builders))
-    return programs, ProgramChoice(programs, StepSizes(finisher, SIZES, SIZES, RUNS, needs_full, verify, small_prompt))
+    given = {"finisher": "sample", "run_steps": RUNS, "needs_full": features_of, **sizes}
+    return programs, ProgramChoice(programs, StepSizes(tokens=SIZES, samples=SIZES, **given))
 
 
 def compiled(keys=EVERY, **options):
@@ -181,3 +182,19 @@ def test_steps_in_which_all_decode_become_one_program_once_they_are_many(monkeyp
     nine = [f"n{i}" for i in range(9)]
     for _ in range(DECODES_THAT_PAY + 1):
         assert choice.choose(step(nine, [1] * 9, [1] * 9)) == (("forward", 16), ("sample", 16)), "none is so wide"
+
+
+def test_where_compiling_takes_no_cores_a_step_in_which_all_decode_has_its_own_program_from_the_first_on():
+    """A run of one step, as a GPU has it: with the full sampler too, whose log probabilities are then of one step."""
+    single = {"run_steps": dict.fromkeys(RUNS, 1), "decodes_that_pay": 1}
+    programs, choice = compiled([ProgramKey(kind, 2) for kind in ("forward", "sample", "sample_full")], **single)
+    decodes = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", PLAIN)])
+    assert choice.choose(decodes) == (("forward", 2), ("sample", 2)), "it is wanted, and nobody waits for it"
+    assert programs[ProgramKey("decode", 2)] == ("decode", 2)
+    assert choice.choose(decodes) == (("decode", 2),)
+    assert choice.max_decode_steps() == 1
+    full = step(["a", "f"], [1, 1], [1, 1], [("f", FULL)], removed=["b"])
+    assert choice.choose(full) == (("forward", 2), ("sample_full", 2))
+    assert programs[ProgramKey("decode_full", 2)] == ("decode_full", 2)
+    assert choice.choose(step(["a", "f"], [1, 1], [1, 1])) == (("decode_full", 2),)
+    assert choice.choose(step(["a"], [1], [1])) == (("decode", 2),), "who needs the full sampler is not in it"

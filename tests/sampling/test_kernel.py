@@ -1,4 +1,4 @@
-"""The sampler with the TPU's kernel for limits, simulated: the draws are those of the candidates' way."""
+"""The sampler with the kernels of TPUs and GPUs for limits, simulated: the draws are those of the candidates' way."""
 
 import functools
 
@@ -24,47 +24,53 @@ LIMITS = (
 REQUESTS = [Request(SamplingParams(seed=11 + i, **limits), prompt=[0] * i) for i, limits in enumerate(LIMITS)]
 
 
+SIMULATED = pytest.mark.parametrize("simulated", ["tpu", "gpu"])
+
+
 @functools.cache
-def kernel_program(num_devices=1):
-    method = choose_method("cpu", make_mesh(num_devices), V, simulated=True)
-    assert method.kernel == "tpu-interpret"
+def kernel_program(simulated, num_devices=1):
+    method = choose_method("cpu", make_mesh(num_devices), V, simulated=simulated)
+    assert method.kernel == f"{simulated}-interpret"
     return jax.jit(functools.partial(sample_plain, method=method))
 
 
-def draw(logits_SV, requests, bucket, num_devices=1):
+def draw(simulated, logits_SV, requests, bucket, num_devices=1):
     table = SamplingRows(16)
     for row, request in enumerate(requests):
         table.set(row, request.params)
     packed = pack(table, range(len(requests)), requests, bucket)
-    return kernel_program(num_devices)(padded(logits_SV, bucket), packed).tokens_S[: len(requests)].tolist()
+    return kernel_program(simulated, num_devices)(padded(logits_SV, bucket), packed).tokens_S[: len(requests)].tolist()
 
 
+@SIMULATED
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_a_kernel_draws_what_candidates_draw_for_every_limit_in_any_company(num_devices):
+def test_a_kernel_draws_what_candidates_draw_for_every_limit_in_any_company(simulated, num_devices):
     expected = [
         int(sample_plainly(LOGITS[line : line + 1], [request]).tokens_S[0]) for line, request in enumerate(REQUESTS)
     ]
     assert len(set(expected)) > 5
-    assert draw(LOGITS, REQUESTS, 14, num_devices) == expected  # 14 rows: neither tiles nor devices divide them
-    assert draw(LOGITS[::-1], REQUESTS[::-1], 14, num_devices) == expected[::-1]
+    assert draw(simulated, LOGITS, REQUESTS, 14, num_devices) == expected  # 14 rows: neither tiles nor devices divide them
+    assert draw(simulated, LOGITS[::-1], REQUESTS[::-1], 14, num_devices) == expected[::-1]
     for line in (4, 8):
-        assert draw(LOGITS[line : line + 1], [REQUESTS[line]], 2, num_devices) == [expected[line]]
+        assert draw(simulated, LOGITS[line : line + 1], [REQUESTS[line]], 2, num_devices) == [expected[line]]
 
 
-def test_a_row_without_a_distribution_is_reported_and_harms_no_other():
+@SIMULATED
+def test_a_row_without_a_distribution_is_reported_and_harms_no_other(simulated):
     broken = LOGITS.copy()
     broken[5, 3], broken[8] = np.nan, -np.inf
-    seen, clean = draw(broken, REQUESTS, 14), draw(LOGITS, REQUESTS, 14)
+    seen, clean = (draw(simulated, logits_SV, REQUESTS, 14) for logits_SV in (broken, LOGITS))
     assert [seen[5], seen[8]] == [0, 0]
     assert [token for i, token in enumerate(seen) if i not in (5, 8)] == [
         token for i, token in enumerate(clean) if i not in (5, 8)
     ]
 
 
-def test_only_a_tpu_has_the_kernel_and_only_for_vocabularies_that_it_takes():
+def test_tpus_and_gpus_have_a_kernel_each_for_vocabularies_that_it_takes():
     mesh = make_mesh(1)
     assert choose_method("tpu", mesh, 128_256) == LimitsMethod("tpu", mesh)
-    assert choose_method("tpu", mesh, 2**20) == choose_method("gpu", mesh, V) == LimitsMethod()
+    assert choose_method("gpu", mesh, 2**20) == LimitsMethod("gpu", mesh)
+    assert choose_method("tpu", mesh, 2**20) == LimitsMethod()
 
 
 def test_a_cpu_finds_candidates_with_its_own_kernel_where_there_is_one_device():

@@ -11,7 +11,7 @@ from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.memory import has_head, looked_up
 from jaxpaged.worker.planning.roofline import Work
-from jaxpaged.worker.programs.blueprint import MAX_STEPS, Blueprint
+from jaxpaged.worker.programs.blueprint import Blueprint
 
 
 def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Work:
@@ -39,13 +39,8 @@ def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Wo
         reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
         sent_bytes=0 if has_head(blueprint) else decoder.hidden_size * blueprint.dtype.itemsize,
         waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
-        steps_per_program=steps_per_program(blueprint),
+        steps_per_program=blueprint.max_steps,
     )
-
-
-def steps_per_program(blueprint: Blueprint) -> int:
-    """Decode steps that are dispatched at once, at most. Stages take them one by one."""
-    return 1 if blueprint.stage is not None else blueprint.config.scheduler.num_scheduler_steps or MAX_STEPS
 
 
 def head_leaves(blueprint: Blueprint) -> list[jax.ShapeDtypeStruct]:

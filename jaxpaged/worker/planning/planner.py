@@ -21,7 +21,7 @@ from jaxpaged.plan import Plan, PlannedProgram, Speed, StagePlan, worst_bytes
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.compiling import Compiler
-from jaxpaged.worker.planning.costs import steps_per_program, work_of
+from jaxpaged.worker.planning.costs import work_of
 from jaxpaged.worker.planning.roofline import (
     DISPATCH_SECONDS,
     KERNEL_SECONDS,
@@ -215,7 +215,7 @@ class Planner:
     # ---- words ---------------------------------------------------------------------------------
 
     def assumptions(self, programs: Sequence[PlannedProgram]) -> list[str]:
-        device, shards, most_steps = self.target.device, self.blueprint.num_shards, steps_per_program(self.blueprint)
+        device, shards, most_steps = self.target.device, self.blueprint.num_shards, self.blueprint.max_steps
         lines = [
             f"speed is a bound: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} "
             "TFLOP/s of bf16 per device (data sheet); good kernels reach 60 to 90 % of it",

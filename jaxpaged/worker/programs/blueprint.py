@@ -32,7 +32,7 @@ from jaxpaged.models.stages import Stage, decoder_of, params_of
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
-from jaxpaged.sampling.limits import LimitsMethod, choose_method
+from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
@@ -50,13 +50,14 @@ from jaxpaged.worker.programs.table import ProgramKey
 from jaxpaged.worker.step.decode_loop import lower_decode
 from jaxpaged.worker.step.expert_moves import load_structs, move_builders, with_tables
 from jaxpaged.worker.step.functions import Shapes, StepFunctions
-from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
+from jaxpaged.worker.step.packed import SHARED, RunLayout, StepLayout, step_layout
 from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
 from jaxpaged.worker.step.verify import VERIFY_KINDS, lower_verify
 from pallas_kernels.ragged_paged_attention import choose_backend
 
-MAX_STEPS = 32
-"""Decode steps that one program can run, unless an option says otherwise."""
+MAX_STEPS = {"gpu": 1}
+"""Platform -> decode steps that one program can run, unless an option says otherwise; `OTHER_MAX_STEPS` elsewhere."""
+OTHER_MAX_STEPS = 32
 MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
 DECODE_KINDS = ("decode", "decode_full")
@@ -142,6 +143,13 @@ class Blueprint:
             return self.mesh.abstract_device.platform
         return self.mesh.devices.flat[0].platform
 
+    @property
+    def has_other_processes(self) -> bool:
+        """Whether several processes compute as one."""
+        if isinstance(self.mesh, AbstractMesh):
+            return False
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
+
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
@@ -152,6 +160,13 @@ class Blueprint:
     def sample_buckets(self) -> tuple[int, ...]:
         kernels = takes_one_row(self._few_rows, self.dtype)
         return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform, kernels)
+
+    @property
+    def max_steps(self) -> int:
+        """Decode steps that one program can run. The programs of a stage run none."""
+        if self.stage is not None:
+            return 1
+        return self.config.scheduler.num_scheduler_steps or MAX_STEPS.get(self.platform, OTHER_MAX_STEPS)
 
     @cached_property
     def compiler_options(self) -> dict[str, Options]:
@@ -201,8 +216,11 @@ class Blueprint:
         """How the sampler finds what top_k, top_p and min_p leave; simulated where attention is."""
         if self.model.head(self.param_shapes) is None or num_ranks(self.mesh) > 1:
             return LimitsMethod()  # an embedding model draws nothing, and the kernel takes the rows of one rank
-        simulated = self.attention.backend == "tpu-interpret"
-        return choose_method(self.platform, self.mesh, self.sampling_layout.vocab_size, simulated=simulated)
+        simulated = self.attention.backend.removesuffix(INTERPRET)
+        return choose_method(
+            self.platform, self.mesh, self.sampling_layout.vocab_size,
+            simulated=simulated if simulated != self.attention.backend else "",
+        )  # fmt: skip
 
     @cached_property
     def whole_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -277,13 +295,12 @@ class StepPrograms:
         """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
         a token is computed in the same shapes either way."""
         blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
-        max_steps = scheduler.num_scheduler_steps or MAX_STEPS
-        if max_steps == 1 or blueprint.stage is not None:
+        if scheduler.num_scheduler_steps == 1 or blueprint.stage is not None:
             return {}
         largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
         num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)
         return {
-            size: RunLayout(layout, num_lines(layout), max_steps)
+            size: RunLayout(layout, num_lines(layout), blueprint.max_steps)
             for size, layout in self.layouts.items()
             if size <= largest
         }
@@ -349,7 +366,7 @@ class StepPrograms:
         builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
         small_prompt = next((size for size in token_buckets if size >= SMALL_PROMPT), token_buckets[-1])
         for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != token_buckets[0], size)):
-            builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
+            builders |= self._with_layers("forward", size, shapes.lower_forward, self.layouts[size])
             if size == small_prompt:
                 few = next((size for size in sample_buckets if size >= FEW_REQUESTS), sample_buckets[-1])
                 builders[ProgramKey("sample", few)] = partial(shapes.lower_sample, few, False)
@@ -365,6 +382,19 @@ class StepPrograms:
             builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample, size, True, masked=True)
         builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
         return builders | self._copy_builders() | self._decode_builders() | move_builders(shapes)
+
+    def _with_layers(
+        self, kind: str, size: int, lower: Callable[[StepLayout], jax.stages.Lowered], layout: StepLayout
+    ) -> Builders:
+        """The program of a bucket, and another for steps in which rows share spans where one for both would be slower.
+
+        Processes that compute together could choose differently between two, so they have one, and so do stages.
+        """
+        blueprint = self.blueprint
+        if not layout.has_two_programs or blueprint.stage is not None or blueprint.has_other_processes:
+            return {ProgramKey(kind, size): partial(lower, layout)}
+        alone = partial(lower, replace(layout, reads_shared=False))
+        return {ProgramKey(kind, size): alone, ProgramKey(kind + SHARED, size): partial(lower, layout)}
 
     def _copy_builders(self) -> Builders:
         """Copies of blocks off the devices and back, where the options want them."""
@@ -393,8 +423,11 @@ class StepPrograms:
         """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
         steps are small enough to be kept until the last one."""
         kinds = DECODE_KINDS[: 1 if self.functions.max_logprobs > MOST_LOGPROBS else 2]
-        return {
-            ProgramKey(kind, size): partial(lower_decode, self.shapes, layout, kind == "decode_full")
-            for kind in kinds
-            for size, layout in self.runs.items()
-        }
+        builders: Builders = {}
+        for kind in kinds:
+            for size, run in self.runs.items():
+                lower = lambda step, run=run, full=kind == "decode_full": lower_decode(
+                    self.shapes, replace(run, step=step), full
+                )
+                builders |= self._with_layers(kind, size, lower, run.step)
+        return builders

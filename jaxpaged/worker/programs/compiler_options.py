@@ -38,6 +38,9 @@ ONCE: Options = {"xla_disable_hlo_passes": "rematerialization"}
 # XLA makes one product of those with queries', keys' and values' weights, and writes the weights side by side for it,
 # in every step: 1.1 ms of 9.8, for that Llama.
 APART: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
+# XLA launches sequences of kernels as graphs of CUDA, but no loops: the host reads a loop's condition in each turn. An
+# option (xla_gpu_enable_command_buffer) puts loops into graphs too. On an H200 with jax 0.11.2 a run of decode steps
+# then came back at once with nothing computed. So what a GPU is to compute without waiting for the host has no loop.
 
 LAYER_OPTIONS: Mapping[str, Options] = {
     # XLA makes one fusion of a feed-forward's products up and down, which reads weights slower than two fusions do. Two

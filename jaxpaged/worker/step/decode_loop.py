@@ -14,6 +14,10 @@ that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, 
 a single step in which all decode is a run of one (`executor/program_choice.py`), once there have been many. A token's
 place is not its row's, since rows end: hidden states of one step are gathered once, which costs nothing that shows.
 
+A run of at most one step has no loop. On a GPU it is one graph of launches, in which nothing waits for the host; of a
+loop the host reads the condition in each turn. There a step is dispatched while the one before it is computed, so that
+a run of several saves nothing.
+
 The steps are those of `StepFunctions`, and so are their tokens. This module knows nothing of why a run is as long as
 it is.
 """
@@ -90,6 +94,8 @@ def decode(
         tokens_IR=jnp.full((layout.max_steps, num_rows), NOT_COMPUTED, jnp.int32),
         logprobs=None if sampling is None else functions.no_logprobs(layout.max_steps, num_rows),
     )
+    if layout.max_steps == 1:
+        return one_step(first), tables_GRM
     return jax.lax.while_loop(lambda run: run.goes_on, one_step, first), tables_GRM
 
 

@@ -120,7 +120,7 @@ class Sampler:
         )
         kept = state.finisher if pending.buckets.full_sampler else None
         donated, tokens, logprobs = device.call(
-            key, device.params, device.head, (state.kv, state.tables, state.rows, kept), step.packed, lines_SC
+            step.program, device.params, device.head, (state.kv, state.tables, state.rows, kept), step.packed, lines_SC
         )
         state.kv, state.tables, state.rows, kept = donated
         if kept is not None:

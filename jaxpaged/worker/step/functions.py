@@ -148,7 +148,7 @@ class StepFunctions:
     ) -> tuple[AttentionBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
 
-        shared_G6R = layout.shared_of_groups(parts) if layout.shared_work else None
+        shared_G6R = layout.shared_of_groups(parts) if layout.shared_work and layout.reads_shared else None
 
         def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
             # Latents have kernels of their own, which plan for themselves.

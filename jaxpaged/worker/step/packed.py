@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 from pallas_kernels.ragged_paged_attention import shared_work
 from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork
 
+SHARED = "_shared"
+"""Behind the kind of a program with layers: this one reads once what rows share, where the other launches nothing for
+it."""
+
 
 class StepParts(NamedTuple):
     """The parts of a step, all int32. Unused entries are zero, unused rows the null row.
@@ -40,12 +44,19 @@ class StepParts(NamedTuple):
 @dataclass(frozen=True)
 class StepLayout:
     """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step; and for
-    each KV group what shared spans cost, or nothing where attention does not look for them in steps of this size."""
+    each KV group what shared spans cost, or nothing where attention does not look for them in steps of this size.
+    `reads_shared`: the program reads shared spans once; without it each row reads them, from the same array."""
 
     num_tokens: int
     num_rows: int
     num_updates: int
     shared_work: tuple[SharedWork, ...] = ()
+    reads_shared: bool = True
+
+    @property
+    def has_two_programs(self) -> bool:
+        """Whether steps in which rows share nothing are worth a program of their own."""
+        return any(work.is_launched for work in self.shared_work)
 
     @property
     def sizes(self) -> StepParts:

@@ -153,6 +153,7 @@ class GpuBackend:
             break_even=2,
             overhead=SLOTS_OF_A_STEP + SLOTS_OF_A_TOKEN * num_tokens,
             most_tiles=min(sharing.room_for_tiles(num_tokens, SHARING_QUERIES), MOST_SHARING_TILES),
+            is_launched=True,
         )
 
     def make_plan(

@@ -1,0 +1,409 @@
+#!/usr/bin/env python
+"""What a GPU that is here for minutes should tell: right answers first, then speed, one change at a time.
+
+    python scripts/gpu_minutes.py --out FOLDER [--minutes 10] [--parts PART ...] [--model llama-8b] [--undo CHANGE ...]
+    python scripts/gpu_minutes.py --out FOLDER --model tiny     # the same motions anywhere: its timings mean nothing
+
+Parts, in this order, each in processes of its own, as far as the minutes go:
+
+    tests     what `scripts/test --gpu` has of samplers, attention, runs of decode steps and models
+    speed     an engine of the model with default options: tokens per second and milliseconds of a decode step for 1, 8,
+              64 and 256 requests; then the same without each of CHANGES, without all of them, and as it is once more
+    profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
+    sampler   the sampling program by each way to find limits
+    products  the model's matrix products as cuBLAS chooses their kernels, and as XLA does when it may try some,
+              in a process without a KV cache; what XLA found lies in FOLDER/autotuned.txt
+    tiles     scripts/tune_kernel.py --quick: FOLDER/tuned.json is the next pallas_kernels/.../gpu/tuned.json
+
+FOLDER/report.md has all tables, and is written anew after each measurement. A part that fails or takes too long is told
+there, and the others go on.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+PARTS = ("tests", "speed", "profile", "sampler", "products", "tiles")
+TESTS = (
+    "tests/sampling/test_sampler.py", "tests/sampling/test_limits.py", "tests/pallas_kernels/top_k_top_p",
+    "tests/pallas_kernels/ragged_paged_attention/gpu", "tests/end_to_end/test_decode_runs.py",
+    "tests/end_to_end/test_second_turns.py", "tests/end_to_end/test_answers.py", "tests/models/test_golden.py",
+)  # fmt: skip
+NOT_OF_ONE_GPU = (
+    "not tpu and not cpu and not interpret and not shard and not devices and not -2 and not -4- and not deepseek "
+    "and not kimi and not 4_bits"
+)
+LOADS = ((1, 128, 128), (8, 512, 128), (64, 512, 128), (256, 512, 128))
+"""(requests, tokens in, tokens out)."""
+TINY_LOADS = ((1, 8, 24), (3, 12, 24))
+NUM_PROFILED = 24
+NUM_CALLS = 20
+
+
+# ---- changes that can be undone ------------------------------------------------------------------
+
+
+def limits_by_candidates() -> None:
+    from jaxpaged.sampling.limits import LimitsMethod
+    from jaxpaged.worker.programs import blueprint
+
+    blueprint.choose_method = lambda *_, **__: LimitsMethod()
+
+
+def one_program_for_shared_spans() -> None:
+    from jaxpaged.worker.step.packed import StepLayout
+
+    StepLayout.has_two_programs = False
+
+
+def runs_of_several_steps() -> None:
+    from jaxpaged.worker.programs import blueprint
+
+    blueprint.MAX_STEPS = {}
+
+
+def runs_after_many_decodes() -> None:
+    from jaxpaged.executor import program_choice, uniproc
+
+    sizes_of = uniproc.sizes_of
+    uniproc.sizes_of = lambda worker: sizes_of(worker)._replace(decodes_that_pay=program_choice.DECODES_THAT_PAY)
+
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "a kernel finds the sampler's limits": limits_by_candidates,
+    "no launches for spans that nobody shares": one_program_for_shared_spans,
+    "decodes are dispatched step by step": runs_of_several_steps,
+    "runs from the first decode on": runs_after_many_decodes,
+}
+"""What a change is called -> what undoes it in a process that has not made an engine yet."""
+
+
+# ---- measurements, each in a process of its own --------------------------------------------------
+
+
+def open_engine(model: str, **options: Any) -> Any:
+    """An engine of random weights, that has its programs for large steps and small ones and no others."""
+    from offline_bench.checkpoints import MODELS, hf_config, write_json
+
+    from jaxpaged import LLM
+
+    folder = Path(tempfile.mkdtemp()) / model
+    folder.mkdir()
+    write_json(folder / "config.json", hf_config(MODELS[model]))
+    tiny = model == "tiny"
+    buckets = (8, 32) if tiny else (8, 64, 256, 2048)
+    return LLM(
+        str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=64 if tiny else 8192,
+        token_buckets=buckets, max_num_batched_tokens=buckets[-1], max_num_seqs=4 if tiny else 256,
+        enable_prefix_caching=False, **options,
+    )  # fmt: skip
+
+
+def generate(llm: Any, load: tuple[int, int, int], **sampling: Any) -> float:
+    """Seconds that the load takes."""
+    from jaxpaged import SamplingParams
+
+    num_requests, num_in, num_out = load
+    prompts = [{"prompt_token_ids": [5 + (37 * i + 11 * j) % 500 for j in range(num_in)]} for i in range(num_requests)]
+    params = SamplingParams(**{"temperature": 0.0} | sampling, max_tokens=num_out, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def settle(llm: Any, load: tuple[int, int, int]) -> None:
+    """Run the load until no step of it wants a program that is not there."""
+    while missing(llm):
+        time.sleep(0.1)
+    for _ in range(3):
+        generate(llm, load)
+        if not missing(llm):
+            return
+        while missing(llm):
+            time.sleep(0.1)
+
+
+def missing(llm: Any) -> int:
+    """How many programs that are wanted are not compiled."""
+    stats = llm.llm_engine.executor_stats()
+    return stats["programs"] - stats["programs_ready"]
+
+
+def decode_milliseconds(llm: Any, num_requests: int, since: float) -> float:
+    """The median time of a decode step, from result to result, of the records that began after `since`."""
+    records, _ = llm.step_records()
+    times = []
+    for before, record in itertools.pairwise(records):
+        all_decode = record.num_tokens == record.num_sampled == num_requests * record.num_steps
+        if all_decode and before.schedule_begin >= since:
+            times.append(1e3 * (record.result_ready - before.result_ready) / record.num_steps)
+    return statistics.median(times) if times else float("nan")
+
+
+def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A line for each load."""
+    begin = time.perf_counter()
+    llm = open_engine(options.model)
+    lines = [{"made, s": time.perf_counter() - begin}]
+    for load in TINY_LOADS if options.model == "tiny" else LOADS:
+        settle(llm, load)
+        since = time.perf_counter()
+        seconds = min(generate(llm, load) for _ in range(2 if load[0] < 100 else 1))
+        tokens, step = load[0] * load[2] / seconds, decode_milliseconds(llm, load[0], since)
+        lines.append({"load": load, "tokens/s": tokens, "ms a decode step": step})
+    drawn = (load[0], load[1], load[2])
+    seconds = min(generate(llm, drawn, temperature=1.0, top_p=0.9) for _ in range(2))
+    lines.append({"load": load, "top_p": 0.9, "tokens/s": load[0] * load[2] / seconds})
+    llm.shutdown()
+    return lines
+
+
+def measure_profile(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The dearest kernels of a decode step."""
+    import jax
+
+    llm, tables = open_engine(options.model), []
+    loads = TINY_LOADS[:1] if options.model == "tiny" else (LOADS[0], LOADS[2])
+    for num_requests, num_in, _ in loads:
+        load = (num_requests, num_in, NUM_PROFILED)
+        settle(llm, load)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                generate(llm, load)
+            kernels = kernels_of(Path(folder))
+        for name, (count, nanoseconds) in kernels.most_common(30):
+            per_step = {"launches a step": count / NUM_PROFILED, "us a step": nanoseconds / 1e3 / NUM_PROFILED}
+            tables.append({"load": load, "kernel": name, **per_step})
+    llm.shutdown()
+    return tables
+
+
+class Kernels(dict[str, tuple[int, float]]):
+    """Name of a kernel -> (how often it ran, nanoseconds of all)."""
+
+    def add(self, name: str, duration: float) -> None:
+        count, before = self.get(name, (0, 0.0))
+        self[name] = count + 1, before + duration
+
+    def most_common(self, most: int) -> list[tuple[str, tuple[int, float]]]:
+        return sorted(self.items(), key=lambda entry: -entry[1][1])[:most]
+
+
+def kernels_of(folder: Path) -> Kernels:
+    """What ran on the devices; on the host's threads where there is no plane of a device, as on a CPU."""
+    import jax
+
+    (file,) = folder.rglob("*.xplane.pb")
+    planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    kernels = Kernels()
+    for plane in [plane for plane in planes if "/device:" in plane.name] or planes:
+        for line in plane.lines:
+            if plane.name.startswith("/host") or line.name.startswith("Stream"):
+                for event in line.events:
+                    kernels.add(event.name, event.duration_ns)
+    return kernels
+
+
+def measure_sampler(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds to draw a token for each of some rows, by each way to find limits."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxpaged.distributed.mesh import make_mesh
+    from jaxpaged.sampling.limits import BY_CANDIDATES, LimitsMethod
+    from jaxpaged.sampling.rows import SamplingRows
+    from jaxpaged.sampling.sampler import sample_plain
+    from jaxpaged.sampling_params import SamplingParams
+
+    on_gpu, vocabulary = jax.default_backend() == "gpu", 512 if options.model == "tiny" else 128_256
+    methods = {"candidates": BY_CANDIDATES, "kernel": LimitsMethod("gpu" if on_gpu else "gpu-interpret", make_mesh(1))}
+    lines = []
+    for num_rows in (1, 2) if options.model == "tiny" else (1, 8, 64, 256):
+        logits_SV = 3 * jax.random.normal(jax.random.key(0), (num_rows, vocabulary), jnp.float32)
+        for limits in ({}, {"top_p": 0.9}, {"top_k": 50}, {"top_p": 0.9, "top_k": 1000}):
+            table = SamplingRows(num_rows)
+            for row in range(num_rows):
+                table.set(row, SamplingParams(temperature=1.0, seed=row, **limits))
+            rows = np.arange(num_rows)
+            packed_SF = jnp.asarray(table.pack(rows, np.full(num_rows, 7), np.ones(num_rows, int), num_rows))
+            line: dict[str, Any] = {"rows": num_rows, "limits": str(limits)}
+            for name, method in methods.items():
+                sample = jax.jit(lambda x, packed, method=method: sample_plain(x, packed, method).tokens_S)
+                line[f"{name}, ms"] = median_milliseconds(sample, logits_SV, packed_SF)
+                line[f"{name} draws"] = np.asarray(sample(logits_SV, packed_SF)).tolist()
+            draws = [line.pop(f"{name} draws") for name in methods]
+            line["equal draws"] = sum(a == b for a, b in zip(*draws)) / num_rows
+            lines.append(line)
+    return lines
+
+
+def median_milliseconds(call: Callable[..., Any], *arguments: Any) -> float:
+    import jax
+
+    jax.block_until_ready(call(*arguments))
+    times = []
+    for _ in range(NUM_CALLS):
+        begin = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def measure_products(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Microseconds of the products of a layer and of the head: kernels chosen by cuBLAS, and tried by XLA."""
+    import jax
+    import jax.numpy as jnp
+    from offline_bench.checkpoints import MODELS
+
+    from jaxpaged.worker.programs.compiler_options import APART, UNTRIED
+
+    shape, on_gpu = MODELS[options.model], jax.default_backend() == "gpu"
+    hidden, columns = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "q": (hidden, queries), "k and v": (hidden, keys), "q, k, v joined": (hidden, queries + 2 * keys),
+        "o": (queries, hidden), "gate and up": (hidden, columns), "gate, up joined": (hidden, 2 * columns),
+        "down": (columns, hidden), "head": (hidden, shape.vocab_size),
+    }  # fmt: skip
+    ways = {"cuBLAS": {**UNTRIED, **APART}, "tried": dict(APART)} if on_gpu else {"as it is": {}}
+    lines = []
+    for num_tokens in (1, 2) if options.model == "tiny" else (8, 64, 256, 2048):
+        for name, (num_in, num_out) in sizes.items():
+            copies = max(1, min(16, (1 << 30) // (2 * num_in * num_out)))  # more than a cache holds
+            weights = [jnp.full((num_in, num_out), 0.01, jnp.bfloat16) for _ in range(copies)]
+            x = jnp.full((num_tokens, num_in), 0.01, jnp.bfloat16)
+            line: dict[str, Any] = {"tokens": num_tokens, "product": name, "shape": f"{num_in} x {num_out}"}
+            for way, given in ways.items():
+                products = lambda x, weights: [jnp.sum(x @ w, dtype=jnp.float32, axis=1)[0] for w in weights]
+                program = jax.jit(products, compiler_options=dict(given)).lower(x, weights).compile()
+                line[f"{way}, us"] = 1e3 * median_milliseconds(program, x, weights) / copies
+            lines.append(line)
+    return lines
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
+    "speed": measure_speed, "profile": measure_profile, "sampler": measure_sampler, "products": measure_products,
+}  # fmt: skip
+
+
+# ---- the order, and the report -------------------------------------------------------------------
+
+
+class Report:
+    """Tables as far as there are any."""
+
+    def __init__(self, folder: Path, title: str):
+        self.path, self.sections = folder / "report.md", [f"# {title}"]
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, title: str, text: str) -> None:
+        self.sections.append(f"## {title}\n\n{text}")
+        self.path.write_text("\n\n".join(self.sections) + "\n", encoding="utf-8")
+        print(f"\n## {title}\n{text}", flush=True)
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """A table with a column for each key of any line."""
+    names = list(collections.ChainMap({}, *reversed(lines)))
+    shown = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
+    rows = [" | ".join(shown(line.get(name, "")) for name in names) for line in lines]
+    return "\n".join(f"| {row} |" for row in (" | ".join(names), " | ".join("---" for _ in names), *rows))
+
+
+def run(command: list[str], seconds: float, **environment: str) -> tuple[int | None, str]:
+    """(exit status, or None where time was over; what it printed)."""
+    given = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=given, timeout=max(seconds, 1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return None, (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+    return done.returncode, done.stdout
+
+
+def measured(name: str, options: argparse.Namespace, undone: list[str], seconds: float, **environment: str) -> str:
+    """The table of a measurement, or why there is none."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, "--out", file.name, "--measure", name, "--model", options.model]
+        status, text = run([*command, "--undo", *undone], seconds, **environment)
+        found = Path(file.name).read_text(encoding="utf-8")
+    if status == 0:
+        return table(json.loads(found))
+    return f"{'took too long' if status is None else f'failed with exit status {status}'}:\n\n```\n{text[-3000:]}\n```"
+
+
+def test_part(options: argparse.Namespace, seconds: float) -> str:
+    chosen = ["-k", NOT_OF_ONE_GPU, *TESTS] if options.model != "tiny" else ["tests/sampling/test_limits.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not exhaustive"]
+    spread = ["-n", "8"] if options.model != "tiny" else []
+    given = {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": "0.05", "XLA_FLAGS": ""}
+    status, text = run(command + spread + chosen, seconds, **(given if options.model != "tiny" else {}))
+    return f"exit status {status}\n\n```\n{text[-4000:]}\n```"
+
+
+def speed_part(options: argparse.Namespace, report: Report, left: Callable[[], float]) -> None:
+    ways = [("as it is", [])] + [(f"without: {name}", [name]) for name in CHANGES]
+    for title, undone in [*ways, ("without all of them", list(CHANGES)), ("as it is, again", [])]:
+        if left() > 0:
+            report.add(f"speed, {title}", measured("speed", options, undone, min(left(), 150)))
+
+
+def tile_part(options: argparse.Namespace, seconds: float) -> str:
+    kind = ["--interpret"] if options.model == "tiny" else ["--quick"]
+    command = [sys.executable, "scripts/tune_kernel.py", *kind, "--output", str(options.out / "tuned.json")]
+    status, text = run(command, seconds)
+    return f"exit status {status}\n\n```\n{text[-3000:]}\n```"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--model", default="llama-8b", help="one of bench_offline's models")
+    parser.add_argument("--undo", nargs="*", default=[], choices=CHANGES, metavar="CHANGE", help="of a measurement")
+    parser.add_argument("--measure", choices=MEASUREMENTS, help="only this, in this process, into the file --out")
+    options = parser.parse_args()
+    if options.measure:
+        for name in options.undo:
+            CHANGES[name]()
+        options.out.write_text(json.dumps(MEASUREMENTS[options.measure](options)), encoding="utf-8")
+        return
+    end = time.monotonic() + 60 * options.minutes
+    left = lambda: end - time.monotonic()
+    report = Report(options.out, f"{options.model}, {time.strftime('%Y-%m-%d')}")
+    kept = {"XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true"} if options.model != "tiny" else {}
+    tuned = {"XLA_FLAGS": f"--xla_gpu_dump_autotune_results_to={options.out / 'autotuned.txt'}"}
+    parts: dict[str, Callable[[], None]] = {
+        "tests": lambda: report.add("tests", test_part(options, min(left(), 240))),
+        "speed": lambda: speed_part(options, report, left),
+        "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
+        "sampler": lambda: report.add("sampler", measured("sampler", options, [], min(left(), 90))),
+        "products": lambda: report.add(
+            "products", measured("products", options, [], min(left(), 120), **(tuned if kept else {}))
+        ),
+        "tiles": lambda: report.add("tiles", tile_part(options, min(left(), 120))),
+    }
+    for part in PARTS:
+        if part in options.parts and left() > 0:
+            parts[part]()
+
+
+if __name__ == "__main__":
+    main()

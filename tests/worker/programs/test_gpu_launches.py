@@ -1,0 +1,80 @@
+"""What a GPU is given for a step: how many launches a layer has, and nothing for which the host has to be asked.
+
+XLA launches a program as graphs of CUDA, except for loops, whose condition the host reads in each turn, and for
+conditionals that have a loop in them: then the host waits for the device in every step.
+"""
+
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.engine.build import facts_of, read_model
+from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.programs.table import ProgramKey
+from jaxpaged.worker.step.packed import SHARED
+from pallas_kernels import gpu_targets
+from tests.models.checkpoints import write_checkpoint
+
+pytestmark = [
+    pytest.mark.aot_gpu,
+    pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not())),
+]
+OPTIONS = {"max_num_seqs": 64, "token_buckets": (8, 64), "max_model_len": 64, "block_size": 16, "dtype": "bfloat16"}
+NOT_LAUNCHED = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+# Norms 2; queries, keys, values 3 products; their rotation 2; writing 1; attention 1 and the merging of its parts 1;
+# its output 1 product; feed-forward 3 products and 1 between them. Steps with prompts have a second class of tiles, and
+# those in which rows share spans two launches for these.
+MOST_LAUNCHES = {
+    ProgramKey("decode", 8): 15, ProgramKey("decode", 64): 15, ProgramKey("decode_full", 8): 15,
+    ProgramKey("forward", 8): 15, ProgramKey("forward", 64): 17, ProgramKey(f"forward{SHARED}", 64): 19,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint("llama", tmp_path_factory.mktemp("model"))
+
+
+def builders_of(folder, num_layers):
+    """The programs of a Llama with so many layers on an H100."""
+    mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
+    model, decoder = read_model(folder)
+    decoder = replace(
+        decoder, hidden_size=512, intermediate_size=1024, num_layers=num_layers, layers=decoder.layers[:1] * num_layers,
+        num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16",
+    )  # fmt: skip
+    config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
+    plan = Blueprint(config, model, decoder, mesh)
+    return mesh, StepPrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
+
+
+def text_of(folder, num_layers, key):
+    mesh, builders = builders_of(folder, num_layers)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return builders[key]().compile().as_text()
+
+
+def launches(text):
+    """Operations of the entry that are launched, whatever is in their conditionals."""
+    [entry] = re.findall(r"^ENTRY [^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^  (?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", entry, re.MULTILINE)
+    return [operation for operation in found if operation not in NOT_LAUNCHED]
+
+
+@pytest.mark.parametrize("key", MOST_LAUNCHES, ids=lambda key: f"{key.kind}-{key.size}")
+def test_a_layer_has_so_many_launches_and_a_step_waits_for_nobody(folder, key):
+    few, more = (text_of(folder, num_layers, key) for num_layers in (2, 4))
+    assert " while(" not in few and " while(" not in more
+    assert (len(launches(more)) - len(launches(few))) / 2 <= MOST_LAUNCHES[key], launches(more)
+
+
+@pytest.mark.parametrize("kind", ["sample", "sample_full", "sample_masked"])
+def test_no_sampler_waits_for_the_host(folder, kind):
+    text = text_of(folder, 2, ProgramKey(kind, 64))
+    assert " conditional(" in text, "work that no row wants is skipped"
+    assert " while(" not in text
