@@ -113,15 +113,18 @@ def open_engine(model: str, **options: Any) -> Any:
 
 
 def generate(llm: Any, load: tuple[int, int, int], **sampling: Any) -> float:
-    """Seconds that the load takes."""
+    """Seconds that the load takes. Raises RuntimeError unless each request got all its tokens."""
     from jaxpaged import SamplingParams
 
     num_requests, num_in, num_out = load
     prompts = [{"prompt_token_ids": [5 + (37 * i + 11 * j) % 500 for j in range(num_in)]} for i in range(num_requests)]
     params = SamplingParams(**{"temperature": 0.0} | sampling, max_tokens=num_out, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - begin
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    if short := [output.outputs[0] for output in outputs if len(output.outputs[0].token_ids) != num_out]:
+        raise RuntimeError(f"{len(short)} of {num_requests} requests did not get {num_out} tokens: {short[0]}")
+    return seconds
 
 
 def settle(llm: Any, load: tuple[int, int, int]) -> None:

@@ -13,8 +13,9 @@ Padding: columns beyond the vocabulary count as -inf.
 Numerics: float32; weights relative to the row's largest.
 
 Cost: one launch. Each search reads the row 16 times, which after the first are reads from the second-level cache: a
-row of 262,144 logits is 1 MiB, 64 of them just exceed an H100's 50 MB. XLA reads as often, in 34 launches or more. Not
-measured.
+row of 262,144 logits is 1 MiB, 64 of them just exceed an H100's 50 MB. XLA reads as often, in 34 launches or more. The
+whole sampler on an H200, rows of 128,256 logits with a top_p, in milliseconds with this kernel and (with candidates):
+1 row 0.93 (0.46), 8 rows 0.77 (0.70), 64 rows 0.89 (1.91), 256 rows 1.77 (4.45).
 
 Knows nothing of temperature or of drawing.
 """
