@@ -1,6 +1,6 @@
 """Which programs are chosen for a step; that they are launched is tested end to end."""
 
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 

@@ -49,7 +49,7 @@ def test_a_kernel_draws_what_candidates_draw_for_every_limit_in_any_company(simu
         int(sample_plainly(LOGITS[line : line + 1], [request]).tokens_S[0]) for line, request in enumerate(REQUESTS)
     ]
     assert len(set(expected)) > 5
-    assert draw(simulated, LOGITS, REQUESTS, 14, num_devices) == expected  # 14 rows: neither tiles nor devices divide them
+    assert draw(simulated, LOGITS, REQUESTS, 14, num_devices) == expected  # a number that nothing divides
     assert draw(simulated, LOGITS[::-1], REQUESTS[::-1], 14, num_devices) == expected[::-1]
     for line in (4, 8):
         assert draw(simulated, LOGITS[line : line + 1], [REQUESTS[line]], 2, num_devices) == [expected[line]]
