@@ -40,6 +40,8 @@ def in_our_words(problem: str) -> str:
         return COUNTS
     if "regex for integer range" in problem or "regex for float range" in problem:
         return "it has a minimum or a maximum that is too large to be followed. Leave it out, or take one below 2^63"
+    if alike := re.search(r"patternProperty regexes (.*) and (.*) are not disjoint", problem):
+        return f"the names that two of its patternProperties fit may be the same: {alike[1]} and {alike[2]}. Narrow one"
     if unsatisfiable := re.search(r"Unsatisfiable schema: (.*)", problem):
         reason = unsatisfiable[1]
         if reason.startswith("Regex is empty"):

@@ -4,62 +4,97 @@ This module knows neither requests nor what a turn is used for.
 """
 
 import asyncio
-from collections import Counter, deque
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+
+Name = tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Somebody who waits. `client` and `user` are the names under which turns are counted."""
+
+    client: Name
+    user: Name
+    size: int
+    place: int
+    granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class FairTurns:
     """At most `num_places` turns at a time, and `most_each` of them for one client, in one event loop.
 
     A free place goes to the client that has the fewest turns now, and of these to the one that has used least, by the
-    costs that were told; who comes new begins where the one stood that was served last. A client that neither waits nor
-    has a turn is forgotten.
+    costs that were told; the same among the users of a client, who are only as many as it says. Of what is left the
+    smallest goes first. Who comes new has used as much as the one who has used least. Who neither waits nor has a turn
+    is forgotten.
     """
 
     def __init__(self, num_places: int, most_each: int):
         self.num_places = num_places
         self.most_each = most_each
-        self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._used: dict[str, float] = {}
-        self._level = 0.0  # what the client had used that got the last turn
+        self._running: Counter[Name] = Counter()  # turns of clients, and of their users
+        self._waiting: list[Waiting] = []
+        self._used: dict[Name, float] = {}
+        self._places = itertools.count()
 
     def __len__(self) -> int:
         """Clients that wait or have a turn."""
-        return len(self._used)
+        return sum(len(name) == 1 for name in self._used)
 
-    async def take(self, client: str) -> None:
+    async def take(self, client: str, user: str = "", size: int = 0) -> None:
         """Wait for a turn. Who is cancelled meanwhile has none; everybody else must `give_back` it."""
-        self._used.setdefault(client, self._level)
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(granted)
+        waiting = Waiting((client,), (client, user), size, next(self._places))
+        self._enter(waiting)
+        self._waiting.append(waiting)
         self._grant()
         try:
-            await granted
+            await waiting.granted
         except asyncio.CancelledError:
-            if not granted.cancelled():  # the turn came together with the cancellation
-                self.give_back(client, 0.0)
+            if not waiting.granted.cancelled():  # the turn came together with the cancellation
+                self.give_back(client, user)
             else:
-                self._waiting[client].remove(granted)
-                self._forget_if_idle(client)
+                self._waiting.remove(waiting)
+                self._forget_if_idle(waiting.user)
             raise
 
-    def give_back(self, client: str, cost: float) -> None:
+    def give_back(self, client: str, user: str = "", cost: float = 0.0) -> None:
         """End a turn, which cost so much."""
-        self._used[client] += cost
-        self._running[client] -= 1
-        self._forget_if_idle(client)
+        for name in ((client,), (client, user)):
+            self._used[name] += cost
+            self._running[name] -= 1
+        self._forget_if_idle((client, user))
         self._grant()
 
-    def _forget_if_idle(self, client: str) -> None:
-        if not self._waiting[client] and not self._running[client]:
-            del self._waiting[client], self._running[client], self._used[client]
+    def _enter(self, waiting: Waiting) -> None:
+        alike = [used for name, used in self._used.items() if len(name) == 1]
+        self._used.setdefault(waiting.client, min(alike, default=0.0))
+        users = [used for name, used in self._used.items() if len(name) == 2 and name[:1] == waiting.client]
+        self._used.setdefault(waiting.user, min(users, default=0.0))
+
+    def _forget_if_idle(self, user: Name) -> None:
+        for name in (user, user[:1]):
+            if not self._running[name] and not any(name in (each.client, each.user) for each in self._waiting):
+                self._running.pop(name)
+                self._used.pop(name)
 
     def _grant(self) -> None:
-        while self._running.total() < self.num_places:
-            able = [each for each, queue in self._waiting.items() if queue and self._running[each] < self.most_each]
+        while self._num_running() < self.num_places:
+            waiting = [each for each in self._waiting if not each.granted.done()]
+            able = [each for each in waiting if self._running[each.client] < self.most_each]
             if not able:
                 return
-            client = min(able, key=lambda each: (self._running[each], self._used[each]))
-            self._level = self._used[client]
-            self._running[client] += 1
-            self._waiting[client].popleft().set_result(None)
+            chosen = min(able, key=self._claim)
+            self._waiting.remove(chosen)
+            self._running[chosen.client] += 1
+            self._running[chosen.user] += 1
+            chosen.granted.set_result(None)
+
+    def _num_running(self) -> int:
+        return sum(count for name, count in self._running.items() if len(name) == 1)
+
+    def _claim(self, each: Waiting) -> tuple[float, ...]:
+        """Who has the least goes first."""
+        names = (each.client, each.user)
+        return (*(value for name in names for value in (self._running[name], self._used[name])), each.size, each.place)

@@ -1,7 +1,10 @@
 """Whether what a request asks of its answer can be compiled, found out where a crash or a hang hurts nobody.
 
 A child process compiles it first, under limits of computing time, memory and stack: grammars come from clients, and
-some make the compiler overflow its stack, which no `except` catches. This module knows no vocabulary and no engine.
+some make the compiler overflow its stack, which no `except` catches. Who has many to check can have the hard ones stand
+still while others are looked at (`Check.run`), and can take one back (`Check.drop`).
+
+This module knows no vocabulary and no engine.
 """
 
 import contextlib
@@ -35,21 +38,27 @@ TOO_HARD = (
     "of rules than are allowed. Make it simpler."
 )
 MOST_CHILDREN = 4
+"""That compute at a time."""
+MOST_PAUSED = 4
+"""That stand still in the middle of their work at a time."""
+LOOK_SECONDS = 0.02
+"""Between two looks at how long a child has computed, where that is limited."""
 MOST_REMEMBERED = 4096
 DYING_SECONDS = 5.0
 """For a child whose output has ended to end itself."""
 
 
 class GrammarChecker:
-    """Checks in child processes, which start when they are needed. Threads may share it; each takes a child.
+    """Checks in child processes, which start when they are needed. Threads may share it; each check has a child.
 
     What was found of a grammar is remembered, good or bad, so that asking again costs nothing.
     """
 
     def __init__(self, patience: float = PATIENCE):
         self.patience = patience
-        self._lock = threading.Lock()  # for the three below
+        self._lock = threading.Lock()  # for the four below
         self._idle: list[Child] = []
+        self._num_paused = 0
         self._closed = False
         self._found: OrderedDict[bytes, str | None] = OrderedDict()  # by digest; the ones asked for last come last
         self._places = threading.BoundedSemaphore(MOST_CHILDREN)
@@ -59,18 +68,16 @@ class GrammarChecker:
 
         Returns the seconds of computing that it took; they are 0 where it is remembered.
         """
-        line = msgspec.json.encode(params)
-        digest = hashlib.sha256(line).digest()
-        if self._recall(digest):
+        check = self.begin(params)
+        if self.recall(check.digest):
             return 0.0
         with self._places:
-            if self._recall(digest):  # it was asked twice at a time
-                return 0.0
-            verdict = self._ask_a_child(line)
-        if verdict.is_certain:
-            self._remember(digest, verdict.problem)
-        raise_problem(verdict.problem, verdict.seconds)
-        return verdict.seconds
+            check.run()
+        return check.seconds
+
+    def begin(self, params: StructuredOutputsParams) -> "Check":
+        """A check that has not begun to compute; `run` does it, in pieces."""
+        return Check(self, msgspec.json.encode(params))
 
     def is_known(self, params: StructuredOutputsParams) -> bool:
         """Whether `check` will answer at once."""
@@ -85,7 +92,7 @@ class GrammarChecker:
         for child in children:
             child.kill()
 
-    def _recall(self, digest: bytes) -> bool:
+    def recall(self, digest: bytes) -> bool:
         """Whether the grammar is known to be good. Raises RequestError when it is known not to be."""
         with self._lock:
             if digest not in self._found:
@@ -95,37 +102,154 @@ class GrammarChecker:
         raise_problem(problem)
         return True
 
-    def _remember(self, digest: bytes, problem: str | None) -> None:
+    def remember(self, digest: bytes, problem: str | None) -> None:
         with self._lock:
             self._found[digest] = problem
             if len(self._found) > MOST_REMEMBERED:
                 self._found.popitem(last=False)
 
-    def _ask_a_child(self, line: bytes) -> "Verdict":
+    def take_child(self) -> "Child":
         with self._lock:
             child = self._idle.pop() if self._idle else None
-        child = child or Child()
-        try:
-            answer = child.ask(line, self.patience)
-        except BaseException:
-            child.kill()
-            raise
-        if answer is not None:
-            self._keep(child)
-            problem, seconds = json.loads(answer)
-            return Verdict(problem, seconds)
-        died_of_it = child.died_of_it()
-        child.kill()
-        logger.warning("a grammar of %d bytes could not be compiled in a process of its own", len(line))
-        self._keep(Child())  # it starts now, before somebody waits for it
-        return Verdict(TOO_HARD, CPU_SECONDS, died_of_it)
+        return child or Child()
 
-    def _keep(self, child: "Child") -> None:
+    def keep_child(self, child: "Child") -> None:
         with self._lock:
-            if not self._closed:
+            if not self._closed and len(self._idle) < MOST_CHILDREN:
                 self._idle.append(child)
                 return
         child.kill()
+
+    def may_pause(self) -> bool:
+        """Whether one more child may stand still in the middle of its work; it is counted until `resumed`."""
+        with self._lock:
+            if self._closed or self._num_paused >= MOST_PAUSED:
+                return False
+            self._num_paused += 1
+            return True
+
+    def resumed(self) -> None:
+        with self._lock:
+            self._num_paused -= 1
+
+
+class Check:
+    """One grammar while it is found out whether it can be used: in pieces, between which its child stands still.
+
+    `seconds` of computing have been spent on it so far. One thread at a time may `run` it, and any may `drop` it.
+    """
+
+    def __init__(self, checker: GrammarChecker, line: bytes):
+        self.digest = hashlib.sha256(line).digest()
+        self.seconds = 0.0
+        self._checker, self._line = checker, line
+        self._lock = threading.Lock()  # for the three below
+        self._child: Child | None = None
+        self._is_paused = False
+        self._dropped = False
+
+    @property
+    def size(self) -> int:
+        """Of the grammar, in bytes."""
+        return len(self._line)
+
+    def run(self, seconds: float = float("inf")) -> bool:
+        """Go on until it has computed for so many seconds in all. True: the grammar is good, or nobody wants to know
+        any more; False: it is not known yet. Raises RequestError when it cannot be used."""
+        if self._checker.recall(self.digest):  # it was asked twice at a time
+            self.drop()
+            return True
+        child = self._resumed()
+        if child is None:
+            return True
+        try:
+            answer = child.answer(self._checker.patience, seconds)
+        except StillComputing:
+            return self._pause(child, seconds)
+        except BaseException:
+            self._let_go(child)
+            raise
+        verdict = self._verdict(child, answer)
+        if verdict is None:
+            return True
+        self.seconds = verdict.seconds
+        if verdict.is_certain:
+            self._checker.remember(self.digest, verdict.problem)
+        raise_problem(verdict.problem, verdict.seconds)
+        return True
+
+    def drop(self) -> None:
+        """End the computing: nobody wants to know the answer any more."""
+        with self._lock:
+            self._dropped = True
+            child, paused = self._child, self._is_paused
+            if child is not None:
+                child.end()
+            if paused:
+                self._child, self._is_paused = None, False
+        if child is not None and paused:
+            child.kill()
+            self._checker.resumed()
+
+    def _resumed(self) -> "Child | None":
+        """The child that computes this, going on or beginning; None: it has been dropped."""
+        with self._lock:
+            if self._dropped:
+                return None
+            if self._is_paused and self._child is not None:
+                self._is_paused = False
+                self._checker.resumed()
+                self._child.go_on()
+                return self._child
+        child = self._checker.take_child()
+        try:
+            child.send(self._line)
+        except BaseException:
+            child.kill()
+            raise
+        with self._lock:
+            self._child = child
+            if self._dropped:
+                child.end()
+        return child
+
+    def _pause(self, child: "Child", seconds: float) -> bool:
+        """Let the child stand still; where too many do, it is given up, and another one will begin anew."""
+        with self._lock:
+            self.seconds = seconds
+            if not self._dropped and self._checker.may_pause():
+                child.pause()
+                self._is_paused = True
+                return False
+            self._child = None
+        child.kill()
+        return self._dropped
+
+    def _verdict(self, child: "Child", answer: bytes | None) -> "Verdict | None":
+        """What the child found, or died of; None: it was dropped meanwhile."""
+        with self._lock:
+            self._child = None
+            dropped = self._dropped
+        if answer is not None and not dropped:
+            self._checker.keep_child(child)
+            problem, seconds = json.loads(answer)
+            return Verdict(problem, seconds)
+        died_of_it = not dropped and child.died_of_it()
+        child.kill()
+        self._checker.keep_child(Child())  # it starts now, before somebody waits for it
+        if dropped:
+            return None
+        logger.warning("a grammar of %d bytes could not be compiled in a process of its own", len(self._line))
+        return Verdict(TOO_HARD, CPU_SECONDS, died_of_it)
+
+    def _let_go(self, child: "Child") -> None:
+        with self._lock:
+            self._child = None
+        child.kill()
+
+
+class StillComputing(Exception):
+    """A child has computed for as long as it may for now."""
 
 
 @dataclass(frozen=True)
@@ -161,33 +285,58 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None, "they were asked for"
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._started = False
+        self._begun = 0.0  # what it had computed when it was given the grammar
 
-    def ask(self, line: bytes, patience: float) -> bytes | None:
-        """The answer; None when the process died of the question, or does nothing any more.
+    def send(self, line: bytes) -> None:
+        """Give it a grammar to compile.
 
         Raises RequestError when the process cannot even compile a grammar that is certainly good.
         """
         if not self._started:
-            known_good = msgspec.json.encode(StructuredOutputsParams(choice=["a"]))
-            answer = self._exchange(known_good, START_SECONDS)
+            self._put(msgspec.json.encode(StructuredOutputsParams(choice=["a"])))
+            answer = self.answer(START_SECONDS)
             problem = json.loads(answer)[0] if answer else "the process that checks grammars did not start."
             if problem is not None:
                 raise RequestError(problem, "structured_outputs")
             self._started = True
-        return self._exchange(line, patience)
+        self._put(line)
 
-    def _exchange(self, line: bytes, patience: float) -> bytes | None:
-        try:
+    def _put(self, line: bytes) -> None:
+        self._begun = self._computed()
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and gives no answer
             self._stdin.write(line + b"\n")
             self._stdin.flush()
-        except BrokenPipeError:
-            return None
-        computed = -1.0
-        while not select.select([self._stdout], [], [], patience)[0]:
-            before, computed = computed, self._computed()
-            if computed == before:
-                return None
+
+    def answer(self, patience: float, seconds: float = float("inf")) -> bytes | None:
+        """The answer; None when the process died of the question, or has not computed for as long as `patience`.
+
+        Raises StillComputing when it has computed for so many seconds since it was given the grammar.
+        """
+        computed, waited = -1.0, 0.0
+        pause = patience if seconds == float("inf") else min(patience, LOOK_SECONDS)
+        while not select.select([self._stdout], [], [], pause)[0]:
+            now = self._computed()
+            if now - self._begun >= seconds:
+                raise StillComputing
+            waited += pause
+            if waited >= patience:
+                if now == computed:
+                    return None
+                computed, waited = now, 0.0
         return self._stdout.readline() or None
+
+    def pause(self) -> None:
+        """Let it stand still until `go_on`."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Make it die; whoever waits for its answer hears that it has."""
+        self._process.kill()
 
     def _computed(self) -> float:
         """Seconds that it has computed so far, as far as the system tells."""

@@ -19,6 +19,7 @@ from jaxpaged.entrypoints.http.generation.generate import (
     collect,
     stream,
 )
+from jaxpaged.entrypoints.http.generation.grammar_desk import Asker
 from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, parse
 from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
@@ -89,7 +90,7 @@ class Inference:
         await self._service.pace.turn()
         model = self._service.check_model(wanted.model)
         request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
-        return await parse(self._service, stages, wanted, request_id, model, caller)
+        return await parse(self._service, stages, wanted, request_id, model, Asker(caller))
 
     def results(self, generation: GenerationRequest, take: NumberedTaker | None = None) -> AsyncGenerator[Numbered]:
         """Results as they come, but those that `take` takes. Closing the generator ends the request."""

@@ -1,9 +1,8 @@
 """What all endpoints share: the engine, the model as clients know it, the options, and what is under way."""
 
-import functools
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.entrypoints.http.engine_client import Engine
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.conversation import answer_formats
-from jaxpaged.entrypoints.http.generation.grammar_desk import GrammarDesk
+from jaxpaged.entrypoints.http.generation.grammar_desk import Asker, GrammarDesk
 from jaxpaged.entrypoints.http.generation.pace import Pace
 from jaxpaged.entrypoints.http.generation.prompts import PromptReader
 from jaxpaged.entrypoints.http.generation.traffic import Traffic
@@ -100,10 +99,9 @@ class Service:
         if kv_transfer_params:
             await let_go(self.engine.call, kv_transfer_params)
 
-    def check_shape_for(self, client: str) -> Callable[[StructuredOutputsParams | None], Awaitable[None]]:
-        """What waits until it is known whether a shape can be used, in the turns of the client that asks, and raises
-        RequestError if not."""
-        return functools.partial(self._grammars.check, client=client)
+    async def check_shape(self, shape: StructuredOutputsParams | None, asker: Asker) -> None:
+        """Wait until it is known whether a shape can be used, in the turns of who asks. Raises RequestError if not."""
+        await self._grammars.check(shape, asker)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text that stands alone."""

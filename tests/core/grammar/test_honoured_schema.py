@@ -140,6 +140,7 @@ def test_what_a_schema_says_holds(schema, taken, refused):
         ({"not": {}}, "no text fits all that it asks for"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "no text fits all that it asks for: minLength"),
         ({"type": "string", "pattern": "^[a-z]+$", "format": "email"}, "pattern, format and lengths of a string"),
+        ({"patternProperties": {"^a": {}, "b$": {}}}, "names that two of its patternProperties fit may be the same: /"),
         ({"type": "any"}, "type is 'any'; the types of JSON are null"),
         ({"type": ["string", 5]}, "type is 5; the types of JSON"),
         ({"type": {}}, "type is {}; it must be the name of a type"),

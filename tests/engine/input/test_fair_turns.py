@@ -22,7 +22,7 @@ class Askers:
         await asyncio.sleep(0)
 
     async def give_back(self, client, cost=1.0):
-        self.turns.give_back(client, cost)
+        self.turns.give_back(client, cost=cost)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -94,13 +94,14 @@ def test_whatever_is_asked_given_back_and_cancelled_places_are_never_lost_nor_ex
             held += askers.order[before:]
             assert len(held) <= 3 and all(held.count(each) <= 2 for each in held)
             waiting = [each for each in askers.tasks if not each.done()]
-            assert len(held) == 3 or not waiting or all(held.count(c) == 2 for c in askers.turns._waiting if
-                                                        askers.turns._waiting[c])  # fmt: skip
+            assert len(held) == 3 or not waiting or all(
+                held.count(each.client[0]) == 2 for each in askers.turns._waiting
+            )
         while held:
             before = len(askers.order)
             await askers.give_back(held.pop(), 0.0)
             held += askers.order[before:]
-        assert len(askers.turns) == 0 and not askers.turns._running.total()
+        assert len(askers.turns) == 0 and not askers.turns._running and not askers.turns._used
 
     for seed in range(20):
         asyncio.run(scenario(seed))
@@ -112,10 +113,54 @@ def test_a_turn_that_comes_together_with_a_cancellation_is_given_on():
         await turns.take("a")
         waiting = asyncio.ensure_future(turns.take("b"))
         await asyncio.sleep(0)
-        turns.give_back("a", 1.0)
+        turns.give_back("a", cost=1.0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.wait_for(turns.take("c"), 5)
         assert len(turns) == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_users_of_a_client_share_its_turns_and_the_smallest_goes_first():
+    async def scenario():
+        turns, order = FairTurns(1, 1), []
+
+        async def one(user, size):
+            await turns.take("proxy", user, size)
+            order.append((user, size))
+
+        await turns.take("proxy", "busy")
+        asked = [("busy", 1), ("busy", 2), ("big", 9), ("small", 3)]
+        waiting = [asyncio.ensure_future(one(*each)) for each in asked]
+        await asyncio.sleep(0)
+        for user in ("busy", "small", "big", "busy", "busy"):
+            turns.give_back("proxy", user, cost=1.0 if user == "busy" else 0.5)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+        assert order == [("small", 3), ("big", 9), ("busy", 1), ("busy", 2)] and len(turns) == 0
+
+    asyncio.run(scenario())
+
+
+def test_many_names_of_users_take_nothing_from_another_client():
+    async def scenario():
+        turns, order = FairTurns(1, 1), []
+
+        async def one(client, user):
+            await turns.take(client, user)
+            order.append(client)
+
+        await turns.take("bad", "u")
+        waiting = [asyncio.ensure_future(one("bad", str(i))) for i in range(8)]
+        waiting.append(asyncio.ensure_future(one("good", "")))
+        await asyncio.sleep(0)
+        turns.give_back("bad", "u", cost=1.0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["good"]
+        for each in waiting:
+            each.cancel()
 
     asyncio.run(scenario())

@@ -4,6 +4,9 @@ import contextlib
 import json
 import select
 import signal
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -88,8 +91,8 @@ def test_one_that_computes_may_take_as_long_as_it_needs_and_one_that_does_nothin
 def test_what_was_found_is_remembered_and_no_process_is_asked_again(monkeypatch, regex, good):
     """Before, only the good ones were."""
     checker, asked = GrammarChecker(), []
-    ask = Child.ask
-    monkeypatch.setattr(Child, "ask", lambda *args: asked.append(1) or ask(*args))
+    send = Child.send
+    monkeypatch.setattr(Child, "send", lambda *args: asked.append(1) or send(*args))
     for _ in range(3):
         with contextlib.nullcontext() if good else pytest.raises(RequestError, match="unclosed group"):
             checker.check(StructuredOutputsParams(regex=regex))
@@ -101,7 +104,7 @@ def test_one_that_is_too_hard_is_refused_at_once_the_next_time(checker, monkeypa
     hard = StructuredOutputsParams(grammar=LONG_CHAIN)
     with pytest.raises(RequestError, match="Make it simpler"):
         checker.check(hard)
-    monkeypatch.setattr(Child, "ask", None)
+    monkeypatch.setattr(Child, "send", None)
     with pytest.raises(RequestError, match="Make it simpler"):
         checker.check(hard)
 
@@ -124,9 +127,9 @@ def test_no_child_outlives_its_checker_not_even_one_that_was_busy():
     checker.close()
     assert idle._process.returncode is not None
     busy = []
-    ask = Child.ask
+    send = Child.send
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Child, "ask", lambda child, *question: busy.append(child) or ask(child, *question))
+        patch.setattr(Child, "send", lambda child, *question: busy.append(child) or send(child, *question))
         checker.check(StructuredOutputsParams(regex="b+"))  # as if it had been under way
     assert busy[0]._process.returncode is not None and not checker._idle
 
@@ -142,6 +145,65 @@ def test_an_engine_that_is_shut_down_leaves_no_checker_behind(make):
     [child] = checker._idle
     engine.shutdown()
     assert child._process.returncode is not None
+
+
+HARD = {"type": "object", "patternProperties": {f"^[a-z]{{1,40}}-{i}-$": {} for i in range(300)}}
+
+
+def hard(number):
+    return StructuredOutputsParams(json={**HARD, "title": str(number)})
+
+
+@pytest.fixture
+def fresh():
+    checker = GrammarChecker()
+    yield checker
+    checker.close()
+
+
+def test_a_hard_one_stands_still_between_two_turns_and_computes_no_more_than_it_may(fresh):
+    check = fresh.begin(hard(0))
+    assert check.run(0.1) is False and check.run(0.2) is False and check.seconds == 0.2
+    child = check._child
+    while Path(f"/proc/{child._process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    before = child._computed()
+    fresh.check(GOOD)
+    assert child._computed() == before and fresh._num_paused == 1
+    with pytest.raises(RequestError, match="more than 5 s"):
+        check.run()
+    assert check.seconds == grammar_probe.CPU_SECONDS
+    assert fresh._num_paused == 0 and child._process.returncode is not None
+    with pytest.raises(RequestError, match="more than 5 s"):
+        fresh.begin(hard(0)).run(0.2)
+
+
+def test_what_is_taken_back_ends_whether_it_computes_or_stands_still(fresh):
+    waits, runs = fresh.begin(hard(1)), fresh.begin(hard(2))
+    assert waits.run(0.1) is False
+    child = waits._child
+    waits.drop()
+    assert child._process.returncode is not None and fresh._num_paused == 0 and waits.run() is True
+    found = []
+    thread = threading.Thread(target=lambda: found.append(runs.run()))
+    thread.start()
+    while runs._child is None or runs._child._computed() < runs._child._begun + 0.1:
+        time.sleep(0.01)
+    runs.drop()
+    thread.join()
+    assert found == [True] and not fresh.is_known(hard(1)) and not fresh.is_known(hard(2))
+    never = fresh.begin(GOOD)
+    never.drop()
+    assert never.run() is True and not fresh.is_known(GOOD)
+
+
+def test_only_so_many_stand_still_and_the_others_begin_anew(fresh, monkeypatch):
+    monkeypatch.setattr("jaxpaged.engine.input.grammar_checker.MOST_PAUSED", 1)
+    first, second = fresh.begin(hard(3)), fresh.begin(hard(4))
+    assert first.run(0.1) is False and second.run(0.1) is False
+    assert first._child is not None and second._child is None
+    first.drop()
+    assert fresh._num_paused == 0
 
 
 @pytest.mark.parametrize(("number", "certain"), [("SIGPROF", True), ("SIGSEGV", True), ("SIGKILL", False)])

@@ -1,16 +1,36 @@
 """Where the shapes that requests ask for are checked before the engine hears of them: in turns, fair to all clients.
 
-A client has at most half of the places at a time, and those who have used less computing go first, so that one who
-sends grammars that take long waits for its own. What was found out is remembered by the checker, for the engine too.
+Every shape is computed for a moment first, in which ordinary ones are done: so these wait for no hard one, whoever sent
+it. What takes longer goes on in turns of its own, where those who have used less computing go first. What was found out
+is remembered by the checker, for the engine too. A client that leaves takes its work with it.
 This module knows no grammar.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from jaxpaged.engine.input.fair_turns import FairTurns
-from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN, GrammarChecker, GrammarRefused
+from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN, Check, GrammarChecker
 from jaxpaged.structured_outputs import StructuredOutputsParams
+
+FIRST_SECONDS = 0.1
+"""Of computing, which each shape has before the hard ones; ordinary ones take milliseconds."""
+NUM_SHORT = MOST_CHILDREN // 2
+NUM_HARD = MOST_CHILDREN - NUM_SHORT
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who asks: a client, as far as it is sure who that is, and which of its users, as it says itself.
+
+    `unless_it_leaves` runs work for as long as the client is there, and cancels it then.
+    """
+
+    client: str
+    user: str = ""
+    unless_it_leaves: Callable[[Awaitable[None]], Awaitable[None]] | None = None
 
 
 class GrammarDesk:
@@ -18,26 +38,38 @@ class GrammarDesk:
 
     def __init__(self, checker: GrammarChecker):
         self._checker = checker
-        self._turns = FairTurns(MOST_CHILDREN, MOST_CHILDREN // 2)
+        self._short = FairTurns(NUM_SHORT, NUM_SHORT)
+        self._hard = FairTurns(NUM_HARD, NUM_HARD)
         self._threads = ThreadPoolExecutor(MOST_CHILDREN, thread_name_prefix="grammar-desk")
 
-    async def check(self, shape: StructuredOutputsParams | None, client: str) -> None:
+    async def check(self, shape: StructuredOutputsParams | None, asker: Asker) -> None:
         """Raise RequestError when a shape cannot be used. One that is known is not waited for."""
         if shape is None:
             return
         if self._checker.is_known(shape):
             self._checker.check(shape)
             return
-        await self._turns.take(client)
-        checking = asyncio.get_running_loop().run_in_executor(self._threads, self._checker.check, shape)
-        # A client that leaves does not end the computing, so its turn lasts as long as that.
-        checking.add_done_callback(lambda done: self._turns.give_back(client, cost_of(done)))
-        await asyncio.shield(checking)
+        work = self._look_at(self._checker.begin(shape), asker)
+        await (work if asker.unless_it_leaves is None else asker.unless_it_leaves(work))
 
+    async def _look_at(self, check: Check, asker: Asker) -> None:
+        try:
+            if not await self._turn(self._short, check, FIRST_SECONDS, asker):
+                await self._turn(self._hard, check, float("inf"), asker)
+        except asyncio.CancelledError:
+            check.drop()
+            raise
 
-def cost_of(done: "asyncio.Future[float]") -> float:
-    """Seconds of computing that a check took."""
-    error = done.exception()
-    if error is None:
-        return done.result()
-    return error.seconds if isinstance(error, GrammarRefused) else 0.0
+    async def _turn(self, turns: FairTurns, check: Check, seconds: float, asker: Asker) -> bool:
+        """Whether it is known after a turn."""
+        await turns.take(asker.client, asker.user, check.size)
+        before = check.seconds
+        running = asyncio.get_running_loop().run_in_executor(self._threads, check.run, seconds)
+        # The turn lasts as long as the computing, which ends soon after it is taken back.
+        running.add_done_callback(
+            lambda done: turns.give_back(asker.client, asker.user, cost=check.seconds - before)
+        )
+        return await asyncio.shield(running)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -11,7 +11,7 @@ connection, and no task has its turn for it (`streamed_pieces`). This module kno
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,12 +25,13 @@ from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.beams import search
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, collect, stream
+from jaxpaged.entrypoints.http.generation.grammar_desk import Asker
 from jaxpaged.entrypoints.http.generation.priority_header import take_priority
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.auth import client_of
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
-from jaxpaged.entrypoints.http.transport.sse import LastPiece, Pieces, Pipe
+from jaxpaged.entrypoints.http.transport.sse import CLIENT_CLOSED_REQUEST, LastPiece, Pieces, Pipe, until_disconnect
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
 async def respond_to(service: Service, stages: Stages, request: Request, body: Any) -> Response:
     """`respond`, to a body that was read."""
     request_id, model = introduced(service, stages.prefix, request, body)
-    parsed = await parse(service, stages, body, request_id, model, client_of(request))
+    parsed = await parse(service, stages, body, request_id, model, asker_of(request, body))
     if stages.writer is not None and body.stream:
         return streamed(service, request_id, parsed.generation, stages.writer(service, parsed))
     return await service.answered(request, request_id, answer(service, stages, parsed))
@@ -106,24 +107,48 @@ def introduced(service: Service, prefix: str, request: Request, body: Any) -> tu
     return request_id, model
 
 
-async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, client: str) -> Parsed:
+async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, asker: Asker) -> Parsed:
     """The stage `parse`, off the loop where it takes long.
 
     Raises HttpError and RequestError 400 for what cannot be.
     """
     parsed = await off_loop(stages.parse, service, body, request_id, model)
-    await check_shape(service, parsed.generation, client)
+    await check_shape(service, parsed.generation, asker)
     return parsed
 
 
-async def check_shape(service: Service, generation: GenerationRequest, client: str) -> None:
-    """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of the client that asks."""
+def asker_of(request: Request, body: Any) -> Asker:
+    """Who asks for a shape over HTTP. Raises HttpError 499 to nobody when it leaves."""
+
+    async def unless_it_leaves(work: Awaitable[None]) -> None:
+        async def done() -> bool:
+            await work
+            return True
+
+        if not await until_disconnect(request.receive, done()):
+            raise HttpError(CLIENT_CLOSED_REQUEST, "The client has left.")
+
+    return Asker(client_of(request), user_of(body), unless_it_leaves)
+
+
+def user_of(body: Any) -> str:
+    """The user that a body names, in the words of any API; empty: it names none."""
+    metadata = getattr(body, "metadata", None)
+    named = (
+        getattr(body, "user", None), getattr(body, "safety_identifier", None),
+        metadata.get("user_id") if isinstance(metadata, dict) else None,
+    )  # fmt: skip
+    return next((name for name in named if isinstance(name, str)), "")
+
+
+async def check_shape(service: Service, generation: GenerationRequest, asker: Asker) -> None:
+    """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of who asks."""
     engine = service.engine
     kept = lease_kept_meanwhile(engine.call, engine.input_processor.grammar_checker, generation.params)
     with client_names(generation.names):
         try:
             async with kept:
-                await service.check_shape_for(client)(generation.shape)
+                await service.check_shape(generation.shape, asker)
         except BaseException:
             LENT.set(None)  # it was given back
             raise

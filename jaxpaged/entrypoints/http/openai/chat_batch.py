@@ -15,13 +15,12 @@ from starlette.responses import Response
 from jaxpaged.entrypoints.http.body import read_struct
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, last_results
-from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, introduced, parse
+from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, asker_of, introduced, parse
 from jaxpaged.entrypoints.http.generation.traffic import Load
 from jaxpaged.entrypoints.http.openai.completion_parse import MAX_PROMPTS
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
 from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.transport.auth import client_of
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 from jaxpaged.errors import RequestError
 
@@ -47,7 +46,7 @@ async def respond_to_batch(service: Service, stages: Stages, request: Request) -
     chats = []
     for number, chat in enumerate(chats_of(body)):
         with naming(number):
-            chats.append(await parse(service, stages, chat, request_id, model, client_of(request)))
+            chats.append(await parse(service, stages, chat, request_id, model, asker_of(request, chat)))
     return await service.answered(request, request_id, answered(service, stages, chats))
 
 

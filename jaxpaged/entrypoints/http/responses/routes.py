@@ -12,7 +12,7 @@ from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import all_results, stream
 from jaxpaged.entrypoints.http.generation.priority_header import take_priority
-from jaxpaged.entrypoints.http.generation.stages import check_shape, streamed
+from jaxpaged.entrypoints.http.generation.stages import asker_of, check_shape, streamed
 from jaxpaged.entrypoints.http.request_ids import request_id_of
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, Respon
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.transport.auth import client_of, digest, given_key
+from jaxpaged.entrypoints.http.transport.auth import digest, given_key
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 
 
@@ -58,7 +58,7 @@ class Responses:
         earlier = earlier_items(self._store, body, owner)
         run = asyncio.to_thread if earlier else off_loop
         parsed = await run(parse, self._service, self._store, body, owner, earlier)
-        await check_shape(self._service, parsed.generation, client_of(request))
+        await check_shape(self._service, parsed.generation, asker_of(request, body))
         return parsed
 
     async def retrieve(self, request: Request) -> HttpResponse:
