@@ -44,7 +44,7 @@ class Pooler:
         tasks = TASKS[self.convert]
         if params.task is not None and params.task not in tasks:
             raise RequestError(
-                f"the task is {params.task!r}, but this model was started for {' and '.join(tasks)}.", "model"
+                f"task is {params.task!r}, but this model was started for {' and '.join(tasks)}. Ask for that.", "task"
             )
         size = params.dimensions
         if size is None or (size == self.width and self.convert == "embed"):

@@ -55,6 +55,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     EmbeddingRequest,
     EmbeddingResponse,
     PoolingResponse,
+    PoolRequest,
     RerankRequest,
     RerankResponse,
     ScoreRequest,
@@ -123,7 +124,7 @@ def pooling_endpoints(service: Service) -> list[Endpoint]:
     pooling = Pooling(service)
     return [
         Endpoint("POST", "/v1/embeddings", pooling.embed, EmbeddingRequest, EmbeddingResponse),
-        Endpoint("POST", "/pooling", pooling.pool, EmbeddingRequest, PoolingResponse),
+        Endpoint("POST", "/pooling", pooling.pool, PoolRequest, PoolingResponse),
         Endpoint("POST", "/classify", pooling.classify, ClassifyRequest, ClassifyResponse),
         *(Endpoint("POST", path, pooling.score, ScoreRequest, ScoreResponse) for path in ("/score", "/v1/score")),
         *(

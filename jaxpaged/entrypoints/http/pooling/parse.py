@@ -50,8 +50,8 @@ def parse_inputs(
     check_fields(body)
     check_given(body, "input")
     params = PoolingParams(
-        task=task, dimensions=getattr(body, "dimensions", None), use_activation=body.use_activation,
-        normalize=body.normalize,
+        task=task or getattr(body, "task", None), dimensions=getattr(body, "dimensions", None),
+        use_activation=body.use_activation, normalize=body.normalize,
     )  # fmt: skip
     pooler.check(params)
     return Parsed(body, model, pooled(service, inputs_of(body.input), body, "input", request_id, params))

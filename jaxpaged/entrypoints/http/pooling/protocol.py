@@ -36,6 +36,12 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     dimensions: int | None = None
 
 
+class PoolRequest(EmbeddingRequest, kw_only=True):
+    """The same, and what is wanted of the model, where the client wants to be sure: "embed", "classify" or "score"."""
+
+    task: str | None = None
+
+
 class ClassifyRequest(PoolingFields, kw_only=True):
     """Texts, token ids, or lists of either."""
 

@@ -11,11 +11,17 @@ from starlette.responses import Response
 from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.pooling import write
 from jaxpaged.entrypoints.http.pooling.parse import parse_inputs, parse_rerank, parse_score
-from jaxpaged.entrypoints.http.pooling.protocol import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from jaxpaged.entrypoints.http.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from jaxpaged.entrypoints.http.service import Service
 
 EMBEDDINGS = Stages("embd", EmbeddingRequest, functools.partial(parse_inputs, "embed"), write.embeddings)
-NUMBERS = Stages("pool", EmbeddingRequest, functools.partial(parse_inputs, None), write.numbers)
+NUMBERS = Stages("pool", PoolRequest, functools.partial(parse_inputs, None), write.numbers)
 CLASSES = Stages("classify", ClassifyRequest, functools.partial(parse_inputs, "classify"), write.classes)
 SCORES = Stages("score", ScoreRequest, parse_score, write.scores)
 RANKINGS = Stages("rerank", RerankRequest, parse_rerank, write.ranking)

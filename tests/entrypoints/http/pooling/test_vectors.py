@@ -69,6 +69,14 @@ def test_pooling_gives_what_the_model_gives(ask_pooling):
     assert sum(probs) == pytest.approx(1) and len(probs) == 3
 
 
+@pytest.mark.parametrize(("pooler", "task"), [(EMBEDS, "embed"), (CLASSES, "classify")])
+def test_pooling_takes_the_task_that_it_does_and_refuses_others(ask_pooling, pooler, task):
+    plain, named = (ask_pooling("/pooling", {"input": "a", **more}, pooler=pooler) for more in ({}, {"task": task}))
+    assert plain.json["data"] == named.json["data"]
+    refused = ask_pooling("/pooling", {"input": "a", "task": "token_embed"}, pooler=pooler)
+    assert refused.status == 400 and refused.error["param"] == "task" and "'token_embed'" in refused.error["message"]
+
+
 def test_the_most_likely_class_has_its_name(ask_pooling):
     [item] = ask_pooling("/classify", {"input": [[4, 7, 5]]}, pooler=CLASSES).json["data"]
     assert item["label"] == "yes" and item["num_classes"] == 3 and np.argmax(item["probs"]) == 1
