@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.chat_commands import COMMANDS, QUOTES, Leave, turn
+from jaxpaged.entrypoints.cli.chat_commands import COMMANDS, QUOTES, Leave, say, turn
 from jaxpaged.entrypoints.cli.flags import (
     Parser,
     add_engine_flags,
@@ -151,7 +151,7 @@ def talk(conversation: Any) -> None:
     """Read turns with line editing until the end of input."""
     import readline  # noqa: F401  input() edits lines once this is imported
 
-    print(f"Type a message, {QUOTES} for one of several lines, /help for commands, Ctrl-D to leave.", file=sys.stderr)
+    say(f"Type a message, {QUOTES} for one of several lines, /help for commands, Ctrl-D to leave.")
     while True:
         try:
             line = input("> ")

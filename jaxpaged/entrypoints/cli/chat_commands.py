@@ -5,12 +5,12 @@ import json
 import sys
 import typing
 from collections.abc import Callable
-from typing import Any
 
 from jaxpaged.entrypoints.cli.conversation import Conversation
 from jaxpaged.entrypoints.cli.flags import SAMPLING_HELP
-from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.entrypoints.cli.terminal import columns_of, complain
 from jaxpaged.entrypoints.cli.values import converter, essential_type
+from jaxpaged.entrypoints.cli.word_wrap import fitted
 from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
 
@@ -114,5 +114,6 @@ def set_parameter(conversation: Conversation, words: str) -> None:
     given[name] = read
 
 
-def say(*lines: Any) -> None:
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
+def say(*lines: str) -> None:
+    """Lines for people, on standard error, no wider than the terminal."""
+    print(fitted("\n".join(lines), columns_of(sys.stderr)), file=sys.stderr, flush=True)

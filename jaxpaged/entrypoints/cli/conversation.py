@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxpaged.entrypoints.cli.terminal import complain, printable, styled
+from jaxpaged.entrypoints.cli.terminal import columns_of, complain, printable, styled
+from jaxpaged.entrypoints.cli.word_wrap import WordWrap
 from jaxpaged.errors import JaxpagedError, RequestError, UsageError
 
 
@@ -83,14 +84,18 @@ class Conversation:
 
     def _answer(self, messages: list[dict[str, Any]]) -> bool:
         shown: list[bool] = []
+        screen = on_screen()
 
         def show(text: str) -> None:
             shown.append(bool(text))
-            sys.stdout.write(printable(text, sys.stdout))
+            screen.write(printable(text, sys.stdout))
             sys.stdout.flush()
 
         try:
-            answer = self.answers.ask(messages, self.given, show)
+            try:
+                answer = self.answers.ask(messages, self.given, show)
+            finally:
+                screen.end()
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -116,6 +121,11 @@ class Conversation:
                      "or none for as many as the context holds (--max-tokens).")  # fmt: skip
         if sys.stdin.isatty() and answer.speed():
             print(styled(f"({answer.speed()})", "dim", sys.stderr), file=sys.stderr, flush=True)
+
+
+def on_screen() -> WordWrap:
+    """Where an answer is written: in lines as wide as the terminal, if there is one."""
+    return WordWrap(sys.stdout.write, columns_of(sys.stdout) if sys.stdout.isatty() else None)
 
 
 def end_line() -> None:

@@ -6,8 +6,9 @@ This module knows some options by name, and no command.
 """
 
 import argparse
-import textwrap
 from collections.abc import Collection, Mapping
+
+from jaxpaged.entrypoints.cli.word_wrap import fitted
 
 MANY = 45
 """Options of a command that are no longer shown all at once."""
@@ -48,16 +49,17 @@ def page(parser: argparse.ArgumentParser, word: str | None = None) -> str:
     formatter = parser._get_formatter()
     usage = parser.usage or ("%(prog)s [options]" if total > MANY else None)
     formatter.add_usage(usage, parser._actions, parser._mutually_exclusive_groups)
-    formatter.add_text(parser.description)
+    columns = formatter._width
+    formatter.add_text(parser.description and fitted(parser.description, columns))
     for group, options in chosen.items():
         formatter.start_section(group.title)
         formatter.add_text(group.description if options else None)
         formatter.add_arguments(options)
         formatter.end_section()
     if sum(map(len, chosen.values())) < total:
-        formatter.add_text(way_to_others(groups, total))
-    if word is None:
-        formatter.add_text(parser.epilog)
+        formatter.add_text(fitted(way_to_others(groups, total), columns))
+    if word is None and parser.epilog:
+        formatter.add_text(fitted(parser.epilog, columns))
     return formatter.format_help()
 
 
@@ -80,8 +82,7 @@ def way_to_others(groups: Mapping[argparse._ArgumentGroup, Collection[argparse.A
     """How the options are seen that are not shown."""
     topics = [f"{topic_of(group)} ({len(options)})" for group, options in groups.items() if options and group.title
               not in ("positional arguments", "options")]  # fmt: skip
-    lines = f"--help=all shows all {total} options, --help=WORD those about a word. Topics: {', '.join(topics)}."
-    return "\n".join(textwrap.wrap(lines, 78))
+    return f"--help=all shows all {total} options, --help=WORD those about a word. Topics: {', '.join(topics)}."
 
 
 def topic_of(group: argparse._ArgumentGroup) -> str:

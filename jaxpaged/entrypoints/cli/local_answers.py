@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxpaged.entrypoints.cli.compile_notice import CompileNotice
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.entrypoints.cli.engine import CHAT_MAX_TOKENS, Engine, request_params
 from jaxpaged.entrypoints.program_waits import ProgramWaits
@@ -27,15 +28,17 @@ class LocalAnswers:
         prompt = self.engine.input_processor.chat_prompt(messages)
         self.engine.add_request(request_id, prompt, request_params(self.engine, given, chat=True))
         num_shown, last = 0, None
-        try:
-            while self.engine.has_unfinished_requests():
-                for last in self.engine.step():
-                    text = last.outputs[0].text
-                    show(text[num_shown:])
-                    num_shown = len(text)
-        except KeyboardInterrupt:
-            self.engine.abort_request([request_id])
-            raise
+        with CompileNotice(self.engine.executor_stats) as notice:
+            try:
+                while self.engine.has_unfinished_requests():
+                    for last in self.engine.step():
+                        text = last.outputs[0].text
+                        notice.end()
+                        show(text[num_shown:])
+                        num_shown = len(text)
+            except KeyboardInterrupt:
+                self.engine.abort_request([request_id])
+                raise
         if last is None or last.error is not None:
             raise EngineError(last.error if last and last.error else "there is no answer.")
         return self._answer(last)

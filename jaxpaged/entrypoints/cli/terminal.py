@@ -8,6 +8,8 @@ import sys
 import threading
 from typing import TextIO
 
+from jaxpaged.entrypoints.cli.word_wrap import fitted
+
 ERASE_LINE = "\r\x1b[2K"
 STYLES = {"bold": "1", "dim": "2", "red": "31"}
 CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {ord("\n"): "\n", ord("\t"): "\t"}
@@ -42,8 +44,11 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def complain(command: str, message: str) -> None:
-    """One line on standard error, in red in a terminal."""
-    print(styled(f"{command}: {message}", "red", sys.stderr), file=sys.stderr, flush=True)
+    """One line on standard error; in a terminal in red, and broken at words."""
+    line = f"{command}: {message}"
+    if sys.stderr.isatty():
+        line = fitted(line, columns_of(sys.stderr))
+    print(styled(line, "red", sys.stderr), file=sys.stderr, flush=True)
 
 
 class ProgressLine:
