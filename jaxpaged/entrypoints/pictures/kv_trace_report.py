@@ -94,7 +94,8 @@ class TraceResult:
         axes = figure.subplots()
         places = range(len(self.rows))
         shares = [100 * row.hit_rate for row in self.rows]
-        axes.plot(places, shares, color=canvas.BLUE, marker="o", label="prompt tokens not computed, %")
+        axes.plot(places, shares, color=canvas.BLUE, marker="o", clip_on=False, zorder=3,
+                  label="prompt tokens not computed, %")  # fmt: skip
         axes.set_ylim(0, 100)
         axes.set_xticks(places, [sized(row.tier_bytes) for row in self.rows])
         axes.set_xlabel("size of the tier", fontsize=9, color=canvas.INK)
@@ -102,7 +103,8 @@ class TraceResult:
         canvas.plain_axes(axes)
         seconds = axes.twinx()
         saved = [row.saved_seconds for row in self.rows]
-        seconds.plot(places, saved, color=canvas.ORANGE, marker="s", label="seconds saved")
+        seconds.plot(places, saved, color=canvas.ORANGE, marker="s", clip_on=False, zorder=3,
+                     label="seconds saved")  # fmt: skip
         seconds.set_ylabel("seconds saved", fontsize=9, color=canvas.ORANGE)
         seconds.spines[["top"]].set_visible(False)
         seconds.set_ylim(bottom=0)

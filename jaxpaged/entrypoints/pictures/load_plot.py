@@ -13,6 +13,11 @@ PANELS = (("ttft", "time to first token"), ("tpot", "time per output token"), ("
 WIDE_RANGE = 20.0
 """Largest over smallest latency from which on the axis is logarithmic."""
 
+EDGE = 0.06
+"""Of the answered requests a second: a load that has less stands next to the axis."""
+MEAN = {"linewidth": 1.8, "marker": "o", "markersize": 5, "clip_on": False, "zorder": 3}
+"""Markers are drawn whole where they lie on an axis, as those of small loads do."""
+
 write_figure = canvas.write_figure
 
 
@@ -51,7 +56,7 @@ def draw_throughput(axes: Any, rows: Sequence[Mapping[str, Any]], levels: Sequen
     """Output tokens a second at every load, which are equally far apart."""
     means = means_of(rows, levels, lambda row: row["output_throughput"])
     places = range(len(levels))
-    axes.plot(places, means, color=canvas.GREEN, linewidth=1.8, marker="o", markersize=5)
+    axes.plot(places, means, color=canvas.GREEN, **MEAN)
     dots(axes, [levels.index(level_of(row)) for row in rows], [row["output_throughput"] for row in rows], canvas.GREEN)
     axes.set_xticks(places, [value for _, value in levels])
     variables = list(dict.fromkeys(variable for variable, _ in levels))
@@ -71,10 +76,11 @@ def draw_latency(
     for field, label, color in lines:
         value = lambda row, key=f"{field}_{name}_ms": row[key]
         means = means_of(rows, levels, value)
-        axes.plot(rates, means, color=color, linewidth=1.8, marker="o", markersize=5, label=label)
+        axes.plot(rates, means, color=color, label=label, **MEAN)
         dots(axes, [row["request_throughput"] for row in rows], [value(row) for row in rows], color)
     for rate, top, (_, shown) in zip(rates, means, levels, strict=True):
-        axes.annotate(shown, (rate, top), xytext=(-5, 4), textcoords="offset points", fontsize=8, ha="right",
+        side, where = (1, "left") if rate < max(rates) * EDGE else (-1, "right")  # within the axes
+        axes.annotate(shown, (rate, top), xytext=(5 * side, 4), textcoords="offset points", fontsize=8, ha=where,
                       color=canvas.INK)  # fmt: skip
     values = [row[f"{field}_{name}_ms"] for row in rows for field, _, _ in lines]
     if min(values) > 0 and max(values) / min(values) > WIDE_RANGE:
@@ -91,7 +97,7 @@ def draw_latency(
 
 def dots(axes: Any, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
     """Single runs, paler than their mean."""
-    axes.scatter(xs, ys, color=color, alpha=0.35, s=18, linewidths=0)
+    axes.scatter(xs, ys, color=color, alpha=0.35, s=18, linewidths=0, clip_on=False, zorder=3)
 
 
 def means_of(

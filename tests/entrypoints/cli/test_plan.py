@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from jaxpaged.entrypoints.cli import FAILURE, USAGE, main
+from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 
 
@@ -62,7 +63,9 @@ def written_trace(folder):
     return path
 
 
-def test_a_trace_says_what_tiers_would_bring(tmp_path, capsys):
+def test_a_trace_says_what_tiers_would_bring(tmp_path, capsys, monkeypatch):
+    drawn, write = [], canvas.write_figure
+    monkeypatch.setattr(canvas, "write_figure", lambda figure, path: drawn.append(figure) or write(figure, path))
     chart, options = tmp_path / "tiers.png", ["--num-gpu-blocks-override", "1500", "--max-model-len", "2048"]
     command = ["plan", "demo", "--target", "h100", "--kv-trace", str(written_trace(tmp_path)), *options]
     assert main([*command, "--kv-sizes", "8M,1G", "--kv-bandwidth", "9000G", "--kv-chart", str(chart), "--json"]) == 0
@@ -71,6 +74,8 @@ def test_a_trace_says_what_tiers_would_bring(tmp_path, capsys):
     assert none["loaded_tokens"] == 0 and few["loaded_tokens"] < many["loaded_tokens"]
     assert many["hit_rate"] > 0.4 and many["saved_seconds"] > 0 and found["token_bytes"] > 100
     assert chart.read_bytes().startswith(b"\x89PNG")
+    markers = [line for axes in drawn[0].axes for line in axes.lines if line.get_marker() in ("o", "s")]
+    assert len(markers) == 2 and not any(line.get_clip_on() for line in markers), "markers at 0 are cut"
     assert main([*command, "--kv-bandwidth", "1k"]) == 0
     said = capsys.readouterr().out
     assert "does not pay" in said and "GB/s computing is sooner" in said

@@ -148,6 +148,18 @@ def test_every_load_is_in_the_picture():
     assert len(beyond.lines) == 2 and beyond.get_ylim()[1] < 1e4
 
 
+def test_no_marker_is_cut_and_no_number_lies_beyond_the_axes():
+    rows = [result(1, 0.01, 1.0), result(4, 2.0, 20.0), result(8, 9.0, 24.0)]
+    figure = draw_load(rows, 99.0, {})
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert not any(artist.get_clip_on() for artist in [*axes.lines, *axes.collections])
+        box = axes.get_window_extent()
+        for text in axes.texts:
+            place = text.get_window_extent()
+            assert box.x0 <= place.x0 and place.x1 <= box.x1 and place.y1 <= box.y1, text.get_text()
+
+
 @pytest.mark.parametrize(
     "rows", [MANY[:1], [result("inf", 1.0, 0.0)], [result(0.5, 1.0, 1.0), result("inf", 1.0, 2.0)]]
 )
