@@ -14,7 +14,14 @@ from typing import Any
 
 from jaxpaged.engine.observability.carried import CarriedCounts
 from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogram, Metric
-from jaxpaged.engine.observability.offload_metrics import DEVICE, OWN, source_metrics, source_of, transfer_metrics
+from jaxpaged.engine.observability.offload_metrics import (
+    DEVICE,
+    LENT,
+    OWN,
+    source_metrics,
+    source_of,
+    transfer_metrics,
+)
 from jaxpaged.messages import SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -188,7 +195,7 @@ class EngineMetrics:
         own = {
             name: value
             for name, value in executor_stats.items()
-            if type(value) in (int, float) and not name.startswith(told_otherwise)
+            if type(value) in (int, float) and name not in LENT and not name.startswith(told_otherwise)
         }
         return [
             Gauge("vllm:num_requests_running", {}, stats.num_running_reqs),

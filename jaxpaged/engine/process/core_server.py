@@ -78,7 +78,6 @@ class CoreServer:
         self._late_sleeps: list[LateSleep] = []
         self._stats_time = 0.0  # when they were last sent
         self._stats_changed = True
-        self._compiling = False  # in the background, as far as they say
         self._stopping, self.has_stopped = False, threading.Event()
         self._context = zmq.Context()
         self._socket = self._bind(address)
@@ -107,8 +106,8 @@ class CoreServer:
                 self._settle()
             if self._poller.poll(0 if working else SAVING_MILLISECONDS if saving else round(TICK_SECONDS * 1e3)):
                 self._receive()
-            elif self._compiling and time.monotonic() - self._stats_time > STATS_INTERVAL:
-                self._stats_changed = True
+            elif not working and time.monotonic() - self._stats_time > STATS_INTERVAL:
+                self._look_at_stats()
             if self._core.has_work():
                 self._step()
             if self._late_sleeps:
@@ -159,14 +158,20 @@ class CoreServer:
         if self._stats_changed:
             self._send_stats()
 
+    def _look_at_stats(self) -> None:
+        """Programs are compiled, and what is kept or lent changes, while there is nothing to do."""
+        stats = wire.CoreStats(self._core.stats(), self._core.call(ExecutorStats()))
+        self._stats_time, self._stats_changed = time.monotonic(), self._stats_changed or stats != self._last_stats
+
     def _send_stats(self, clients: Sequence[Client] | None = None) -> None:
         stats = wire.CoreStats(self._core.stats(), self._core.call(ExecutorStats()))
+        if clients is None:
+            self._last_stats = stats
         for client in list(self._clients.values()) if clients is None else clients:
             self._send(client, wire.STATS, stats)
         if (failure := stats.executor.get("program_failure")) is not None:
             raise ProgramError(failure)
         self._stats_time, self._stats_changed = time.monotonic(), False
-        self._compiling = stats.executor.get("programs_ready", 0) < stats.executor.get("programs", 0)
 
     # ---- messages
 

@@ -432,7 +432,11 @@ class KVTransferWorker:
         """Counters since the start, and what the tiers hold."""
         sizes = lambda line: {"bytes": line.num_bytes, "capacity": line.capacity, "pages": line.num_pages}
         lines = [*self._store.usage(), *self._peers.usage()]
-        tiers = {f"kv_offload_tier_{line.name}": sizes(line) | vars(line.counters) for line in lines}
+        tiers: dict[str, Any] = {}
+        for line in lines:
+            same = sum(name.startswith(f"kv_offload_tier_{line.name}") for name in tiers)
+            name = f"kv_offload_tier_{line.name}_{same + 1}" if same else f"kv_offload_tier_{line.name}"
+            tiers[name] = sizes(line) | vars(line.counters)
         moved: dict[str, Any] = {}
         for verb, each in self._moved.items():
             moved |= {f"kv_offload_{verb}_bytes": each.num_bytes, f"kv_offload_{verb}_seconds": each.seconds,

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 
 import pytest
 import zmq
@@ -235,6 +236,22 @@ def test_an_idle_core_tells_when_a_program_is_compiled(monkeypatch):
             stats["programs_ready"] = 2
             while front_end.receive(wire.STATS).executor["programs_ready"] == 1:
                 pass
+
+
+def test_an_idle_core_tells_what_changes_and_nothing_while_nothing_does(monkeypatch):
+    stats = {"kv_leases": 2}
+    monkeypatch.setattr("jaxpaged.engine.process.core_server.STATS_INTERVAL", 0.02)
+    monkeypatch.setattr(CountingExecutor, "stats", lambda self: dict(stats))
+    with core_in_thread(max_num_seqs=8, max_model_len=64) as address, zmq.Context() as context:
+        front_end = FrontEnd(context, address)
+        with contextlib.closing(front_end.socket):
+            assert front_end.receive(wire.STATS).executor["kv_leases"] == 2
+            time.sleep(1.0)
+            while front_end.socket.poll(0):
+                front_end.receive(wire.STATS)
+            assert not front_end.socket.poll(700)
+            stats["kv_leases"] = 1  # it was not given back in time
+            assert front_end.receive(wire.STATS).executor["kv_leases"] == 1
 
 
 def test_requests_of_a_front_end_that_left_are_aborted(connect):
