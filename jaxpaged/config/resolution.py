@@ -88,7 +88,16 @@ def resolved_scheduler(
     max_num_batched_tokens = given.max_num_batched_tokens or max(batched_tokens, max_num_seqs)
     if not given.enable_chunked_prefill and given.max_num_batched_tokens is None:
         max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-    return dataclasses.replace(given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    short_rows = max_num_seqs // 64 if given.num_short_request_rows is None else given.num_short_request_rows
+    if short_rows >= max_num_seqs:
+        raise ConfigError(
+            f"num_short_request_rows is {short_rows}, which leaves none of max_num_seqs = {max_num_seqs} for other "
+            "requests. Lower it."
+        )
+    return dataclasses.replace(
+        given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        num_short_request_rows=short_rows,
+    )  # fmt: skip
 
 
 def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, compile: CompileConfig) -> None:

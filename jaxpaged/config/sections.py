@@ -283,6 +283,10 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = option(
         0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
     )
+    num_short_request_rows: int | None = option(
+        None, "rows of max_num_seqs that only short requests get, of at most 16 new tokens, while more wait than can "
+        "run; by default 1 for each 64, and 0: none", minimum=0,
+    )  # fmt: skip
     async_scheduling: bool = option(True, "prepare the next step while this one runs")
     stream_interval: int = option(
         1, "tokens of a stream that are handed out together, for less work per token; the first comes at once",

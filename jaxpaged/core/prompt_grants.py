@@ -21,11 +21,13 @@ LOOKAHEAD = 64
 
 
 class Claim(NamedTuple):
-    """A request that lacks `num_tokens` before it samples, of which a step takes `most`."""
+    """A request that lacks `num_tokens` before it samples, of which a step takes `most`. `is_short`: it goes before
+    those that are not, in their half of the step."""
 
     request: Request
     num_tokens: int
     most: int
+    is_short: bool = False
 
 
 AGES: dict[str, Callable[[Claim], Any]] = {
@@ -47,9 +49,10 @@ def grant_tokens(claims: Sequence[Claim], budget: int) -> list[int]:
     short = [
         index
         for index, claim in enumerate(claims)
-        if 2 * claim.num_tokens <= oldest.num_tokens and claim.request.priority <= oldest.request.priority
+        if (claim.is_short or 2 * claim.num_tokens <= oldest.num_tokens)
+        and claim.request.priority <= oldest.request.priority
     ]
-    for index in sorted(short, key=lambda index: claims[index].num_tokens):
+    for index in sorted(short, key=lambda index: (not claims[index].is_short, claims[index].num_tokens)):
         grants[index] = min(claims[index].most, left)
         left -= grants[index]
     left += budget - budget // 2
@@ -79,7 +82,8 @@ class PromptGrants:
         run beside those that do. `alone`: there is only one request, which no threshold limits.
         """
         limit = 0 if alone else self._threshold
-        claims = [claim_of(request, request.num_computed_tokens, limit) for request in lacking]
+        is_short = queue.is_short
+        claims = [claim_of(each, each.num_computed_tokens, limit, is_short(each)) for each in lacking]
         if queue and num_rows:
             claims += self._waiting(claims, queue, num_rows, budget, limit)
         claims.sort(key=self._age)
@@ -101,10 +105,13 @@ class PromptGrants:
         for claim in running:
             manager.reserve_rest(claim.request, reserved)
             promised.update(manager.hashes_filled(claim.request, claim.num_tokens))
-        looked_at = islice(queue, LOOKAHEAD)
+        openings = queue.openings(num_rows)
+        looked_at = islice(openings.requests, LOOKAHEAD)
         for request in looked_at:
+            if not openings.has_row_for(request):
+                break
             hit = manager.get_computed_blocks(request)
-            claim = claim_of(request, hit.num_tokens, limit)
+            claim = claim_of(request, hit.num_tokens, limit, queue.is_short(request))
             has_room = not request.num_output_placeholders and manager.fits_whole(request, hit, reserved)
             is_behind = 2 * manager.num_tokens_behind(request, hit, promised) > claim.num_tokens
             if transfers is not None and transfers.is_loading(request, hit, may_begin=has_room and not is_behind):
@@ -119,7 +126,8 @@ class PromptGrants:
             if budget < 0 and not self._is_cut:
                 break
             claims.append(claim)
-            if len(claims) == num_rows:
+            openings.take_row(request)
+            if not openings.num_rows:
                 break
             manager.reserve_whole(request, hit, reserved)
             promised.update(manager.hashes_filled(request, request.num_tokens))
@@ -128,7 +136,7 @@ class PromptGrants:
         return claims
 
 
-def claim_of(request: Request, num_computed: int, limit: int) -> Claim:
+def claim_of(request: Request, num_computed: int, limit: int, is_short: bool) -> Claim:
     """`limit`: of a step; 0: none."""
     num_tokens = request.num_tokens_with_placeholders - num_computed
-    return Claim(request, num_tokens, min(num_tokens, limit or num_tokens))
+    return Claim(request, num_tokens, min(num_tokens, limit or num_tokens), is_short)

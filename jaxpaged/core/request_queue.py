@@ -12,6 +12,32 @@ from typing import Protocol
 from jaxpaged.core.request import Request
 
 
+class Openings:
+    """Who may begin in a step, the next one first, and the rows that are free for them.
+
+    The last `num_kept` rows are only for those that are short.
+    """
+
+    __slots__ = ("_is_short", "_num_kept", "num_rows", "requests")
+
+    def __init__(
+        self, requests: Iterator[Request], num_rows: int, num_kept: int = 0,
+        is_short: Callable[[Request], bool] = lambda request: False,
+    ):  # fmt: skip
+        self.requests = requests
+        self.num_rows = num_rows
+        self._num_kept = num_kept
+        self._is_short = is_short
+
+    def has_row_for(self, request: Request) -> bool:
+        return self.num_rows > self._num_kept or (self.num_rows > 0 and self._is_short(request))
+
+    def take_row(self, request: Request) -> None:
+        self.num_rows -= 1
+        if self._num_kept and self._is_short(request):
+            self._num_kept -= 1
+
+
 class RequestQueue(Protocol):
     """Requests that wait."""
 
@@ -24,13 +50,32 @@ class RequestQueue(Protocol):
     def remove(self, request: Request) -> None:
         """Take a request out from anywhere."""
 
+    def openings(self, num_rows: int) -> Openings:
+        """Who may have the rows that are free."""
+
+    def is_short(self, request: Request) -> bool:
+        """Whether it goes before those that are not; False where that makes no difference."""
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]:
         """All of them, the next one first."""
 
 
-class FCFSQueue:
+class InOrder:
+    """A queue without exceptions."""
+
+    def openings(self, num_rows: int) -> Openings:
+        return Openings(iter(self), num_rows)
+
+    def is_short(self, request: Request) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Request]:
+        raise NotImplementedError
+
+
+class FCFSQueue(InOrder):
     """First come, first served; preempted requests go to the front."""
 
     def __init__(self):
@@ -58,7 +103,7 @@ def priority_order(request: Request) -> tuple[int, float, int]:
     return request.priority, request.arrival_time, request.arrival_order
 
 
-class PriorityQueue:
+class PriorityQueue(InOrder):
     """Smallest (priority, arrival time) first: a sorted list, which moves 10,000 requests aside in microseconds."""
 
     def __init__(self):

@@ -23,7 +23,8 @@ from jaxpaged.core.new_tokens import Run, fault_of, is_long, num_drafts_in_step,
 from jaxpaged.core.preparation import Preparation
 from jaxpaged.core.prompt_grants import PromptGrants
 from jaxpaged.core.request import Request, RequestStatus
-from jaxpaged.core.request_queue import QUEUES, priority_order
+from jaxpaged.core.request_queue import priority_order
+from jaxpaged.core.short_requests import waiting_queue
 from jaxpaged.core.steps import Grant, NewStep, StepsInFlight
 from jaxpaged.core.turns import Turns
 from jaxpaged.errors import ConfigError
@@ -75,7 +76,7 @@ class Scheduler:
         self._prompt_grants = PromptGrants(scheduler_config, self.kv_cache_manager)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
-        self.waiting = QUEUES[scheduler_config.scheduling_policy]()
+        self.waiting = waiting_queue(scheduler_config)
         self.constrained = ConstrainedRequests(grammars)
         self.preparation = Preparation(self.constrained, can_run)
         self._steps = StepsInFlight()
@@ -190,13 +191,13 @@ class Scheduler:
         granted = self._prompt_grants.of_step(
             lacking, self.waiting, num_rows, step.budget, alone=len(self.requests) == 1
         )
-        for (request, num_lacking, _), num_tokens in granted:
+        for (request, num_lacking, *_), num_tokens in granted:
             if num_tokens and request.status is running:
                 manager.cache_blocks(request, self._last_step_id)
                 self._schedule_running(request, num_tokens, int(num_tokens == num_lacking), step)
             if num_tokens < num_lacking and request.status is running:
                 manager.reserve_rest(request, step.num_reserved_blocks)
-        for (request, _, _), num_tokens in granted:
+        for (request, *_), num_tokens in granted:
             waits = request.status is not running
             if step.preempted or (waits and num_tokens and not self._admit(request, num_tokens, step)):
                 break

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.request import Request
 from jaxpaged.core.request_queue import FCFSQueue, PriorityQueue
+from jaxpaged.core.short_requests import ShortFirst
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 
@@ -54,7 +55,7 @@ def test_a_preempted_request_takes_its_place_by_priority_again():
     assert drain(queue) == ["r0", "r1", "r2"]
 
 
-@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue])
+@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue, lambda: ShortFirst(FCFSQueue(), 2, 8)])
 @given(st.lists(st.tuples(st.sampled_from("aaapr"), st.integers(0, 2), st.integers(0, 100)), max_size=60))
 def test_a_queue_behaves_like_a_sorted_list(kind, actions):
     queue, model = kind(), []

@@ -36,10 +36,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         stingy=st.sampled_from([None, 1]),
         drafts=st.sampled_from([0, 0, 1, 6]),
         stages=st.sampled_from([1, 1, 2, 3]),
+        kept=st.sampled_from([0, 0, 1, 2]),
     )
     def start(
-        self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts, stages
-    ):
+        self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts,
+        stages, kept,
+    ):  # fmt: skip
         self.engine = Engine(
             num_blocks=tuple(1 + most // 2 + spare_blocks for most in needs_of(windows, MAX_MODEL_LEN, budget)),
             windows=windows,
@@ -54,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_stages=stages,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
+            num_short_request_rows=kept,
         )
         self.num_added = 0
 
@@ -169,6 +172,7 @@ def test_crowds_that_share_prompts_get_the_right_answers(windows, depth, policy)
             stingy=random.Random(seed) if seed % 2 else None,
             scheduling_policy=policy,
             long_prefill_token_threshold=draw.choice([0, 5]),
+            num_short_request_rows=seed % 3,
         )
         run_crowd(engine, draw)
         stats = engine.scheduler.make_stats()

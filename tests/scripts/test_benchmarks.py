@@ -14,6 +14,7 @@ PARALLEL = ["bench_parallel.py", "--devices", "1", "2", "--tokens", "2", "--repe
 TRANSFER = ["bench_kv_transfer.py", "--lengths", "64", "100", "--repeats", "1"]
 STARTS = ["bench_startup.py", *(part for option in FEW_PROGRAMS for part in ("--option", option))]
 MINUTE = ["bench_first_minute.py", "--models", "demo", "--requests", "2", "--seconds", "3"]
+SHORT = ["bench_short_requests.py", "--streams", "8", "--max-num-seqs", "4", "--rows", "0", "1", "--seconds", "2"]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
 
@@ -32,6 +33,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
             "once computed |",
             marks=pytest.mark.exhaustive,  # three engines
         ),
+        pytest.param(SHORT, "| 1 |", marks=pytest.mark.exhaustive),  # two engines
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
         pytest.param(TRANSFER, "times sooner", marks=pytest.mark.exhaustive),  # nine engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines

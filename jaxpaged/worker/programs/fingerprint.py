@@ -38,6 +38,7 @@ NOT_COMPILED_IN = frozenset(
     kv_transport kv_ssl_certfile kv_ssl_keyfile kv_ssl_ca_certs
     otlp_traces_endpoint data_parallel_size
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling stream_interval
+    num_short_request_rows
     distributed_executor_backend nnodes node_rank master_addr master_port distributed_timeout_seconds group_secret_file
     load_format download_dir compilation_cache_dir bundle wait_for_programs profile_dir
     token_buckets attention_backend logits_processors speculative_config eplb_config
