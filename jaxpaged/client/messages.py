@@ -95,9 +95,14 @@ def message_of(message: Mapping[str, Any]) -> pb.ChatMessage:
 
 
 def tool_message(tool: Mapping[str, Any]) -> pb.Tool:
+    """The schema goes as text, which keeps its order, and once more for servers that do not know this field yet."""
     function = tool.get("function", tool)
-    parameters = struct(function["parameters"]) if function.get("parameters") is not None else None
-    return pb.Tool(name=function["name"], description=function.get("description") or "", parameters=parameters)
+    message = pb.Tool(name=function["name"], description=function.get("description") or "")
+    schema = function.get("parameters")
+    if schema is not None:
+        message.parameters.CopyFrom(struct(schema))
+        message.parameters_json = json.dumps(schema, ensure_ascii=False)
+    return message
 
 
 def inputs_of(inputs: Sequence[str | Sequence[int]]) -> list[pb.Input]:

@@ -138,7 +138,7 @@ def chat_values(chat: pb.Chat, wanted: Iterable[str] | None = None) -> dict[str,
     """The fields of a chat, or those of them that are `wanted`."""
     values: dict[str, Any] = {"messages": [message_values(message) for message in chat.messages]}
     if chat.tools:
-        values["tools"] = [{"function": tool_values(tool)} for tool in chat.tools]
+        values["tools"] = [{"function": tool_values(tool, number)} for number, tool in enumerate(chat.tools)]
     if chat.tool_choice:
         named = chat.tool_choice not in ("none", "auto", "required")
         values["tool_choice"] = {"function": {"name": chat.tool_choice}} if named else chat.tool_choice
@@ -162,11 +162,18 @@ def message_values(message: pb.ChatMessage) -> dict[str, Any]:
     return values
 
 
-def tool_values(tool: pb.Tool) -> dict[str, Any]:
+def tool_values(tool: pb.Tool, number: int) -> dict[str, Any]:
+    """Raises HttpError 400 for parameters that are no JSON."""
     values: dict[str, Any] = {"name": tool.name}
     if tool.description:
         values["description"] = tool.description
-    if tool.HasField("parameters"):
+    if tool.parameters_json:
+        try:
+            values["parameters"] = msgspec.json.decode(tool.parameters_json)
+        except (msgspec.DecodeError, RecursionError) as error:
+            field = f"tools[{number}].parameters_json"
+            raise HttpError(400, f"{field} is not JSON: {error}.", field) from None
+    elif tool.HasField("parameters"):
         values["parameters"] = plain(tool.parameters)
     return values
 

@@ -139,6 +139,71 @@ def test_a_chat_is_answered_as_over_http(serving):
     assert responses[-1].usage.prompt_tokens == over_http["usage"]["prompt_tokens"]
 
 
+ORDERED = {
+    "type": "object",
+    "properties": {name: {"type": "string", "enum": ["yes", "no"]} for name in ("zeta", "alpha", "mid", "b", "a", "k")},
+    "required": ["zeta", "a"],
+    "additionalProperties": False,
+}
+LIMITED = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer", "minimum": 9007199254740993}, "x": {"const": 2.0}, "default": {"$ref": "#/$defs/d"},
+    },
+    "required": ["id", "x"],
+    "$defs": {"d": {"enum": [None, True, 1e300, "ü", {"b": 1, "a": 2}]}},
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "ordered", "description": "sorts", "parameters": ORDERED}},
+    {"type": "function", "function": {"name": "limited", "parameters": LIMITED}},
+    {"type": "function", "function": {"name": "nothing"}},
+]
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}{{ messages[-1].content }}"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "ordered", "limited"])
+def test_a_chat_with_tools_is_answered_as_over_http(serving, choice):
+    """Before, the properties came in another order, and whole numbers above 2^53 were others."""
+
+    async def scenario(server):
+        messages = [{"role": "user", "content": "hello"}]
+        values = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 150, "temperature": 0}
+        asked = generate_request(messages, {**values, "return_prompt_token_ids": True})
+        responses = await everything(server.stub.Generate(asked))
+        named = choice not in ("auto", "required")
+        over = {"tool_choice": {"type": "function", "function": {"name": choice}}} if named else {}
+        body = {**values, **over, "messages": messages, "return_token_ids": True}
+        over_http = await Client(create_app(server.service)).post("/v1/chat/completions", body)
+        assert over_http.status == 200, over_http.body
+        return responses, over_http.json
+
+    responses, over_http = serving(scenario, options={"tool_call_parser": "hermes"}, chat=WITH_TOOLS, **saying("no"))
+    [over_http_choice] = over_http["choices"]
+    assert ids_of(responses) == over_http_choice["token_ids"]
+    assert list(responses[0].prompt_token_ids.ids) == over_http["prompt_token_ids"]
+    pieces = [call for response in responses for each in response.sequences for call in each.tool_calls]
+    calls = over_http_choice["message"].get("tool_calls", [])
+    assert "".join(each.arguments for each in pieces) == "".join(each["function"]["arguments"] for each in calls)
+    assert [each.name for each in pieces if each.name] == [each["function"]["name"] for each in calls]
+
+
+def test_clients_of_before_send_schemas_as_structs():
+    tool = pb.Tool(name="f")
+    json_format.ParseDict({"properties": {"a": {"type": "integer"}}}, tool.parameters)
+    request = generation_request(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[tool])))
+    assert request.tools[0].function.parameters == {"properties": {"a": {"type": "integer"}}}
+    tool.parameters_json = '{"properties": {"b": {}}}'
+    request = generation_request(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[tool])))
+    assert request.tools[0].function.parameters == {"properties": {"b": {}}}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000, '{"a": NaN}'])
+def test_parameters_that_are_no_schema_are_refused_by_their_name(serving, text):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[pb.Tool(name="f", parameters_json=text)])
+    error = refused(serving, pb.GenerateRequest(chat=chat))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "parameters" in error.details()
+
+
 def test_every_sampling_field_reaches_the_request_of_the_http_server():
     """Set one after another: a field that nobody reads would change nothing."""
     values = {
