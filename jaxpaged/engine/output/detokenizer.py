@@ -78,8 +78,6 @@ class TextStream:
 
     def peek(self, token_id: int) -> str:
         """The text that this token would complete, were it the next."""
-        if self.settled and (piece := self.plain[token_id]):
-            return piece
         other = copy.copy(self)
         other._stream, other._held = copy.copy(self._stream), self._held[:]
         return other.push(token_id)

@@ -26,8 +26,11 @@ class TokenTexts:
 
     def of(self, token_id: int) -> str:
         """The text of a token, were it the next."""
+        stream = self._stream
+        if stream.settled and (piece := stream.plain[token_id]):  # as of most, and of no special token
+            return piece
         name = self._names.get(token_id)
-        return self._stream.peek(token_id) if name is None else name
+        return stream.peek(token_id) if name is None else name
 
     def advance(self, token_id: int) -> None:
         """It is the next."""
