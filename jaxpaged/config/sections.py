@@ -27,54 +27,51 @@ class ModelConfig:
     """Which model, and how requests may use it."""
 
     model: str = option(EMBEDDED_MODEL, "a folder in Hugging Face format, a hub id, or 'demo', the embedded model")
-    tokenizer: str | None = option(None, "folder or hub id of the tokenizer, when it is not the model's")
-    skip_tokenizer_init: bool = option(False, "no tokenizer: prompts are token ids, and so are answers")
+    tokenizer: str | None = option(None, "folder or hub id of the tokenizer (default: the model's own)")
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and answers are token ids")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
     hf_overrides: dict[str, Any] = option(
-        {}, "fields that replace those of the model's config.json, as JSON: '{\"rope_theta\": 1000000.0}'"
+        {}, "fields that replace those of the model's config.json, as JSON such as '{\"rope_theta\": 1000000.0}'"
     )
     dtype: str = option(
         "auto", "type of weights and activations", choices=("auto", "bfloat16", "float16", "float32"),
         aliases={"half": "float16", "float": "float32"},
     )  # fmt: skip
     quantization: str | None = option(
-        None, "round the weights when they are loaded: 'int8' halves 16-bit ones, 'int4' makes most of them 4.5 bits",
-        choices=("int8", "int4"), foreign=VALUES["quantization"],
+        None, "round the weights while they are loaded: 'int8' halves 16-bit weights, 'int4' stores most of them in "
+        "4.5 bits", choices=("int8", "int4"), foreign=VALUES["quantization"],
     )  # fmt: skip
     max_model_len: int | None = option(
-        None, "longest prompt plus output in tokens; 'auto', the default, is the model's own limit", minimum=1,
+        None, "longest prompt plus output in tokens (default: 'auto', the model's own limit)", minimum=1,
         aliases={"auto": None, -1: None},
     )  # fmt: skip
     seed: int = option(
-        0,
-        "the seeds of requests that bring none are drawn from this one, and dummy weights",
-        minimum=0,
-        maximum=2**63 - 1,
-    )
-    max_logprobs: int = option(20, "most log probabilities per token that a request may ask for; -1: all", minimum=-1)
+        0, "seed for dummy weights, and for the seeds of requests that bring none", minimum=0, maximum=2**63 - 1,
+    )  # fmt: skip
+    max_logprobs: int = option(
+        20, "most log probabilities per token that a request may ask for; -1 means all", minimum=-1,
+    )  # fmt: skip
     logprobs_mode: str = option(
-        "raw_logprobs",
-        "what log probabilities show: before or after the sampling parameters, normalised or not",
-        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
-    )
+        "raw_logprobs", "what log probabilities show: values before or after the sampling parameters, normalised or "
+        "not", choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+    )  # fmt: skip
     generation_config: str = option(
-        "auto",
-        "where default sampling parameters come from: the model's own file, or vLLM's defaults",
+        "auto", "source of the default sampling parameters: the model's own file, or vLLM's defaults",
         choices=("auto", "vllm"),
-    )
+    )  # fmt: skip
     override_generation_config: dict[str, Any] = option({}, "sampling defaults that override generation_config.json")
     chat_template: str | None = option(None, "a Jinja file, or a template in one line, in place of the model's own")
-    logits_processors: tuple[Any, ...] = option((), "custom logits processors, as classes or 'module:Class'")
+    logits_processors: tuple[Any, ...] = option((), "custom logits processors as classes, or as 'module:Class'")
     runner: str = option(
-        "auto", "what the engine is for: to generate, or pooling (embeddings, scores)", choices=RUNNERS,
+        "auto", "purpose of the engine: generate text, or pooling (embeddings, scores)", choices=RUNNERS,
         foreign=VALUES["runner"],
     )  # fmt: skip
     convert: str = option(
-        "auto", "what a pooling engine gives: embed, or classify with the checkpoint's classifier", choices=CONVERSIONS,
+        "auto", "result of a pooling engine: embed, or classify with the checkpoint's classifier", choices=CONVERSIONS,
         foreign=VALUES["convert"],
     )  # fmt: skip
     pooler_config: dict[str, Any] = option(
-        {}, "pooling_type LAST, MEAN or CLS (the latter two without prefix caching), and use_activation"
+        {}, "pooling_type LAST, MEAN or CLS (MEAN and CLS without prefix caching), and use_activation, as JSON"
     )
 
 
@@ -83,21 +80,19 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = option(
-        None, "tokens per KV block, on all devices that hold a context together; what the device's kernel likes by "
-        "default", minimum=1,
+        None, "tokens per KV block, over all devices that hold a context together (default: what the device's kernel "
+        "prefers)", minimum=1,
     )  # fmt: skip
     kv_cache_dtype: str = option(
-        "auto",
-        "type of cached keys and values; 'auto' is the model's",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        foreign=VALUES["kv_cache_dtype"],
-    )
+        "auto", "type of cached keys and values; 'auto' means the model's",
+        choices=("auto", "bfloat16", "float16", "float32"), foreign=VALUES["kv_cache_dtype"],
+    )  # fmt: skip
     gpu_memory_utilization: float = option(
         0.9, "share of device memory for weights, temporaries and KV blocks", above=0.0, maximum=1.0
     )
-    kv_cache_memory_bytes: int | None = option(None, "bytes per device for KV blocks, in place of the share", minimum=1)
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, in place of any measurement", minimum=2)
-    enable_prefix_caching: bool = option(True, "reuse KV blocks of equal prompt beginnings")
+    kv_cache_memory_bytes: int | None = option(None, "bytes per device for KV blocks; replaces the share", minimum=1)
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks; replaces what is measured", minimum=2)
+    enable_prefix_caching: bool = option(True, "reuse KV blocks of prompts that begin alike")
     kv_events_config: dict[str, Any] = option(
         {}, "tell routers over ZeroMQ what enters and leaves the prefix cache, as vLLM does: enable_kv_cache_events "
         "true, and endpoint, replay_endpoint, topic, ..., see engine/observability/kv_event_publisher.py"
@@ -117,27 +112,32 @@ class CacheConfig:
         "both. Guide: guides/kv_transfer.md", choices=ROLES,
     )  # fmt: skip
     kv_address: str = option(
-        DEFAULT_ADDRESS, "HOST:PORT where other engines fetch keys and values of prompts; port 0 is any that is free"
-    )
+        DEFAULT_ADDRESS, "HOST:PORT where other engines fetch the keys and values of prompts; port 0 takes any free "
+        "one",
+    )  # fmt: skip
     kv_peers: str = option(
-        DEFAULT_PEERS, "the only hosts, HOST or HOST:PORT with commas between, from which keys and values of "
-        "prompts are fetched", not_empty=True,
+        DEFAULT_PEERS, "hosts from which keys and values may be fetched, as HOST or HOST:PORT with commas between; no "
+        "others are asked", not_empty=True,
     )  # fmt: skip
     kv_lease_seconds: float = option(
-        DEFAULT_LEASE_SECONDS, "how long keys and values of a prompt wait in host memory to be fetched", above=0.0,
-        maximum=86400.0,
+        DEFAULT_LEASE_SECONDS, "seconds for which keys and values of a prompt wait in host memory to be fetched",
+        above=0.0, maximum=86400.0,
     )  # fmt: skip
     kv_transport: str = option(
         DEFAULT_TRANSPORT, "how pages come from other engines: through memory from those on this host and else over "
         "TCP (auto), or over TCP only", choices=TRANSPORTS,
     )  # fmt: skip
     kv_ssl_certfile: str | None = option(
-        None, "file with the certificate that other engines are shown (PEM): TLS between engines", not_empty=True
-    )
-    kv_ssl_keyfile: str | None = option(None, "file with its key, if it is not in the same one", not_empty=True)
+        None, "file with the certificate (PEM) that other engines see; it switches on TLS between engines",
+        not_empty=True,
+    )  # fmt: skip
+    kv_ssl_keyfile: str | None = option(
+        None, "file with the certificate's key, where that is a file of its own", not_empty=True,
+    )  # fmt: skip
     kv_ssl_ca_certs: str | None = option(
-        None, "file with the certificates of who signs those of other engines, which must have one then", not_empty=True
-    )
+        None, "file with the authorities (PEM) that sign other engines' certificates, which must then have one",
+        not_empty=True,
+    )  # fmt: skip
     kv_transfer_config: dict[str, Any] = option(
         {}, "the same as vLLM's JSON: kv_connector OffloadingConnector, LMCacheConnectorV1, LMCacheMPConnector, "
         "MultiConnector or one's own, kv_role kv_both, kv_load_failure_policy recompute or fail, "
@@ -173,48 +173,48 @@ LEAST_SECRET = 16
 class ParallelConfig:
     """How many devices share the work: those of one engine core, and several cores behind one server."""
 
-    tensor_parallel_size: int = option(1, "devices over which heads and feed-forward are split", minimum=1)
+    tensor_parallel_size: int = option(
+        1, "devices over which attention heads and feed-forward layers are split", minimum=1,
+    )  # fmt: skip
     pipeline_parallel_size: int = option(
-        1, "stages into which layers are dealt, each with tensor_parallel_size devices. "
-        "Guide: guides/several_devices.md", minimum=1,
+        1, "stages of layers, each with tensor_parallel_size devices. Guide: guides/several_devices.md", minimum=1,
     )  # fmt: skip
     decode_context_parallel_size: int = option(
-        1, "of these devices, so many that would have the same keys and values hold different tokens of each context: "
-        "the KV cache holds so many times as many tokens. Divides the copies that there are of each key-value head. "
-        "Guide: guides/several_devices.md", minimum=1,
+        1, "devices among which the tokens of a context are split, out of those that would hold the same keys and "
+        "values; the KV cache then holds as many times more tokens. It must divide the number of copies of a "
+        "key-value head. Guide: guides/several_devices.md", minimum=1,
     )  # fmt: skip
-    enable_expert_parallel: bool = option(
-        False, "of a model with experts, each of these devices has whole experts instead of a part of every expert"
-    )
+    enable_expert_parallel: bool = option(False, "give each device whole experts in place of a part of every expert")
     enable_eplb: bool = option(
-        False, "move whole experts between devices while the engine runs, so that each has about as much to do; needs "
-        "enable_expert_parallel"
+        False, "move experts between devices while the engine runs, so that all have about as much to do; needs "
+        "enable_expert_parallel",
     )  # fmt: skip
     eplb_config: dict[str, Any] = option(
-        {}, "how, as vLLM's JSON: step_interval, window_size, num_redundant_experts, log_balancedness; see "
-        "expert_balance.py"
+        {}, "how experts are moved, as vLLM's JSON: step_interval, window_size, num_redundant_experts, "
+        "log_balancedness; see expert_balance.py",
     )  # fmt: skip
     data_parallel_size: int = option(
-        1, "engine cores behind one server, each with devices of its own and all of the model; with "
-        "enable_expert_parallel attention ranks of one core, each with so many devices, requests and a KV cache of its "
-        "own, and with a part of the experts. Guide: guides/several_devices.md", minimum=1, maximum=64,
+        1, "engine cores behind one server, each with its own devices and a whole copy of the model. With "
+        "enable_expert_parallel: attention ranks of one core, each with its own devices, requests and KV cache, and "
+        "with a part of the experts. Guide: guides/several_devices.md", minimum=1, maximum=64,
     )  # fmt: skip
     distributed_executor_backend: str = option(
-        "uni", "uni: one process of a host computes with all its devices; mp: a process for each device; ray: a Ray "
+        "uni", "uni: one process of a host computes with all its devices; mp: one process for each device; ray: a Ray "
         "cluster starts a process on each of nnodes hosts", choices=("uni", "mp", "ray"),
         foreign=VALUES["distributed_executor_backend"],
     )  # fmt: skip
     nnodes: int = option(
-        1, "hosts that compute together; start the engine on each, with its node_rank, or let Ray", minimum=1
-    )
-    node_rank: int = option(0, "which of these hosts this one is; that of rank 0 serves", minimum=0)
-    master_addr: str = option("127.0.0.1", "address of the host of rank 0, where the others find it; of Ray the node's")
+        1, "hosts that compute together; start the engine on each with its node_rank, or let Ray do it", minimum=1,
+    )  # fmt: skip
+    node_rank: int = option(0, "number of this host among them, from 0; host 0 serves", minimum=0)
+    master_addr: str = option("127.0.0.1", "address of host 0, where the others find it; with Ray, its node's address")
     master_port: int = option(
-        29501, "the first of three ports of it that they use, three for each engine core", minimum=1, maximum=65533
-    )
+        29501, "first of three ports of host 0 that the hosts use; each engine core takes three", minimum=1,
+        maximum=65533,
+    )  # fmt: skip
     distributed_timeout_seconds: int = option(
-        600, "how long processes that compute together wait for each other when they start", minimum=1
-    )
+        600, "seconds for which hosts wait for each other at the start", minimum=1,
+    )  # fmt: skip
     group_secret_file: str | None = option(
         None, f"file with {LEAST_SECRET} letters or more, the same on every host, by which hosts know each other"
     )  # fmt: skip
@@ -281,20 +281,19 @@ class SchedulerConfig:
     scheduling_policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority"))
     enable_chunked_prefill: bool = option(True, "let a long prompt take several steps")
     long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step while others run; 0: no such limit", minimum=0
+        0, "most tokens of one prompt in a step while others run; 0 sets no limit", minimum=0
     )
     num_short_request_rows: int | None = option(
         None, "rows of max_num_seqs that only short requests get, of at most 16 new tokens, while more wait than can "
-        "run; by default 1 for each 64, and 0: none", minimum=0,
+        "run (default: 1 for each 64; 0 means none)", minimum=0,
     )  # fmt: skip
     async_scheduling: bool = option(True, "prepare the next step while this one runs")
     stream_interval: int = option(
-        1, "tokens of a stream that are handed out together, for less work per token; the first comes at once",
-        minimum=1,
+        1, "tokens of a stream that are sent together, which saves work; the first is sent at once", minimum=1,
     )  # fmt: skip
     num_scheduler_steps: int | None = option(
-        None, "most decode steps in one program while nobody waits; by default what measured times suggest, 1: always "
-        "one. Tokens are streamed, and new requests start, between programs", minimum=1, maximum=256,
+        None, "most decode steps in one program while nobody waits; 1 always runs one. Tokens are streamed, and "
+        "requests start, between programs (default: what measured times suggest)", minimum=1, maximum=256,
     )  # fmt: skip
 
 
@@ -322,10 +321,10 @@ class LoadConfig:
     """How weights get from files to devices."""
 
     load_format: str = option(
-        "auto", "'dummy' makes random weights from the seed", choices=("auto", "safetensors", "orbax", "dummy"),
-        foreign=VALUES["load_format"],
+        "auto", "format of the weights; 'dummy' makes random ones from the seed",
+        choices=("auto", "safetensors", "orbax", "dummy"), foreign=VALUES["load_format"],
     )  # fmt: skip
-    download_dir: str | None = option(None, "where hub downloads are kept; huggingface_hub's cache by default")
+    download_dir: str | None = option(None, "folder for downloads from the hub (default: huggingface_hub's cache)")
 
 
 @dataclass(frozen=True)
@@ -333,43 +332,40 @@ class CompileConfig:
     """Compiled programs."""
 
     compilation_cache_dir: str | None = option(
-        None, "where compiled programs are kept between runs; 'off' for nowhere. Default: the user's cache folder"
-    )
+        None, "folder that keeps compiled programs between runs; 'off' keeps none (default: in the user's cache "
+        "folder)",
+    )  # fmt: skip
     bundle: str | None = option(
         None, "folder of compiled programs from `jaxpaged compile`: nothing is compiled at the start", not_empty=True
     )
     wait_for_programs: bool = option(
-        False, "start only once all programs of ordinary requests are compiled: none of them is ever slowed by that"
+        False, "start only when all programs of ordinary requests are compiled, so that none of these waits"
     )
     token_buckets: tuple[int, ...] | None = option(
-        None, "padded step sizes in tokens that get a program", minimum=1, not_empty=True
-    )
+        None, "step sizes in tokens for which programs are compiled; steps are padded to the next one", minimum=1,
+        not_empty=True,
+    )  # fmt: skip
     attention_backend: str = option(
-        "auto",
-        "which attention kernel; those that end in -interpret simulate a device, very slowly, for tests",
+        "auto", "attention kernel; names that end in -interpret simulate a device, very slowly, for tests",
         choices=(
-            "auto",
-            "reference",
-            "cpu",
-            "tpu",
-            "gpu",
-            "gpu-triton",
-            "tpu-interpret",
-            "gpu-interpret",
+            "auto", "reference", "cpu", "tpu", "gpu", "gpu-triton", "tpu-interpret", "gpu-interpret",
             "gpu-triton-interpret",
         ),
         foreign=VALUES["attention_backend"],
-    )
+    )  # fmt: skip
     deterministic: bool = option(
-        False, "the same bits for a request in every batch, however its prompt is cut, cached or computed again"
-    )
+        False, "compute the same bits for a request in every batch, however its prompt is cut, cached or computed "
+        "again",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ProfilerConfig:
     """Recordings of what the devices do."""
 
-    profile_dir: str | None = option(None, "folder for what /start_profile and start_profile record", not_empty=True)
+    profile_dir: str | None = option(
+        None, "folder for the recordings of /start_profile and start_profile", not_empty=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from jaxpaged.config import all_options
 from jaxpaged.entrypoints.cli.command_words import plain_words
 from jaxpaged.entrypoints.cli.help_pages import WORD_FLAG, HelpAbout, page
-from jaxpaged.entrypoints.cli.values import converter, essential_type, json_or_text, spelled
+from jaxpaged.entrypoints.cli.values import SUFFIXES, converter, essential_type, json_or_text, spelled
 from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.structured_outputs import StructuredOutputsParams
@@ -36,32 +36,32 @@ SHORT_FLAGS = {
 SAMPLING_HELP = {
     "temperature": "in [0, 2]; 0 takes the most likely token",
     "top_p": "keep the smallest set of tokens whose probability reaches this",
-    "top_k": "keep this many of the most likely tokens; 0: all",
+    "top_k": "keep this many of the most likely tokens; 0 keeps all",
     "min_p": "drop tokens less likely than this share of the most likely one",
     "max_tokens": "longest output in tokens; 'none' fills the context",
-    "min_tokens": "do not stop before this many tokens",
-    "seed": "the same seed gives the same text; -1: another text in every run. Default: drawn from --engine-seed",
+    "min_tokens": "shortest output in tokens",
+    "seed": "the same seed gives the same text; -1 gives another text in every run (default: drawn from --engine-seed)",
     "n": "answers per prompt",
     "stop": "end the output before this text; may be repeated",
     "stop_token_ids": "end the output at one of these tokens",
-    "include_stop_str_in_output": "keep the text of the stop string or token",
-    "ignore_eos": "go on after the model's own end-of-sequence token",
-    "presence_penalty": "in [-2, 2]; make tokens that occurred in the output less likely",
-    "frequency_penalty": "in [-2, 2]; the same, for every time they occurred",
-    "repetition_penalty": "above 0; above 1 makes tokens of prompt and output less likely",
-    "logit_bias": "added to logits, by token id: '{\"17\": -100}'",
-    "allowed_token_ids": "draw these tokens only",
+    "include_stop_str_in_output": "keep the stop text in the output",
+    "ignore_eos": "go on after the model's end-of-sequence token",
+    "presence_penalty": "in [-2, 2]; above 0, tokens that the output holds become less likely",
+    "frequency_penalty": "in [-2, 2]; the same, once for each time that a token occurs",
+    "repetition_penalty": "above 0; above 1, tokens of prompt and output become less likely",
+    "logit_bias": "numbers added to logits, by token id, as JSON such as '{\"17\": -100}'",
+    "allowed_token_ids": "the only tokens that may be drawn",
     "bad_words": "a word whose tokens must not follow each other, with or without a space before it; may be repeated",
-    "logprobs": "report this many of the most likely tokens per position (with --json); -1: all",
+    "logprobs": "report this many of the most likely tokens per position (with --json); -1 reports all",
     "prompt_logprobs": "the same for the tokens of the prompt",
-    "logprob_token_ids": "report these tokens in place of the most likely ones",
-    "detokenize": "turn tokens into text; on by default",
-    "skip_special_tokens": "leave special tokens out of the text; on by default",
-    "spaces_between_special_tokens": "write spaces between special tokens; on by default",
-    "skip_reading_prefix_cache": "compute the whole prompt; on by default with --prompt-logprobs",
-    "structured_outputs": 'shape of the output: \'{"regex": "[0-9]+"}\'; or json, choice, grammar, ...',
-    "thinking_token_budget": "longest thinking in tokens, for models with tokens around it; -1: any length",
-    "extra_args": "for custom logits processors",
+    "logprob_token_ids": "report these tokens and not the most likely ones",
+    "detokenize": "turn tokens into text (default: on)",
+    "skip_special_tokens": "leave special tokens out of the text (default: on)",
+    "spaces_between_special_tokens": "write spaces between special tokens (default: on)",
+    "skip_reading_prefix_cache": "compute the whole prompt (default: on with --prompt-logprobs)",
+    "structured_outputs": 'form of the output, as JSON: \'{"regex": "[0-9]+"}\'; or json, choice, grammar, ...',
+    "thinking_token_budget": "longest thinking in tokens, for models that mark it with tokens; -1 sets no limit",
+    "extra_args": "arguments for custom logits processors, as JSON",
 }
 # Options of the engine whose name may be a sampling parameter's, and the flag that they have in every command. They
 # have their own name too where requests have no flags, as in vLLM's server.
@@ -223,8 +223,20 @@ def metavar_of(kind: Any) -> str:
 
 
 def shown_default(default: Any) -> str:
-    plain = isinstance(default, str | int | float) and not isinstance(default, bool)
-    return f" (default: {default})" if plain else ""
+    """The default of an option as its help ends: on where it is True; nothing where it is off, empty, or of no plain
+    type."""
+    if default is True:
+        return " (default: on)"
+    if isinstance(default, bool) or not isinstance(default, str | int | float) or default == "":
+        return ""
+    is_size = isinstance(default, int) and default >= 2**16 and default % 2**10 == 0
+    return f" (default: {spelled_size(default) if is_size else default})"
+
+
+def spelled_size(count: int) -> str:
+    """`16M` of 16777216, as `values.whole_number` reads it."""
+    letter = next(letter for letter in "GMK" if count % SUFFIXES[letter] == 0)
+    return f"{count // SUFFIXES[letter]}{letter}"
 
 
 # ---- flags -> options ------------------------------------------------------------------------------

@@ -59,8 +59,16 @@ def page(parser: argparse.ArgumentParser, word: str | None = None) -> str:
     if sum(map(len, chosen.values())) < total:
         formatter.add_text(fitted(way_to_others(groups, total), columns))
     if word is None and parser.epilog:
-        formatter.add_text(fitted(parser.epilog, columns))
+        formatter.add_text(reflowed(parser.epilog, columns))
     return formatter.format_help()
+
+
+def reflowed(text: str, columns: int) -> str:
+    """A text in lines of this width. Lists keep their lines; examples are copied, so they are not broken."""
+    prose, *examples = text.partition("examples:\n")
+    paragraphs = prose.split("\n\n")
+    joined = [each if "\n " in f"\n{each}" else " ".join(each.split("\n")) for each in paragraphs]
+    return "\n\n".join(fitted(each, columns) for each in joined) + "".join(examples)
 
 
 def shown_options(group: argparse._ArgumentGroup) -> list[argparse.Action]:

@@ -81,6 +81,14 @@ def test_a_command_with_many_options_shows_the_first_ones_by_topic(words, shown)
     assert "usage: jaxpaged " + words[0] in page
 
 
+def test_prose_fits_the_screen_and_examples_can_be_copied(shown):
+    page = shown("bench", "serve", "--help")
+    prose, _, examples = page.partition("examples:")
+    assert all(len(line) <= 80 for line in prose.splitlines() if not line.startswith("  --"))
+    commands = examples.strip().splitlines()
+    assert max(map(len, commands)) > 80 and all(line.strip().startswith("jaxpaged bench serve ") for line in commands)
+
+
 def test_help_is_found_by_a_word(shown):
     page = shown("serve", "--help=ssl_cert")
     assert "--ssl-certfile" in page and "--ssl-cert-reqs" in page and "--max-num-seqs" not in page
