@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, formatter_class=Help, **settings)
-        self.add_argument(WORD_FLAG, action=HelpAbout, help=argparse.SUPPRESS)
+        hidden = argparse.SUPPRESS
+        self.add_argument(WORD_FLAG, action=HelpAbout, dest=hidden, default=hidden, help=hidden)
 
     def format_help(self) -> str:
         return page(self)
