@@ -76,11 +76,11 @@ def make_output_folder(folder: Path) -> None:
 
 def plan_engine(
     config: EngineConfig, target_name: str, *, compile: bool = True, output: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None, choose_split: bool = True,
 ) -> Plan:  # fmt: skip
     """What the engine of `config` would need and could do on a target such as "v6e:2x4"; no weight is read.
 
-    Unless `tensor_parallel_size` is set, the model is split over as many of the target's devices as it can be.
+    With `choose_split` a `tensor_parallel_size` of 1 is as many of the target's devices as can share the model.
     `output` is an empty folder for the compiled programs, a bundle that only such devices take. Meant for a process
     of its own: compiling for a TPU sets this one to compute on the CPU. Raises UsageError for what cannot be planned.
     """
@@ -101,6 +101,7 @@ def plan_engine(
     return plan_on_target(
         config, model, decoder, facts, target_name,
         compile=compile, output=output, progress=progress or (lambda stage, done, total: None),
+        choose_split=choose_split,
     )  # fmt: skip
 
 

@@ -15,9 +15,10 @@ from jaxpaged.worker.planning.targets import parse_target
 
 def plan_on_target(
     config: EngineConfig, model: Model, decoder: DecoderConfig, facts: ModelFacts, target_name: str,
-    *, compile: bool, output: Path | None, progress: Progress,
+    *, compile: bool, output: Path | None, progress: Progress, choose_split: bool = True,
 ) -> Plan:  # fmt: skip
-    """The plan of the engine that `config`, not yet resolved, describes; the model is split over the target's devices.
+    """The plan of the engine that `config`, not yet resolved, describes; with `choose_split` a model that is not split
+    yet is split over as many of the target's devices as it can be.
 
     With `output` every program is compiled and written there as a bundle, if the engine fits. Raises ConfigError for
     an unknown target and for options that contradict each other.
@@ -26,7 +27,7 @@ def plan_on_target(
         raise ConfigError(f"pipeline_parallel_size is {num_stages}, but a bundle has programs of one stage only.")
     target = parse_target(target_name, compile=compile)
     num_cores, num_devices = config.parallel.data_parallel_size, min(target.num_devices, max(target.host_sizes))
-    if config.parallel.tensor_parallel_size == 1:
+    if choose_split and config.parallel.tensor_parallel_size == 1:
         settled = config.resolve(facts, target.platform)
         shards = largest_split(settled, model, decoder, target, num_devices // (num_cores * num_stages))
         config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))

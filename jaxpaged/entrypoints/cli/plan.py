@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_engine(
             EngineConfig.from_options(**options), args.target,
             compile=not args.no_compile, output=output, progress=progress.update,
+            choose_split="tensor_parallel_size" not in options,
         )  # fmt: skip
     finally:
         progress.close()

@@ -25,6 +25,12 @@ def test_options_of_the_engine_change_the_plan(capsys):
     assert blocks[1] < blocks[0]
 
 
+@pytest.mark.parametrize(("given", "size"), [([], 4), (["-tp", "1"], 1), (["-tp", "2"], 2)])
+def test_a_model_is_split_as_it_is_asked_for_and_else_as_far_as_it_can_be(given, size, capsys):
+    assert main(["plan", "demo", "--target", "v6e-8", "--no-compile", "--json", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["tensor_parallel_size"] == size
+
+
 def test_what_does_not_fit_ends_with_a_failure_and_advice(capsys):
     assert main(["plan", "demo", "--target", "l4", "--num-gpu-blocks-override", "2"]) == FAILURE
     assert "IT DOES NOT FIT" in capsys.readouterr().out
