@@ -69,6 +69,7 @@ class EngineCore(EngineCoreClient):
         """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
         `transfer`: keeps keys and values besides the device."""
         self.executor = executor
+        self._grammars = grammars
         self._publishers = publishers
         self._scheduler = scheduler_of(
             config.parallel.num_ranks,
@@ -262,6 +263,8 @@ class EngineCore(EngineCoreClient):
                 logger.exception("the newest keys and values are not kept")
         self._in_flight.clear()
         self.executor.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
         for each in self._publishers:
             each.close()
 

@@ -116,6 +116,11 @@ class Grammars:
             self._compiled.popitem(last=False)
         return future
 
+    def close(self) -> None:
+        """Compile nothing more: the threads end, each after what it is at."""
+        if "_threads" in self.__dict__:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
     @staticmethod
     def matcher_of(future: "Future[Any]") -> Matcher:
         """A matcher at the beginning of a compiled grammar. Raises what compiling raised."""

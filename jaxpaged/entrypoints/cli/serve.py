@@ -108,9 +108,10 @@ def run(args: argparse.Namespace) -> int:
         report.waits("starting the engine")
         engine = open_async_engine(of_engine, report.update, options.step_timeout, options.max_restarts)
         try:
-            service = Service(engine, served_model(engine.config, options.served_model_name), options)
-            announcement = functools.partial(announce, service, sockets, report, guarded=bool(keys))
-            run_loop(server.serve(service, sockets, keys, admin_keys, on_listening=announcement))
+            model = served_model(engine.config, options.served_model_name)
+            with contextlib.closing(Service(engine, model, options)) as service:
+                announcement = functools.partial(announce, service, sockets, report, guarded=bool(keys))
+                run_loop(server.serve(service, sockets, keys, admin_keys, on_listening=announcement))
         finally:
             engine.shutdown()
     return 0

@@ -103,6 +103,10 @@ class Service:
         """Wait until it is known whether a shape can be used, in the turns of who asks. Raises RequestError if not."""
         await self._grammars.check(shape, asker)
 
+    def close(self) -> None:
+        """End the threads."""
+        self._grammars.close()
+
     def count_tokens(self, text: str) -> int:
         """Tokens of a text that stands alone."""
         return len(self.engine.input_processor.tokenizer.encode(text, False)) if text else 0
