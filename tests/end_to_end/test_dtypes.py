@@ -17,6 +17,8 @@ from tests.params.test_quantized import WIDE
 
 choices = lambda section, name: section.__dataclass_fields__[name].metadata["choices"]
 DTYPES = [name for name in choices(ModelConfig, "dtype") if name != "auto"]
+# Nearly all other tests are in float32.
+RARE_TYPES = [pytest.param(name, marks=pytest.mark.slow) if name == "float32" else name for name in DTYPES]
 BACKENDS = [name for name in choices(CompileConfig, "attention_backend") if backends("cpu").get(name) is None]
 QUICK = [name for name in BACKENDS if not name.endswith("-interpret") and name != "auto"]
 # One forward program of one size: that a type is taken is seen in any.
@@ -42,6 +44,18 @@ KINDS = {
     "sinks int4": ("gpt_oss", {"quantization": "int4"}),
     "draft model int4": ("wide", {"speculative_config": {"method": "draft_model", "quantization": "int4"}}),
     "head": ("wide", {"speculative_config": {"method": "eagle3"}}),
+    "runs of steps": ("wide", {"num_scheduler_steps": 2}),
+    **{f"pages {form}": ("wide", {"kv_offload": f"host=4M,pages={form}"}) for form in ("exact", "int8", "fp8")},
+}  # fmt: skip
+OF_DEVICES = {
+    "two": ("wide", {"tensor_parallel_size": 2}),
+    "two, int8": ("wide", {"tensor_parallel_size": 2, "quantization": "int8"}),
+    "two, int4": ("wide", {"tensor_parallel_size": 2, "quantization": "int4"}),
+    "stages": ("wide", {"pipeline_parallel_size": 2}),
+    "parts of contexts": ("llama", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}),
+    "spread experts": ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "attention ranks": ("mixtral", {"data_parallel_size": 2, "enable_expert_parallel": True}),
+    "latents": ("deepseek_v3", {"tensor_parallel_size": 2, "quantization": "int8"}),
 }  # fmt: skip
 
 
@@ -60,12 +74,16 @@ def check_generates(name, folder, **options):
     model = folder / "model"
     model.mkdir()
     write_checkpoint(name, model)
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    plain = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    # All that the sampler can, and the log probabilities of prompts: programs of their own.
+    everything = {"top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.1, "logprobs": 2, "prompt_logprobs": 1}
+    full = SamplingParams(seed=1, max_tokens=3, ignore_eos=True, **everything)
     with LLM(str(model), **OPTIONS | options_of(name, options, folder)) as llm:
-        [output] = llm.generate([{"prompt_token_ids": prompt_of(name)[:20]}], params, use_tqdm=False)
+        prompts = [{"prompt_token_ids": prompt_of(name)[:20]}] * 3
+        outputs = llm.generate(prompts, [plain, full, plain], use_tqdm=False)
         programs = llm.llm_engine._core.executor.worker.programs
         programs.wait_all()
-    assert output.error is None and len(output.outputs[0].token_ids) == 3
+    assert [(output.error, len(output.outputs[0].token_ids)) for output in outputs] == [(None, 3)] * 3
     assert programs.failure is None and not [state for *_, state in programs.states if state == "failed"]
 
 
@@ -74,10 +92,18 @@ def wide(monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", WIDE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", RARE_TYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_generates_with_everything_that_options_offer(kind, dtype, tmp_path):
     name, options = KINDS[kind]
+    check_generates(name, tmp_path, dtype=dtype, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OF_DEVICES)
+def test_every_type_generates_on_several_devices(kind, dtype, tmp_path):
+    name, options = OF_DEVICES[kind]
     check_generates(name, tmp_path, dtype=dtype, **options)
 
 
