@@ -5,6 +5,7 @@ This module knows neither requests nor transport.
 
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
@@ -19,6 +20,7 @@ class Responses:
         self,
         request_id: str,
         new_reader: Callable[[], AnswerReader] | None,
+        tokenizer: Tokenizer,
         *,
         with_prompt: bool,
         with_cached_tokens: bool,
@@ -26,6 +28,7 @@ class Responses:
         self._request_id = request_id
         self._head = nested(1, request_id.encode())
         self._new_reader = new_reader
+        self._tokenizer = tokenizer
         self._readers: dict[int, AnswerReader] = {}
         self._with_prompt = with_prompt
         self._usage = UsageCounter(with_cached_tokens)
@@ -54,7 +57,7 @@ class Responses:
         if not self._begun and self._with_prompt:
             response.prompt_token_ids.ids.extend(output.prompt_token_ids)
         if output.prompt_logprobs is not None:
-            response.prompt_logprobs.extend(candidates(each) for each in output.prompt_logprobs)
+            response.prompt_logprobs.extend(self._candidates(each) for each in output.prompt_logprobs)
         if output.finished:
             response.usage.CopyFrom(usage_message(self._usage.read(in_stream=True)))
             if output.kv_transfer_params:
@@ -90,13 +93,25 @@ class Responses:
         sequence.index = completion.index
         sequence.token_ids.extend(completion.token_ids)
         if completion.logprobs:
-            sequence.logprobs.extend(candidates(each) for each in completion.logprobs)
+            sequence.logprobs.extend(self._candidates(each) for each in completion.logprobs)
         if finish_reason is not None:
             sequence.finish_reason = finish_reason
             if isinstance(stop_reason, str):
                 sequence.stop_text = stop_reason
             elif stop_reason is not None:
                 sequence.stop_token_id = stop_reason
+
+    def _candidates(self, of_position: dict[int, Logprob] | None) -> pb.TokenLogprobs:
+        """The candidates of a position, in the engine's order; none for the first token of a prompt."""
+        message = pb.TokenLogprobs()
+        for token_id, each in (of_position or {}).items():
+            text = each.decoded_token or ""
+            own = self._tokenizer.bytes_of(token_id, text) if each.decoded_token is not None else b""
+            message.candidates.add(
+                token_id=token_id, logprob=each.logprob, rank=each.rank or 0, token=text,
+                token_bytes=own if own != text.encode() else b"",
+            )  # fmt: skip
+        return message
 
 
 def sequence_delta(completion: CompletionOutput) -> bytes:
@@ -110,16 +125,6 @@ def sequence_delta(completion: CompletionOutput) -> bytes:
     if token_ids:
         delta += packed(3, token_ids)
     return nested(2, delta)
-
-
-def candidates(of_position: dict[int, Logprob] | None) -> pb.TokenLogprobs:
-    """The candidates of a position, in the engine's order; none for the first token of a prompt."""
-    message = pb.TokenLogprobs()
-    for token_id, each in (of_position or {}).items():
-        message.candidates.add(
-            token_id=token_id, logprob=each.logprob, rank=each.rank or 0, token=each.decoded_token or ""
-        )
-    return message
 
 
 def usage_message(usage: Usage) -> pb.Usage:

@@ -81,6 +81,7 @@ class Inference:
         return generation, Responses(
             own_id(generation.request_id),
             None if parsed.reading.is_plain else parsed.new_reader,
+            self._service.engine.input_processor.tokenizer,
             with_prompt=request.return_prompt_token_ids,
             with_cached_tokens=self._service.options.enable_prompt_tokens_details,
         )

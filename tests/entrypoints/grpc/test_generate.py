@@ -17,6 +17,7 @@ from jaxpaged.kv_store.handover import RemoteSource, answer_params
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams
+from tests.engine.small_tokenizer import make_tokenizer
 from tests.entrypoints.grpc.conftest import Gate
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.saying_model import saying
@@ -204,6 +205,17 @@ def test_parameters_that_are_no_schema_are_refused_by_their_name(serving, text):
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "parameters" in error.details()
 
 
+def test_parts_of_a_character_have_their_bytes(serving):
+    async def scenario(server):
+        params = pb.SamplingParams(temperature=0, max_tokens=20, logprobs=1)
+        return await everything(server.stub.Generate(pb.GenerateRequest(text="the", sampling_params=params)))
+
+    responses = serving(scenario, **saying("a😀"))
+    tokens = [line.candidates[0] for response in responses for each in response.sequences for line in each.logprobs]
+    assert [each.token for each in tokens[:5]] == ["a", "", "", "", "😀"]
+    assert [each.token_bytes for each in tokens[:5]] == [b"", b"\xf0", b"\x9f", b"\x98", b"\x80"]
+
+
 def test_every_sampling_field_reaches_the_request_of_the_http_server():
     """Set one after another: a field that nobody reads would change nothing."""
     values = {
@@ -231,7 +243,7 @@ def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_
     lent = answer_params(RemoteSource("127.0.0.1", 7, "lease", 32), "engine", [[1, 2], []], 12.5)
     completion = CompletionOutput(0, "a", [5], None, None, "length")
     output = RequestOutput("r", "a", [5], None, [completion], finished=True, kv_transfer_params=lent)
-    responses = Responses("r", None, with_prompt=False, with_cached_tokens=False)
+    responses = Responses("r", None, make_tokenizer(), with_prompt=False, with_cached_tokens=False)
     response = pb.GenerateResponse.FromString(responses.of(output))
     said = response.kv_transfer_params
     for prompt in ("text", [{"role": "user", "content": "text"}]):

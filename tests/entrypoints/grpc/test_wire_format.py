@@ -7,7 +7,9 @@ from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.wire_format import encoded, nested, packed, varint
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from tests.engine.small_tokenizer import make_tokenizer
 
+TOKENIZER = make_tokenizer()
 PIECES = st.tuples(
     st.integers(0, 200), st.text(max_size=4) | st.just("x" * 20_000), st.lists(st.integers(0, 2**31 - 1))
 )
@@ -15,7 +17,8 @@ PIECES = st.tuples(
 
 @given(st.text(min_size=1, max_size=200), st.lists(st.lists(PIECES, max_size=3), max_size=3))
 def test_more_text_and_tokens_are_written_as_the_library_writes_them(request_id, results):
-    by_hand, by_library = (Responses(request_id, None, with_prompt=False, with_cached_tokens=False) for _ in range(2))
+    options = {"with_prompt": False, "with_cached_tokens": False}
+    by_hand, by_library = (Responses(request_id, None, TOKENIZER, **options) for _ in range(2))
     by_library._is_plain = lambda output: False
     for pieces in [[(0, "a", [1])], *results]:
         completions = [CompletionOutput(index, text, ids, None, None) for index, text, ids in pieces]
