@@ -50,11 +50,11 @@ def shown_option(name: str, value: Any) -> str:
 
 
 def without_secrets(name: str, value: Any) -> Any:
-    """The value with `HIDDEN` for texts whose name ends like that of a secret, and for names and passwords in URLs."""
+    """The value with `HIDDEN` for what is called like a secret, and for users and passwords in URLs."""
+    if SECRET_NAME.search(name) and value is not None and not isinstance(value, bool):
+        return HIDDEN
     if isinstance(value, Mapping):
         return {key: without_secrets(str(key), each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(without_secrets(name, each) for each in value)
-    if not isinstance(value, str):
-        return value
-    return HIDDEN if SECRET_NAME.search(name) else USER_INFO.sub(f"{HIDDEN}@", value)
+    return USER_INFO.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value

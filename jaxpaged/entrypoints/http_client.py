@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from jaxpaged.errors import UsageError
+from jaxpaged.text_checks import shown_option
 
 MAX_REFUSAL_BYTES = 4096
 IDLE_SECONDS = 2.0
@@ -203,7 +204,7 @@ def server_of(url: str) -> tuple[str, int, bool]:
     except ValueError:  # a port that is no number
         pass
     raise UsageError(
-        f"the address {url!r} is none of a server; it must look like http://127.0.0.1:8000 or https://host/path."
+        f"the address {shown_option('url', url)} is none of a server; it must look like http://127.0.0.1:8000 or https://host/path."
     )
 
 

@@ -11,6 +11,7 @@ from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.other_formats import refuse_gguf_name, refuse_pointers
 from jaxpaged.speculation import OWN_DRAFT_MODELS
+from jaxpaged.text_checks import without_secrets
 
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
@@ -44,7 +45,7 @@ def resolve_model_folder(
         raise CheckpointError(f"{folder} is a file. Name the folder that holds config.json and *.safetensors.")
     if not looks_like_hub_id(name):
         raise CheckpointError(
-            f"there is no folder {name}, and it cannot be a hub id (owner/name). "
+            f"there is no folder {without_secrets('model', name)}, and it cannot be a hub id (owner/name). "
             f"Name a folder, a hub id, or {EMBEDDED_MODEL!r} for the embedded model."
         )
     folder = download(name, revision, download_dir, wanted)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from jaxpaged import __version__
 from jaxpaged.errors import ConfigError
 from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.text_checks import shown_option
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,14 @@ def check_endpoint(endpoint: str) -> str:
         raise ConfigError(
             f"{variable} is {protocol!r}, but traces are sent over {GRPC!r} or {HTTP!r}. Set one of them."
         )
+    shown = shown_option(OPTION, endpoint)
     schemes = ("http", "https") if protocol == HTTP else ("http", "https", "grpc", "")
     if parts.scheme not in schemes or not parts.netloc:
         example = "http://localhost:4318/v1/traces" if protocol == HTTP else "http://localhost:4317"
-        raise ConfigError(f"{OPTION} is {endpoint!r}, no address for {protocol}. Give one like {example}.")
+        raise ConfigError(f"{OPTION} is {shown}, no address for {protocol}. Give one like {example}.")
     if not is_installed("opentelemetry.sdk.trace") or not is_installed(MODULES[protocol]):
         raise ConfigError(
-            f"{OPTION} is {endpoint!r}, but OpenTelemetry's SDK and exporters are not installed. To install "
+            f"{OPTION} is {shown}, but OpenTelemetry's SDK and exporters are not installed. To install "
             f"them, {how_to_install('otel')}."
         )
     return protocol

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.errors import RequestError, ServerError, UsageError
+from jaxpaged.text_checks import shown_option
 
 MAX_ERROR_BYTES = 4096
 
@@ -25,7 +26,8 @@ class ServerAnswers:
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None, timeout: float = 600.0):
         if not url.startswith(("http://", "https://")):
-            raise UsageError(f"--url is {url!r}; it must begin with http:// or https://, as http://127.0.0.1:8000.")
+            shown = shown_option("url", url)
+            raise UsageError(f"--url is {shown}; it must begin with http:// or https://, as http://127.0.0.1:8000.")
         self.base = url.rstrip("/").removesuffix("/v1")
         self.api_key, self.timeout = api_key, timeout
         self.model = model or self._first_model()
