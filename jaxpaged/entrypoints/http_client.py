@@ -152,16 +152,24 @@ class HttpClient:
         return status, b"".join(parts) if status == 200 else refusal
 
     async def post(
-        self, path: str, body: bytes, sink: Sink, more: Mapping[str, str], timeout: float, flow: Flow | None = None
-    ) -> tuple[int, bytes]:
+        self, path: str, body: bytes, sink: Sink, more: Mapping[str, str], timeout: float, flow: Flow | None = None,
+        *, method: str = "POST",
+    ) -> tuple[int, bytes]:  # fmt: skip
         """Post JSON; a good answer goes to `sink`, as fast as `flow` lets it. Returns the status and what a bad answer
         says. Raises OSError."""
         headers = (
-            f"POST {self._path}{path} HTTP/1.1\r\n{self._headers}{header_lines(more)}Content-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{header_lines(more)}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         async with asyncio.timeout(timeout):
             return await self._ask(headers.encode() + body, sink, flow or Flow())
+
+    async def reach(self, timeout: float) -> None:
+        """Have a connection for the next request. Raises OSError where there is none to be had."""
+        async with asyncio.timeout(timeout):
+            connection = self._kept() or await self._connect()
+        connection.last_used = self._clock()
+        self._idle.append(connection)
 
     async def _ask(self, request: bytes, sink: Sink, flow: Flow) -> tuple[int, bytes]:
         connection = self._kept() or await self._connect()

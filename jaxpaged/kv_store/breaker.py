@@ -44,13 +44,15 @@ class CircuitBreaker:
         return self._open_until is not None
 
     def failed(self, error: object) -> None:
+        """`error`: what happened, an exception or words."""
         with self._lock:
             is_news = self._open_until is None
             self._open_until = self._clock() + self.retry_after_s
         if is_news:
+            words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
             logger.warning(
                 "%s failed: %.300s. It is left alone and tried again every %g s; requests go on without it.",
-                self.name, f"{type(error).__name__}: {error}".rstrip("."), self.retry_after_s,
+                self.name, words.rstrip("."), self.retry_after_s,
             )  # fmt: skip
 
     def succeeded(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import shutil
 import signal
@@ -9,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -20,9 +22,10 @@ from msgspec import Raw
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
+from jaxpaged.entrypoints.proxy import local_engines
 from jaxpaged.entrypoints.proxy.app import Proxy, create_app
 from jaxpaged.entrypoints.proxy.backends import MOST_BEHIND, Backends, beginnings_of
-from jaxpaged.entrypoints.proxy.handing_over import for_decode, for_prefill, params_in, read
+from jaxpaged.entrypoints.proxy.handing_over import WHOLE, for_decode, for_prefill, params_in, read
 from jaxpaged.errors import UsageError
 
 LONG = "a word " * 400
@@ -49,7 +52,7 @@ class Engine:
     async def serve(self, reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         length = [int(line.split(":")[1]) for line in head.splitlines() if line.startswith("content-length")]
-        body = json.loads(await reader.readexactly(length[0])) if length else {}
+        body = json.loads(await reader.readexactly(length[0]) or b"{}") if length else {}
         self.asked.append(body)
         self.headers.append(head)
         if self.never:
@@ -150,8 +153,85 @@ def test_a_decode_engine_is_asked_while_the_prompt_is_computed():
 
 def test_a_prompt_is_not_computed_on_where_no_decode_engine_answers():
     prefill = Engine(num_more=100, goes_on=lambda reader: reader.read())
-    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[prefill], decode=[gone()])
+    answers, proxy, _ = ask_all({"prompt": LONG}, prefill=[prefill], decode=[Engine(503)])
     assert answers[0][0] == 503 and prefill.num_left == 1 and proxy.prefill.all[0].num_under_way == 0
+
+
+def test_no_prompt_is_computed_where_no_decode_engine_is_left(caplog):
+    prefill = Engine()
+    answers, proxy, _ = ask_all(*[{"prompt": LONG}] * 3, prefill=[prefill], decode=[gone(), gone()])
+    assert [status for status, _ in answers] == [503] * 3 and not prefill.asked
+    assert proxy.counts["failures"] == 3 and proxy.counts["prefill_failures"] == 0
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and all("failed: nothing listens there. It is left alone" in each for each in told), told
+
+
+def test_a_decode_engine_that_comes_back_is_asked_again(monkeypatch):
+    monkeypatch.setattr("jaxpaged.entrypoints.proxy.backends.RETRY_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    prefill, decode = Engine(), Engine()
+
+    async def ask(proxy_port, path, body):
+        before = await post(proxy_port, path, body)
+        server = await asyncio.start_server(decode.serve, "127.0.0.1", port)
+        async with server:
+            return before, await post(proxy_port, path, body)
+
+    answers, _, _ = ask_all({"prompt": LONG}, prefill=[prefill], decode=[f"http://127.0.0.1:{port}"], ask=ask)
+    (before, after) = answers[0]
+    assert (before[0], after[0]) == (503, 200) and len(prefill.asked) == 1
+    assert decode.asked[-1]["kv_transfer_params"] == LENT
+
+
+@pytest.mark.parametrize("path", WHOLE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_whatever_else_clients_ask_is_a_decode_engines_alone(path, stream):
+    prefill, decode = Engine(), Engine()
+    body = {WHOLE[path]: LONG, "stream": stream, "anything": {"else": [1.50]}}
+    answers, _, _ = ask_all(body, prefill=[prefill], decode=[gone(), decode], path=path)
+    assert answers[0][0] == 200 and decode.asked == [body] and not prefill.asked
+    assert f"post {path} " in decode.headers[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/one/of/ours", "/health", "/ready", "/ping", "/version"])
+def test_what_every_engine_says_alike_one_is_asked(path):
+    decode = Engine()
+    answers, _, _ = ask_all({}, decode=[gone(), decode], path=path, ask=lambda port, path, _: post(port, path, None))
+    assert answers[0][0] == 200 and f"get {path} " in decode.headers[0]
+
+
+@pytest.mark.parametrize(("verb", "path"), [("GET", "/v1/responses/resp_1?stream=true&starting_after=3"),
+                                            ("GET", "/v1/responses/resp_1"), ("DELETE", "/v1/responses/resp_1"),
+                                            ("POST", "/v1/responses/resp_1/cancel")])  # fmt: skip
+def test_an_answer_that_one_engine_keeps_is_asked_for_there(verb, path):
+    first, second = Engine(404), Engine()
+
+    async def ask(port, path, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{verb} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return int(answer.split()[1]), answer
+
+    answers, _, _ = ask_all({}, decode=[gone(), first, second], path=path, ask=ask)
+    assert answers[0][0] == 200 and f"{verb} {path} ".lower() in second.headers[0] and len(first.asked) == 1
+    assert (b"text/event-stream" in answers[0][1]) is ("stream" in path)
+    answers, _, _ = ask_all({}, decode=[Engine(404), Engine(404)], path=path, ask=ask)
+    assert answers[0][0] == 404
+
+
+def test_a_response_that_goes_on_from_another_goes_to_who_keeps_that():
+    first, second = Engine(404), Engine()
+    body = {"input": "more", "previous_response_id": "resp_1"}
+    answers, _, _ = ask_all(body, decode=[first, second], path="/v1/responses")
+    assert answers[0][0] == 200 and second.asked == [body]
+    assert ask_all({"input": "x"}, decode=[Engine(404), Engine()], path="/v1/responses")[0][0][0] == 404
+
+
+def test_errors_have_the_form_of_the_api_that_was_asked():
+    status, said = ask_all({"messages": []}, decode=[gone()], path="/v1/messages")[0][0]
+    assert status == 503 and json.loads(said)["type"] == "error"
 
 
 def test_a_prefill_engine_that_breaks_off_later_does_not_matter_to_the_proxy():
@@ -329,6 +409,40 @@ def test_flags_that_do_not_serve_are_refused(flags, words, capsys):
 def test_engines_that_cannot_be_started_are_told(flags, words, capsys):
     assert main(["proxy", "--port", "0", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+SERVES = """
+import os, sys, threading
+port = int(sys.argv[sys.argv.index("--port") + 1])
+print(f"served at http://127.0.0.1:{port or 4711}.", file=sys.stderr, flush=True)
+os.read(0, 1) or os._exit(0)
+"""
+
+
+def test_an_engine_of_start_that_ends_is_started_again_at_its_port_until_the_proxy_stops(monkeypatch, capfd):
+    monkeypatch.setattr(local_engines, "PROGRAM", SERVES)
+    monkeypatch.setattr(local_engines, "RESTART_SECONDS", 0.01)
+    with local_engines.local_engines("0p1d", []) as (_, urls):
+        assert urls == ["http://127.0.0.1:4711"]
+        engine = next(each for each in gc.get_objects() if isinstance(each, local_engines.LocalEngine))
+        for _ in range(2):
+            before = engine._process
+            before.kill()
+            deadline = time.monotonic() + 30
+            while engine._process is before or engine._process.poll() is not None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert "4711" in engine._process.args
+        last = engine._process
+    said = capfd.readouterr().err
+    assert last.poll() == 0 and said.count("has ended with status -9; it is started again in 0.0") == 2
+    assert not engine._thread.is_alive()
+
+
+def test_one_that_ends_before_it_served_at_all_is_not(monkeypatch):
+    monkeypatch.setattr(local_engines, "PROGRAM", "raise SystemExit(3)")
+    with pytest.raises(UsageError, match="ended with status 3 before"), local_engines.local_engines("0p1d", []):
+        pass
 
 
 def test_who_is_chosen():

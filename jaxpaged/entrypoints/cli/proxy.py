@@ -20,8 +20,11 @@ SERVER_OPTIONS = (
 )  # fmt: skip
 """Those of the server's options that the proxy has too."""
 EPILOG = """\
-Short prompts go to a decode engine straight away, and so does everything while no prefill engine answers. Engines get
-the clients' keys (Authorization, x-api-key), unless --engine-key-file gives them one. Ctrl-C, or SIGTERM, ends it.
+Prompts of completions and chats are computed by prefill engines. Short ones go to a decode engine straight away, and so
+does everything while no prefill engine answers, and whatever else is asked (/v1/responses, /v1/messages, /tokenize,
+/v1/embeddings, ...). While no decode engine answers, nothing is computed. Engines get the clients' keys (Authorization,
+x-api-key), unless --engine-key-file gives them one. An engine of --start that ends is started again. Ctrl-C, or
+SIGTERM, ends it.
 
 examples:
   jaxpaged proxy --start 1p1d

@@ -18,14 +18,18 @@ ELSEWHERE = (429, 500, 502, 503, 504)
 class Answer:
     """What an engine says, as it comes: `begun` tells whether it is a good one."""
 
-    def __init__(self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], timeout: float):
+    def __init__(
+        self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], timeout: float,
+        method: str = "POST",
+    ):  # fmt: skip
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_waiting, self._flow = 0, Flow()
         self._first: bytes | None = None
         self._backend = backend
         backend.num_under_way += 1
         backend.num_requests += 1
-        self._asking = asyncio.create_task(backend.client.post(path, body, self._take, headers, timeout, self._flow))
+        asking = backend.client.post(path, body, self._take, headers, timeout, self._flow, method=method)
+        self._asking = asyncio.create_task(asking)
         self._asking.add_done_callback(self._ended)
 
     def _take(self, data: bytes, now: float) -> None:

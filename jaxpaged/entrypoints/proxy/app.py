@@ -1,7 +1,9 @@
-"""The proxy as a web application: completions and chats of OpenAI's API, sent on to engines, and its own metrics.
+"""The proxy as a web application: what clients ask of an engine is sent on to engines, and it has metrics of its own.
 
-An engine that cannot be reached, or says that it is too busy or broken, is passed by for another one as long as nothing
-of its answer was given to the client. Without a prefill engine that answers, decode engines compute prompts too.
+Prompts of completions and chats are computed by prefill engines; all else is a decode engine's alone. An engine that
+cannot be reached, or says that it is too busy or broken, is passed by for another one as long as nothing of its answer
+was given to the client. Without a prefill engine that answers, decode engines compute prompts too; without a decode
+engine nobody computes anything.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxpaged.entrypoints.http.anthropic.errors import MessagesErrors
 from jaxpaged.entrypoints.http.body import LONG_BODY, REST_SECONDS_A_BYTE, read_body
 from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_body, error_response
 from jaxpaged.entrypoints.http.health import OPEN_PATHS
@@ -24,17 +27,19 @@ from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.sse import event
 from jaxpaged.entrypoints.proxy.answer import ELSEWHERE, MOST_WHOLE, Answer
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
-from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, Asked, for_decode, read
+from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, WHOLE, Asked, for_decode, read
 from jaxpaged.entrypoints.proxy.prompts import Prompt, Prompts
 
-PASSED_ON = ("traceparent", "tracestate", "x-request-id")
+PASSED_ON = ("traceparent", "tracestate", "x-request-id", "anthropic-version", "anthropic-beta")
 KEYS = ("authorization", "x-api-key")
 """Headers that engines get as the client sent them, keys unless the proxy has one of its own for them."""
 CLIENT_LEFT = 499
 """What is answered to nobody."""
 PROBE_SECONDS = 5.0
+ANY = ("/v1/models", "/v1/models/{id:path}", "/health", "/ready", "/startup", "/ping", "/version")
+"""Paths at which every decode engine says the same."""
 COUNTERS = {
-    "requests": "Completions and chats that came.",
+    "requests": "Requests that came for engines, completions, chats and others.",
     "handed_over": "Requests whose prompt a prefill engine computed.",
     "prefill_failures": "Times that a prefill engine did not compute a prompt.",
     "decode_retries": "Times that another decode engine was asked.",
@@ -75,7 +80,7 @@ class Proxy:
         self._prompts = Prompts(prefill, self.counts, timeout, waits=waits)
 
     async def generate(self, request: Request) -> Response:
-        """A completion or chat."""
+        """A completion, a chat, or whatever else has a body that an engine answers."""
         asked = await self._read(request)
         self.counts["requests"] += 1
         answering = asyncio.ensure_future(self._answer(asked, self._headers(request)))
@@ -92,7 +97,7 @@ class Proxy:
 
     async def _answer(self, asked: Asked, headers: Mapping[str, str]) -> Response:
         beginnings, prompt = beginnings_of(asked.beginning), Prompt()
-        if asked.may_be_split and asked.num_tokens >= self._least:
+        if asked.may_be_split and asked.num_tokens >= self._least and await self._is_reachable(beginnings):
             prompt = await self._prompts.computed(asked, beginnings, headers)
         answer: Answer | Response | None = None
         try:
@@ -103,8 +108,21 @@ class Proxy:
         if isinstance(answer, Response):
             return answer
         if asked.is_stream:
-            return Streamed(answer, self._stream(answer), media_type="text/event-stream")
+            pieces = self._stream(answer) if asked.path in PROMPTS else self._passed(answer)
+            return Streamed(answer, pieces, media_type="text/event-stream")
         return await self._whole(answer)
+
+    async def _is_reachable(self, beginnings: list[bytes]) -> bool:
+        """Whether there is a decode engine to go on from a prompt: else none is computed."""
+        if not self.prefill.all:
+            return False
+        tried: list[Backend] = []
+        while (backend := self.decode.choose(beginnings, tried)) is not None:
+            self.counts["decode_retries"] += bool(tried)
+            if await backend.reach():
+                return True
+            tried.append(backend)
+        return False
 
     async def _read(self, request: Request) -> Asked:
         """What is asked. Long bodies are looked at one at a time: each holds everybody up for some milliseconds."""
@@ -144,6 +162,10 @@ class Proxy:
             self.counts["failures"] += 1
             raise
 
+    def _passed(self, answer: Answer) -> AsyncIterator[bytes]:
+        """The pieces of a stream whose form has no event for one that breaks off."""
+        return self._long(b"", answer.pieces())
+
     async def _decoded(
         self, asked: Asked, beginnings: list[bytes], body: bytes, headers: Mapping[str, str]
     ) -> Answer | Response:
@@ -169,7 +191,7 @@ class Proxy:
                 return answer
             answer.close()
             refusal = Response(said, status, media_type="application/json")
-            if status not in ELSEWHERE:
+            if status not in ELSEWHERE and not (status == 404 and asked.goes_on):
                 return refusal
         self.counts["failures"] += 1
         if refusal is not None:
@@ -195,7 +217,32 @@ class Proxy:
             if status not in ELSEWHERE:
                 kind = "application/json" if content[:1] in (b"{", b"[") else "text/plain"
                 return Response(content, status, media_type=kind)
-        raise HttpError(503, "No decode engine answers. Try again later.")
+        raise HttpError(503, "No decode engine answers. Try again later.", headers={"Retry-After": "2"})
+
+    async def ask_owner(self, request: Request) -> Response:
+        """What the decode engine says that knows what this path names."""
+        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        kind = "text/event-stream" if request.query_params.get("stream") == "true" else "application/json"
+        refusal: Response | None = None
+        for backend in self.decode.all:
+            answer = Answer(backend, path, b"", self._headers(request), self._timeout, request.method)
+            try:
+                status, said = await answer.begun()
+            except OSError:
+                answer.close()
+                continue
+            except BaseException:
+                answer.close()
+                raise
+            if status == 200:
+                return Streamed(answer, self._passed(answer), media_type=kind)
+            answer.close()
+            refusal = Response(said, status, media_type="application/json")
+            if status != 404 and status not in ELSEWHERE:
+                return refusal
+        if refusal is not None:
+            return refusal
+        raise HttpError(503, "No decode engine answers. Try again later.", headers={"Retry-After": "2"})
 
     async def metrics(self, request: Request) -> Response:
         """In Prometheus's format."""
@@ -228,9 +275,13 @@ async def answer_with_error(request: Request, error: Exception) -> Response:
 
 def create_app(proxy: Proxy, keys: Sequence[str] = ()) -> Starlette:
     """The application. Clients must show one of `keys`, if there are any."""
-    routes = [Route(path, proxy.generate, methods=["POST"]) for path in PROMPTS]
-    routes += [Route(path, proxy.ask_any) for path in ("/v1/models", "/health", "/ready", "/version")]
-    routes.append(Route("/metrics", proxy.metrics))
+    routes = [Route(path, proxy.generate, methods=["POST"]) for path in PROMPTS | WHOLE]
+    routes += [Route(path, proxy.ask_any) for path in ANY]
+    routes += [
+        Route("/v1/responses/{id}", proxy.ask_owner, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", proxy.ask_owner, methods=["POST"]),
+        Route("/metrics", proxy.metrics),
+    ]
     kinds = (HttpError, HTTPException, Exception)
-    guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
-    return Starlette(routes=routes, middleware=[guarded], exception_handlers=dict.fromkeys(kinds, answer_with_error))
+    layers = [Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)]
+    return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, answer_with_error))

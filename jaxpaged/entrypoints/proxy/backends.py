@@ -17,6 +17,7 @@ MAX_REMEMBERED = 1 << 16
 MOST_BEHIND = 4
 """An engine that knows a prompt's beginning is chosen unless it has so many requests more than the idlest one."""
 RETRY_SECONDS = 2.0
+REACH_SECONDS = 5.0
 
 
 class Backend:
@@ -33,7 +34,17 @@ class Backend:
     def failed(self, error: OSError) -> None:
         """It could not be reached, or its answer broke off."""
         self.num_failures += 1
-        self.breaker.failed(str(error) or type(error).__name__)
+        self.breaker.failed(words_of(error))
+
+    async def reach(self) -> bool:
+        """Whether it can be asked now, by a connection that its next request has."""
+        try:
+            await self.client.reach(REACH_SECONDS)
+        except OSError as error:
+            self.failed(error)
+            return False
+        self.breaker.succeeded()
+        return True
 
 
 class Backends:
@@ -68,6 +79,17 @@ class Backends:
     async def close(self) -> None:
         for each in self.all:
             await each.client.close()
+
+
+def words_of(error: OSError) -> str:
+    """What happened, for people."""
+    match error:
+        case ConnectionRefusedError():
+            return "nothing listens there"
+        case TimeoutError():
+            return "there was no answer in time"
+        case _:
+            return str(error) or type(error).__name__
 
 
 def beginnings_of(prompt: bytes) -> list[bytes]:

@@ -18,7 +18,14 @@ from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.kv_store.handover import PARAMS
 
 PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-"""Where a request has its prompt."""
+"""Where a request has its prompt that a prefill engine may compute."""
+WHOLE = {
+    "/v1/responses": "input", "/v1/messages": "messages", "/v1/messages/count_tokens": "messages",
+    "/v1/chat/completions/batch": "messages", "/invocations": "messages", "/tokenize": "prompt",
+    "/detokenize": "tokens", "/v1/embeddings": "input", "/pooling": "input", "/classify": "input",
+    "/score": "text_1", "/v1/score": "text_1", "/rerank": "query", "/v1/rerank": "query", "/v2/rerank": "query",
+}  # fmt: skip
+"""The same of those that a decode engine answers alone."""
 ASK_PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -57,6 +64,11 @@ class Asked(msgspec.Struct, frozen=True):
     def is_stream(self) -> bool:
         return field(self.body, "stream") == b"true"
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is about an answer that one of the engines keeps."""
+        return field(self.body, "previous_response_id") not in NOTHING
+
 
 def field(body: Body, name: str) -> memoryview:
     """A field's JSON; null where there is none."""
@@ -71,9 +83,9 @@ def read(path: str, content: bytes) -> Asked:
         raise HttpError(400, f"The body is no JSON object: {error}.") from None
     if field(body, PARAMS) not in NOTHING:
         raise HttpError(400, f"{PARAMS} is given, but the proxy makes them. Leave it out.", PARAMS)
-    prompt = field(body, PROMPTS[path])
+    prompt = field(body, (PROMPTS | WHOLE)[path])
     is_ids = prompt[:1] == b"[" and bytes(prompt[1:64]).lstrip()[:1].isdigit()
-    is_one = path != "/v1/completions" or prompt[:1] == b'"' or is_ids
+    is_one = path in PROMPTS and (path != "/v1/completions" or prompt[:1] == b'"' or is_ids)
     before = [field(body, name) for name in ("model", "tools")]
     beginning = b"".join(bytes(each[:MOST_BEGINNING]) + b"," for each in (*before, prompt))[:MOST_BEGINNING]
     num_bytes = sum(map(len, before)) + len(prompt)
