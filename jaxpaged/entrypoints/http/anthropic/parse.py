@@ -183,9 +183,13 @@ def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conv
         },
         tool_use=use,
         shape=answer_format(body),
-        include_reasoning=body.thinking is None or body.thinking.type != "disabled",
+        include_reasoning=shows_thinking(body.thinking),
         cache_salt=cache_salt,
     )
+
+
+def shows_thinking(thinking: ThinkingOption | None) -> bool:
+    return thinking is None or (thinking.type != "disabled" and thinking.display != "omitted")
 
 
 def choice_of(body: MessagesPrompt) -> str | None:

@@ -89,10 +89,11 @@ class MessagesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class ThinkingOption(msgspec.Struct, forbid_unknown_fields=True):
     """Whether the model thinks before it answers. `budget_tokens` is the limit of that where the model's vocabulary has
-    tokens around thinking, and a target elsewhere."""
+    tokens around thinking, and a target elsewhere. Thinking is shown as it is, or omitted."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct):

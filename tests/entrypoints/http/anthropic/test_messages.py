@@ -206,13 +206,14 @@ def test_only_one_call_comes_when_parallel_ones_are_disabled(ask):
     assert [block["type"] for block in answer.json["content"]] == ["tool_use"]
 
 
+@pytest.mark.parametrize("hides", [{"type": "disabled"}, {"type": "adaptive", "display": "omitted"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_is_a_block_that_can_be_left_out(ask, stream):
+def test_thinking_is_a_block_that_can_be_left_out(ask, stream, hides):
     says_it = saying("<think>\nit is day\n</think>\n\nHello")
     body = {**GREEDY, "max_tokens": 100, "stream": stream}
     shown, hidden = (
-        ask(PATH, body, **QWEN, **says_it),
-        ask(PATH, {**body, "thinking": {"type": "disabled"}}, **QWEN, **says_it),
+        ask(PATH, {**body, "thinking": {"type": "adaptive", "display": "summarized"}}, **QWEN, **says_it),
+        ask(PATH, {**body, "thinking": hides}, **QWEN, **says_it),
     )
     read = (lambda answer: streamed(answer)[0]) if stream else (lambda answer: answer.json["content"])
     thinking, text = read(shown)
