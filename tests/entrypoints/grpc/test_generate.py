@@ -298,8 +298,20 @@ def test_another_model_is_not_found(serving):
 
 
 def test_a_full_queue_says_when_to_try_again(serving):
-    params = pb.SamplingParams(n=9, temperature=1)
-    error = refused(serving, pb.GenerateRequest(text="a", sampling_params=params), options={"max_num_queued_reqs": 0})
+    async def scenario(server):
+        server.engine.go_on.clear()  # the first request stays under way
+        params = pb.SamplingParams(n=8, temperature=1, max_tokens=4)
+        request = pb.GenerateRequest(text="a", sampling_params=params)
+        first = asyncio.ensure_future(everything(server.stub.Generate(request)))
+        while not len(server.service.traffic):
+            await asyncio.sleep(0.001)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await everything(server.stub.Generate(pb.GenerateRequest(text="a")))
+        server.engine.go_on.set()
+        await first
+        return caught.value
+
+    error = serving(scenario, options={"max_num_queued_reqs": 0})
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     [detail] = details_of(error)
     assert detail.retry_delay.seconds == 1
