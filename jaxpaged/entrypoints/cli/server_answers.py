@@ -17,6 +17,32 @@ from jaxpaged.errors import RequestError, ServerError, UsageError
 from jaxpaged.text_checks import shown_option
 
 MAX_ERROR_BYTES = 4096
+TOGETHER = 0.001
+"""Seconds between pieces that came together."""
+FEWEST_LATER, SHORTEST = 4, 0.05
+"""Arrivals after the first one, and seconds between the first and the last, below which there is no speed to tell."""
+
+
+class Arrivals:
+    """When pieces of an answer came, in seconds. Pieces that come together tell no speed."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last = 0.0
+        self.later = 0  # times that something came after the first
+
+    def add(self, now: float) -> None:
+        if self.first is None:
+            self.first = now
+        elif now - self.last >= TOGETHER:
+            self.later += 1
+        self.last = now
+
+    def seconds(self) -> float | None:
+        """From the first piece to the last; None where too few came one after the other."""
+        if self.first is None or self.later < FEWEST_LATER or self.last - self.first < SHORTEST:
+            return None
+        return self.last - self.first
 
 
 class ServerAnswers:
@@ -35,7 +61,7 @@ class ServerAnswers:
     def ask(self, messages: list[dict[str, Any]], given: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
         body = {"model": self.model, "messages": messages, "stream": True, **given}
         body["stream_options"] = {"include_usage": True}
-        begin, first, last = time.monotonic(), None, 0.0
+        begin, arrivals = time.monotonic(), Arrivals()
         text, reason, num_tokens = [], None, None
         with self._open("/v1/chat/completions", body) as response:
             for chunk in events(response):
@@ -47,14 +73,13 @@ class ServerAnswers:
                     delta = choice.get("delta") or {}
                     piece = delta.get("content") or ""
                     if piece or delta.get("reasoning_content") or delta.get("reasoning"):
-                        last = time.monotonic()
-                        first = last if first is None else first
+                        arrivals.add(time.monotonic())
                     if piece:
                         text.append(piece)
                         show(piece)
                     reason = choice.get("finish_reason") or reason
-        waited = None if first is None else first - begin
-        return Answer("".join(text), reason, num_tokens, waited, None if first is None else last - first)
+        waited = None if arrivals.first is None else arrivals.first - begin
+        return Answer("".join(text), reason, num_tokens, waited, arrivals.seconds())
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as response:

@@ -7,10 +7,12 @@ import pty
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from jaxpaged.entrypoints.cli.server_answers import Arrivals, ServerAnswers
 from tests.entrypoints.cli.conftest import EchoInputs
 
 
@@ -188,8 +190,9 @@ class Replies(http.server.BaseHTTPRequestHandler):
             return self.wfile.write(b"\0\0\x1e\x04\0\0\n")
         self.send_response(200)
         self.end_headers()
-        for piece in ("You said ", said):
+        for piece in ("You said ", *(said.split() if said.startswith("slowly") else [said])):
             self.chunk({"choices": [{"delta": {"content": piece}}]})
+            time.sleep(0.03 * said.startswith("slowly"))
         if said == "break":
             return self.chunk({"error": {"message": "the engine died."}})
         self.chunk({"choices": [{"delta": {}, "finish_reason": "stop"}]})
@@ -236,6 +239,27 @@ def test_a_server_that_refuses_or_breaks_off_is_reported_and_the_chat_goes_on(ru
     assert all(body["model"] == "big-model" for body, _ in server[1])
 
 
+def test_the_speed_is_that_of_pieces_that_came_one_after_the_other(server):
+    answers = ServerAnswers(server[0])
+    texts = ("a b c", "slowly a b c d e f")
+    at_once, slowly = (answers.ask([{"role": "user", "content": text}], {}, lambda piece: None) for text in texts)
+    assert at_once.speed().startswith("5 tokens, the first after") and "tokens/s" in slowly.speed()
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        ([], None), ([1.0], None), ([1.0, 1.0001], None), ([1.0, 9.0], None), ([1.0, 1.01, 1.02, 1.03, 1.04], None),
+        ([1.0, 1.0001, 1.0002, 1.0003, 1.0004, 2.0], None), ([1.0, 1.5, 2.0, 2.5, 3.0], 2.0),
+    ],
+)  # fmt: skip
+def test_too_few_arrivals_tell_no_time(times, seconds):
+    arrivals = Arrivals()
+    for each in times:
+        arrivals.add(each)
+    assert arrivals.seconds() == seconds
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
@@ -269,7 +293,7 @@ def test_in_a_terminal_there_are_history_several_lines_and_the_speed(server, tmp
 
         until("> ")
         os.write(reader, b"Hi\n")
-        assert "You said Hi" in until("tokens/s")
+        assert "You said Hi" in until("5 tokens")
         os.write(reader, b'"""a\nb"""\n')
         until("> ")
         until("You said a")
