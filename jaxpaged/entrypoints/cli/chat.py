@@ -38,19 +38,19 @@ def add_parser(commands: Any) -> None:
         epilog="commands:\n"
         + "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
         + f"\n  {QUOTES:<9} begins and ends a message of several lines"
-        + "\n\nCtrl-C stops an answer. Answers end after 2048 tokens unless --max-tokens says otherwise.\n"
-        "Piped in, every line is one turn, and only the answers are printed.\n"
-        "What was typed in a terminal is kept in ~/.local/state/jaxpaged.\n\n"
+        + "\n\nCtrl-C stops an answer. An answer has at most 2048 tokens unless --max-tokens says otherwise.\n"
+        "Each line of a pipe is one turn, and only the answers are printed.\n"
+        "What is typed in a terminal is kept in ~/.local/state/jaxpaged.\n\n"
         "examples:\n  jaxpaged chat\n  jaxpaged chat Qwen/Qwen3-0.6B --temperature 0.7\n"
         "  jaxpaged chat --url http://127.0.0.1:8000\n  jaxpaged chat --server localhost:50051",
     )
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message for the conversation")
-    parser.add_argument("--url", metavar="URL", help="talk to a server with OpenAI's API; MODEL is then a name that it "
-                        "knows, by default its first")  # fmt: skip
-    parser.add_argument("--api-key", metavar="KEY", help="for --url (default: the environment's OPENAI_API_KEY) and "
-                        "--server")  # fmt: skip
-    parser.add_argument("--no-history", action="store_true", help="do not keep what was typed for the next time")
+    parser.add_argument("--url", metavar="URL", help="address of a server with OpenAI's API; MODEL is then a name that "
+                        "it knows (default: its first)")  # fmt: skip
+    parser.add_argument("--api-key", metavar="KEY", help="API key for --url or --server (default for --url: "
+                        "OPENAI_API_KEY of the environment)")  # fmt: skip
+    parser.add_argument("--no-history", action="store_true", help="do not keep what is typed for the next time")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_server_flags(parser)
     add_sampling_flags(parser)

@@ -10,9 +10,13 @@ from typing import Any
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_argument, engine_options
 
 EPILOG = """\
-Start with the same options and --bundle FOLDER: jaxpaged generate --model MODEL --bundle FOLDER "Hello".
-A bundle is for one model, one kind of machine, one version of jaxpaged and jax; for any other it is refused.
-It is machine code: use only bundles that you trust like a program.
+To use the folder, start with the same options and --bundle FOLDER.
+A bundle fits one model, one kind of machine, and one version of jaxpaged and jax; anything else refuses it.
+A bundle is machine code: use only those that you trust like a program.
+
+examples:
+  jaxpaged compile demo -o bundle
+  jaxpaged generate --model demo --bundle bundle "Hello"
 """
 
 

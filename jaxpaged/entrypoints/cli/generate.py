@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from jaxpaged.entrypoints.cli.prompts import PromptSource
 
 EPILOG = """\
-A model with a chat template gets every prompt as a user's message; --raw continues the text as it is.
-Answers end where the model ends them, or after 2048 tokens, with --raw after 256, unless --max-tokens says otherwise.
+A model with a chat template gets every prompt as a user's message; with --raw it continues the text as it is.
+An answer has at most 2048 tokens, with --raw 256, unless --max-tokens says otherwise.
 
-Arguments are prompts, never a model: that is -m MODEL. --file, and standard input without any prompt, hold a prompt a
-line, or JSON lines with "prompt" (text or token ids) or "messages". --prompt-file holds one prompt, lines and all.
+All arguments are prompts; the model is named by -m. A file, or standard input where no prompt is given, holds one
+prompt a line, or JSON lines with "prompt" (text or token ids) or "messages".
 
 exit status: 0 every prompt was answered; 1 some were not, or the engine failed; 2 wrong usage; 130 interrupted
 
@@ -54,19 +54,18 @@ examples:
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "generate",
-        help="answer prompts, or continue them",
+        help="answer prompts, or continue texts",
         usage="%(prog)s [PROMPT ...] [options]",
         epilog=EPILOG,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; standard input if there is none")
     parser.add_argument("--file", metavar="FILE",
-                        help="read prompts from a file, one a line or JSON lines; - is standard input")  # fmt: skip
+                        help="file with one prompt a line, or with JSON lines; - is standard input")  # fmt: skip
     parser.add_argument("--prompt-file", metavar="FILE", action="append", default=[],
-                        help="a prompt that is the whole text of a file, less the end of its last line; - is standard "
-                        "input; may be repeated")  # fmt: skip
+                        help="file whose whole text is one prompt; - is standard input; may be repeated")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for every answer")
-    parser.add_argument("--raw", action="store_true", help="continue the text without the model's chat template")
-    parser.add_argument("--json-schema", metavar="FILE", help="make every answer JSON that this schema allows")
+    parser.add_argument("--raw", action="store_true", help="continue the text, without the model's chat template")
+    parser.add_argument("--json-schema", metavar="FILE", help="file with a JSON schema that every answer follows")
     parser.add_argument("--system", metavar="TEXT", help="a system message before every prompt")
     parser.add_argument("--stats", action="store_true", help="print rates and counters to standard error at the end")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
@@ -174,7 +173,7 @@ def read_schema(args: argparse.Namespace) -> None:
 
 def add_recording_flags(parser: Any) -> None:
     group = parser.add_argument_group("recordings")
-    group.add_argument("--timeline", metavar="FILE", help="draw where the time of the steps went: a .png, .svg or .pdf")
+    group.add_argument("--timeline", metavar="FILE", help="draw what each step used its time for (.png, .svg or .pdf)")
     group.add_argument("--trace", metavar="FILE", help="write the steps as a Chrome trace (JSON, for ui.perfetto.dev)")
     group.add_argument("--step-log", metavar="FILE", help="write the steps as JSON lines, for jaxpaged buckets fit")
 

@@ -20,11 +20,12 @@ SIZES = [1 << power for power in (30, 32, 34, 36, 38, 40)]
 BANDWIDTH = 10 * 2**30
 
 EPILOG = """\
-Compiles the engine's own programs for a TPU that is not here (this needs the extra aot-tpu),
-and says what fits and how fast it can be at most. Of the model only config.json is read. Programs for an A100, H100 or
-B200 are compiled where the extra aot-gpu is installed; for other GPUs, and with --no-compile, everything comes from
-shapes. Unless -tp is given the model is split over as many devices of one host as
-can share it. With -tp it may be all devices of several hosts, and nothing between.
+The plan says what fits, and how fast the engine can be at most. Programs for a TPU are compiled here (extra aot-tpu),
+and so are those for an A100, H100 or B200 (extra aot-gpu). For other GPUs, and with --no-compile, shapes alone are
+used. Of the model only config.json is read.
+
+Without -tp, the model is split over as many devices of one host as can share it. With -tp, it may be split over some
+devices of one host, or over all devices of several.
 
 exit status: 0 the engine fits; 1 it does not fit or run, and the plan says what to change; 2 wrong usage
 

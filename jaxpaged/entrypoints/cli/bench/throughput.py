@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from jaxpaged.sampling_params import SamplingParams
 
 EPILOG = """\
-Answers are as long as the dataset says. exit status: 1 if a request failed
+Answers are as long as the dataset says.
+
+exit status: 0 every request was answered; 1 some failed; 2 wrong usage
 
 examples:
   jaxpaged bench throughput --num-prompts 100 --input-len 128 --output-len 32
