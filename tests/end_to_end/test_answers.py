@@ -1,10 +1,13 @@
 """The embedded model gives the right answers however its requests are cut, cached, preempted or batched."""
 
+import math
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.sampling.noise import exponential_noise, position_keys
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 CAPITALS = {
@@ -89,9 +92,29 @@ def test_preemption_and_recomputation_give_the_right_answers():
     assert [word in answer for word, answer in zip(words, answers, strict=True)] == [True] * len(words)
 
 
-def test_a_seed_draws_the_same_text_alone_and_in_company(llm):
-    params = SamplingParams(temperature=1.0, seed=11, max_tokens=16)
-    alone = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+CLOSE = 0.1
+"""Scores of two tokens, either of which may win in another batch: there bfloat16 is rounded in another order, which
+moves a logit by up to 0.03."""
+
+
+def draws_by_seed(result, seed):
+    """Whether every token of an answer is the draw of its seed and position from its candidates, as far as bfloat16 can
+    tell which that is."""
+    [sequence] = result.outputs
+    drawn = zip(sequence.token_ids, sequence.logprobs, strict=True)
+    for place, (token, candidates) in enumerate(drawn, len(result.prompt_token_ids)):
+        ids = list(candidates)
+        key_12 = position_keys(jnp.asarray([[seed, 0]], jnp.uint32), jnp.asarray([place]))
+        noise = exponential_noise(key_12, jnp.asarray([ids]))[0].tolist()
+        scores = {each: candidates[each].logprob - math.log(amount) for each, amount in zip(ids, noise)}
+        if max(scores.values()) - scores[token] >= CLOSE:
+            return False
+    return True
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_in_company(llm):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=16, top_k=5, logprobs=5)
+    [alone] = llm.generate("Once upon a time", params, use_tqdm=False)
     others = [f"The capital of {country} is" for country in CAPITALS]
-    crowd = llm.generate(["Once upon a time", *others], params, use_tqdm=False)[0].outputs[0]
-    assert alone.token_ids == crowd.token_ids
+    crowd = llm.generate(["Once upon a time", *others], params, use_tqdm=False)
+    assert all(draws_by_seed(each, 11) for each in (alone, *crowd)) and not draws_by_seed(alone, 12)

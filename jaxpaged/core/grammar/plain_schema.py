@@ -39,6 +39,9 @@ def make_plain(root: dict[str, Any]) -> None:
         check_values(part)
         if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
             del part["format"]
+        if is_never(target(root, part.get("$ref"))):
+            del part["$ref"]
+            part["enum"] = []
         drop_idle(part)
         evaluate(root, part)
         if "not" in part and negate(part, part["not"]):

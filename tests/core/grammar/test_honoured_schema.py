@@ -62,6 +62,8 @@ def problem(schema):
         ({"not": {"not": {"type": "string"}}}, ["x"], [1]),
         ({"not": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, [1], ["x", None]),
         ({"type": "object", "properties": {"a": {"not": {}}, "b": {}}}, [{"b": 1}, {}], [{"a": 1}]),
+        ({**OBJECT, "properties": {"a": {"$ref": "#/$defs/n"}, "b": {}}, "$defs": {"n": {"not": {}}}},
+         [{"b": 1}, {}], [{"a": 1}]),
         ({"enum": ["x", "y", 1], "not": {"const": "x"}}, ["y", 1], ["x"]),
         ({"enum": [1, True], "not": {"enum": [True]}}, [1], [True]),
         ({"type": "boolean", "not": {"const": True}}, [False], [True]),
