@@ -80,7 +80,7 @@ def check_prompt_fields(body: MessagesPrompt) -> None:
     check_refusals(body, REFUSALS, NOTHING)
     check_edits(body.context_management)
     check_tools(body.tools or [])
-    check_tool_choice(body.tool_choice, body.tools or [])
+    check_tool_choice(body.tool_choice, body.tools)
     check_thinking(body.thinking, body.tool_choice)
     effort = body.output_config.effort if body.output_config else None
     if effort is not None and effort not in EFFORTS:
@@ -134,8 +134,9 @@ def check_input_schema(path: str, schema: dict[str, Any] | None) -> None:
     check_depth(path, schema)
 
 
-def check_tool_choice(choice: MessagesToolChoice | None, tools: list[MessagesTool]) -> None:
-    if choice is None:
+def check_tool_choice(choice: MessagesToolChoice | None, tools: list[MessagesTool] | None) -> None:
+    """Raise HttpError 400 for a choice that cannot be; with an empty list those pass that demand no call."""
+    if choice is None or (tools == [] and choice.type in ("auto", "none")):
         return
     if not tools:
         raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")

@@ -224,9 +224,10 @@ def test_thinking_is_a_block_that_can_be_left_out(ask, stream, hides):
 def test_tools_reach_the_template_unless_none_is_chosen(serving):
     chat = "{% for tool in tools or [] %}{{ tool.function | tojson }};{% endfor %}{{ messages[-1].content }}"
     bodies = [{"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": {"type": "none"}}, {"tools": []}]
-    with_tools, none, empty = prompts_of(serving, *bodies, chat=chat, max_model_len=256, **HERMES)
+    bodies += [{"tools": [], "tool_choice": {"type": kind}} for kind in ("auto", "none")]
+    with_tools, none, *empty = prompts_of(serving, *bodies, chat=chat, max_model_len=256, **HERMES)
     function = {"name": "weather", "description": "How it is", "parameters": SCHEMA}
-    assert with_tools == f"{json.dumps(function)};the cat" and none == empty == "the cat"
+    assert with_tools == f"{json.dumps(function)};the cat" and {none, *empty} == {"the cat"}
 
 
 def test_tokens_are_counted_as_the_engine_counts_them(serving):
@@ -323,6 +324,7 @@ WRONG = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "auto"}}, "tool_choice"),
+    ({"tools": [], "tool_choice": {"type": "any"}}, "tool_choice"),
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
