@@ -59,6 +59,20 @@ def test_the_next_engine_reads_what_the_first_one_wrote(server):
 
 
 @pytest.mark.slow
+def test_chunks_of_lmcaches_own_size_are_stored_though_windows_are_shorter_and_that_is_said(server, caplog):
+    llm = LLM(**OPTIONS, kv_offload=f"lmcache={server.url}?model=org/model")
+    assert "LMCache's chunks have 256 tokens, and some layers of this model see" in caplog.text
+    prompt = {"prompt_token_ids": [100 + 7 * i % 900 for i in range(480)]}
+    expected, _ = answers(llm, [prompt])
+    llm.shutdown()
+    assert len(server.chunks) == 1
+    llm = LLM(**OPTIONS, kv_offload=f"lmcache={server.url}?model=org/model")
+    again, cached = answers(llm, [prompt])
+    llm.shutdown()
+    assert again == expected and cached == [256]
+
+
+@pytest.mark.slow
 def test_salted_prompts_are_neither_written_nor_read(server):
     llm = LLM(**OPTIONS, kv_offload=f"lmcache={server.url}?chunk_size=64")
     prompts = [{"prompt": PROMPTS[0], "cache_salt": salt} for salt in ("mine", "theirs")]

@@ -1,11 +1,15 @@
 """Chunks of several pages, which tiers such as LMCache's name by their tokens: when they are told of, and saved whole.
 
 A chunk is told of when somebody looks for its pages. Once a request has computed its end all of its pieces are saved,
-those too that were in the prefix cache already: a chunk may share its beginning with another one. The request
-holds them then, so they are still what they were.
+those too that were in the prefix cache already: a chunk may share its beginning with another one. Where a window is
+shorter than a chunk, the blocks of its beginning may be others' by then. So pieces of a prompt are saved as they are
+computed, and those behind it as long as the prefix cache has the whole chunk.
 """
 
+from collections.abc import Iterable
+
 from jaxpaged.core.kv_cache.block_hash import NONE_HASH
+from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.pieces import Pieces
 from jaxpaged.core.request import Request
@@ -19,6 +23,7 @@ class Chunks:
         """`chunk_tokens` are whole pieces."""
         self._manager, self._groups, self._tiers, self._size = manager, manager.groups.groups, tiers, chunk_tokens
         self._pieces = pieces
+        self._leaves_some = any(window < chunk_tokens for window in windows_of(self._groups))
 
     def introduce(self, request: Request, end: int) -> None:
         """The chunks of the first `end` tokens of a request are looked for."""
@@ -32,7 +37,9 @@ class Chunks:
         per_chunk = self._size // self._pieces.cuts[g].tokens
         wanted = {*numbers}
         for chunk in {number // per_chunk for number in numbers}:
-            if self._is_whole(request, chunk) and self._collect(request, chunk):
+            end = (chunk + 1) * self._size
+            is_wanted = self._is_whole(request, chunk) or (self._leaves_some and end <= request.num_prompt_tokens)
+            if is_wanted and self._collect(request, chunk):
                 wanted.update(range(chunk * per_chunk, (chunk + 1) * per_chunk))
         return sorted(wanted)
 
@@ -40,16 +47,19 @@ class Chunks:
         return self._tiers.collect(request.all_token_ids, self._pieces.hashes(request), (chunk + 1) * self._size)
 
     def _is_whole(self, request: Request, chunk: int) -> bool:
-        """Whether a request has computed, and holds, all blocks of a chunk. A window may have left some behind."""
+        """Whether a request has computed all of a chunk, and the prefix cache has all of its pieces."""
         size = self._size
-        if (chunk + 1) * size > request.num_cacheable_tokens:
-            return False
-        for group, table in zip(self._groups, request.blocks):
-            blocks = table[chunk * size // group.block_size : (chunk + 1) * size // group.block_size]
-            if any(block is group.pool.null_block for block in blocks):
-                return False
-        return True
+        return (chunk + 1) * size <= request.num_cacheable_tokens and all(
+            self._pieces.whole(request, g, number) is not None
+            for g, cut in enumerate(self._pieces.cuts)
+            for number in range(chunk * size // cut.tokens, (chunk + 1) * size // cut.tokens)
+        )
 
     def _is_plain(self, request: Request) -> bool:
         """Whether keys and values follow from the tokens and the first weights alone: names say nothing else."""
         return request.has_only_tokens and self._manager.hasher.root == NONE_HASH
+
+
+def windows_of(groups: Iterable[CacheGroup]) -> list[int]:
+    """Tokens that the groups which leave blocks behind keep at least."""
+    return [group.spec.num_read_blocks * group.block_size for group in groups if group.spec.num_read_blocks is not None]

@@ -1,6 +1,7 @@
 """Opens stores that are shared with LMCache, for models whose keys and values it lays out as this engine does."""
 
 import logging
+import math
 from dataclasses import replace
 
 from jaxpaged.errors import ConfigError
@@ -45,6 +46,7 @@ def agreed_lmcache(
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
     settings = agreed_settings(wish)
     layout = layout_of(settings, kv_cache, blueprint.page_form)
+    warn_of_windows(layout.chunk_tokens, kv_cache)
     model = model_of(settings, blueprint)
     check_model_name(model)
     if not is_multiprocess(wish):
@@ -56,6 +58,25 @@ def agreed_lmcache(
             "or Redis takes such models."
         )
     return settings
+
+
+def warn_of_windows(chunk_tokens: int, kv_cache: KVCacheConfig) -> None:
+    """Say what is not kept of a model with layers that see fewer tokens than a chunk has."""
+    seen = [group.spec.most_seen for group in kv_cache.groups if isinstance(group.spec, AttentionSpec)]
+    windows = [each for each in seen if each is not None]
+    if windows and min(windows) < chunk_tokens:
+        logger.warning(
+            "LMCache's chunks have %d tokens, and some layers of this model see %d only. Chunks of prompts are stored; "
+            "one that an answer fills is stored only if none of its blocks was needed by others before its end. "
+            "A chunk_size of at most %d stores all, for engines that have the same.",
+            chunk_tokens, min(windows), largest_fitting(min(windows), kv_cache),
+        )  # fmt: skip
+
+
+def largest_fitting(window: int, kv_cache: KVCacheConfig) -> int:
+    """Tokens of the largest chunk that a window holds, of whole blocks."""
+    unit = math.lcm(*kv_cache.block_sizes)
+    return max(window // unit * unit, unit)
 
 
 def is_multiprocess(wish: TierWish) -> bool:
