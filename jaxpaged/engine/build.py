@@ -23,7 +23,7 @@ from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.pooling.pooler import load_pooler_defaults
 from jaxpaged.engine.process.wire import CoreFacts, Reports
-from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.errors import CheckpointError, ConfigError, UsageError
 from jaxpaged.executor.base import Executor
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
@@ -242,8 +242,13 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
 def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Model, DecoderConfig]:
     """The functions and the description of the model in `folder`, with `overrides` of fields of its config.json."""
     hf_config = overridden(load_hf_config(folder), overrides or {})
-    model = model_for(hf_config)
-    return model, model.config_from_hf(hf_config)
+    try:
+        model = model_for(hf_config)
+        return model, model.config_from_hf(hf_config)
+    except CheckpointError as error:
+        if not overrides:
+            raise
+        raise ConfigError(f"hf_overrides sets {', '.join(overrides)}. With that, {error}") from error
 
 
 def with_draft_model(

@@ -166,7 +166,7 @@ def test_an_engine_is_resolved_with_what_replaces_fields(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"no_such_field": 5}, "no_such_field is 5. Nothing is known of this field"),
+        ({"no_such_field": 5}, "hf_overrides sets no_such_field. With that, config.json: no_such_field is 5. Nothing"),
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a positive whole number"),
         ({"eos_token_id": 3}, "hf_overrides sets eos_token_id, which it cannot. Use override_generation_config"),
         ({"id2label": {"0": "a"}}, "hf_overrides sets id2label"),
@@ -174,5 +174,5 @@ def test_an_engine_is_resolved_with_what_replaces_fields(tmp_path):
     ],
 )
 def test_a_field_that_cannot_be_replaced_is_refused(tmp_path, overrides, said):
-    with pytest.raises((CheckpointError, ConfigError), match=said):
+    with pytest.raises(ConfigError, match=said):
         read_model(write_checkpoint("llama", tmp_path / "model"), overrides)

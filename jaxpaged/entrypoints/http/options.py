@@ -136,8 +136,18 @@ class ServerOptions:
         made = cls(**{name: checked(fields[name], value) for name, value in own.items()})
         if made.root_path and (not made.root_path.startswith("/") or made.root_path.endswith("/")):
             raise ConfigError(f"root_path is {made.root_path!r}; it must begin with a slash and not end with one.")
+        check_template_variables(made.default_chat_template_kwargs)
         if made.tool_call_parser is not None:
             tool_format_named(made.tool_call_parser)
         if made.reasoning_parser is not None:
             reasoning_format_named(made.reasoning_parser)
         return made
+
+
+def check_template_variables(variables: Mapping[str, Any]) -> None:
+    """Raise ConfigError for variables of a chat template that every chat sets itself."""
+    if variables:
+        from jaxpaged.engine.input.chat_template import OWN_VARIABLES  # with jinja, for which --help need not wait
+
+        if bad := OWN_VARIABLES & variables.keys():
+            raise ConfigError(f"default_chat_template_kwargs sets {min(bad)}, which every chat has. Leave it out.")

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxpaged.engine.input.chat_template import OWN_VARIABLES
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.errors import ConfigError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SALT_FORBIDDEN = "@/\\\0"
@@ -38,12 +36,10 @@ class TokenPrompt:
 class PromptReader:
     """Makes prompts of what requests hold. All methods raise RequestError or HttpError when that is at fault.
 
-    `template_variables` are for chats that bring none of the same name. Raises ConfigError for those of others.
+    `template_variables` are for chats that bring none of the same name.
     """
 
     def __init__(self, processor: InputProcessor, template_variables: Mapping[str, Any] = NOTHING):
-        if bad := OWN_VARIABLES & template_variables.keys():
-            raise ConfigError(f"default_chat_template_kwargs sets {min(bad)}, which every chat has. Leave it out.")
         self._processor = processor
         self._template_variables = template_variables
 
