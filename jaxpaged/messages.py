@@ -73,6 +73,21 @@ class NewRequestData(msgspec.Struct):
     is_private: bool = False
 
 
+class StepPrograms(NamedTuple):
+    """The programs of a step, as they follow each other: `draft` proposes tokens, `forward` has the model's layers, and
+    `finish` draws tokens, or pools. A run of decode steps is one program in their place. None where there is none."""
+
+    draft: ProgramKey | None = None
+    forward: ProgramKey | None = None
+    finish: ProgramKey | None = None
+    run: ProgramKey | None = None
+
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """Those that there are."""
+        return [key for key in self if key is not None]
+
+
 class SchedulerOutput(msgspec.Struct):
     """One step: which requests compute how many tokens. The five lists run in parallel, one entry a request.
 
@@ -86,9 +101,7 @@ class SchedulerOutput(msgspec.Struct):
     `new_block_ids` is None, since the whole table is in `NewRequestData`.
     With `masked`, some request that samples follows a grammar: the step draws when it is given masks, and these follow
     from the tokens of all steps before it.
-    `programs` are what drafts, if anybody has drafts, the forward pass, and what finishes it, if anybody gets a token;
-    or the one program of a run. The
-    executor chooses them, once for all workers: every one of them must launch the same.
+    The executor chooses the `programs`, once for all workers: every one of them must launch the same.
     `ranks`: the part of each attention rank, where there are several. The lists are then those of all parts, one after
     the other; a rank's rows and blocks are its own.
     """
@@ -104,7 +117,7 @@ class SchedulerOutput(msgspec.Struct):
     total_num_scheduled_tokens: int = 0
     num_steps: int = 1
     masked: bool = False
-    programs: tuple[ProgramKey, ...] = ()
+    programs: StepPrograms = StepPrograms()
     ranks: list["SchedulerOutput"] = []
 
     @property

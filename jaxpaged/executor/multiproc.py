@@ -117,7 +117,7 @@ class MultiProcExecutor:
 
     def execute(self, scheduler_output: SchedulerOutput) -> GroupStep:
         self._own.choose_programs(scheduler_output)
-        self._group.wait_until_ready(scheduler_output.programs)
+        self._group.wait_until_ready(scheduler_output.programs.keys)
         self._group.tell(Step(scheduler_output))
         try:
             return GroupStep(self._own.dispatch(scheduler_output), self._group)

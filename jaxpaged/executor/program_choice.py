@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.messages import ProgramKey, SchedulerOutput
+from jaxpaged.messages import ProgramKey, SchedulerOutput, StepPrograms
 from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
 
@@ -86,7 +86,7 @@ class ProgramChoice:
         self._live: defaultdict[int, set[str]] = defaultdict(set)  # by attention rank
         self._full: set[str] = set()  # of them, those that need the full sampler
 
-    def choose(self, scheduled: SchedulerOutput) -> tuple[ProgramKey, ...]:
+    def choose(self, scheduled: SchedulerOutput) -> StepPrograms:
         """The programs of the next step; none for a step without requests."""
         for rank, part in enumerate(scheduled.parts):
             self._live[rank].difference_update(part.removed_request_ids)
@@ -96,22 +96,22 @@ class ProgramChoice:
             if self._needs_full(request.sampling_params):
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
-            return ()
+            return StepPrograms()
         num_sampling = max([len(part.max_new_tokens) - part.max_new_tokens.count(0) for part in scheduled.parts])
         run = self._run(scheduled, num_sampling)
         if run is not None:
-            return (run,)
+            return StepPrograms(run=run)
         num_tokens = max([part.total_num_scheduled_tokens for part in scheduled.parts])
         largest = self._sizes.tokens[-1]
         if num_tokens == self._most_tokens < largest:
             self._programs.miss(ProgramKey("forward", largest), num_tokens)
         forward = self._smallest("forward", num_tokens, self._sizes.tokens)
         if not num_sampling:
-            return (forward,)
+            return StepPrograms(forward=forward)
         finisher = self._finisher(scheduled, num_sampling)
         if self._sizes.verify and max(scheduled.max_new_tokens) > 1:
-            return self._smallest("draft", num_sampling, self._sizes.samples), forward, finisher
-        return forward, finisher
+            return StepPrograms(self._smallest("draft", num_sampling, self._sizes.samples), forward, finisher)
+        return StepPrograms(forward=forward, finish=finisher)
 
     def max_step_tokens(self) -> int:
         """See `Executor`."""

@@ -193,17 +193,18 @@ class ModelRunner:
 
     def _dispatch(self, scheduled: SchedulerOutput, updates: list[Updates], pending: PendingStep) -> None:
         requests = [reader.read(part) for reader, part in zip(self.readers, scheduled.parts, strict=True)]
-        key, *others = scheduled.programs
-        if key.kind == DRAFT_KIND:
+        draft_key, forward, _, run = scheduled.programs
+        key = run or forward
+        assert key is not None, "a step with requests has programs"
+        if draft_key is not None:
             draft = drafting(requests[0], scheduled.max_new_tokens)
-            updates, drafts_SK = self._draft(key, draft, updates)
+            updates, drafts_SK = self._draft(draft_key, draft, updates)
             if scheduled.masked:
                 pending.drafted = start_copy(drafts_SK), len(draft.num_drafts)
-            key = others[0]
         pending.buckets = StepBuckets(len(requests) * key.size)
         packed = self._pack(self.layouts[key.size], requests, updates)
         program = self._sharing(key, packed)
-        hidden_SD = self._forward(program, packed) if key.kind == "forward" else None
+        hidden_SD = self._forward(program, packed) if run is None else None
         if hidden_SD is not None:
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             self.device.counts.add(num_tokens, key.size, len(requests))

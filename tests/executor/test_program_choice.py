@@ -39,6 +39,11 @@ def compiled(keys=EVERY, **options):
     return programs, choice
 
 
+def chosen(choice, scheduled):
+    """The programs of a step, one after the other."""
+    return tuple(choice.choose(scheduled).keys)
+
+
 def step(ids, tokens, most, new=(), removed=(), num_steps=1, masked=False):
     requests = [NewRequestData(name, [1], 1, 0, ([],), params) for name, params in new]
     scheduled = SchedulerOutput(1, requests, list(removed), ids, tokens, [0] * len(ids), most, [None] * len(ids))
@@ -79,20 +84,20 @@ def test_steps_are_as_large_as_what_is_compiled_and_what_they_lack_is_next(monke
     assert programs[ProgramKey("forward", 8)] and choice.max_step_tokens() == 8
     missed = []
     monkeypatch.setattr(programs, "miss", lambda *lack: missed.append(lack))
-    choice.choose(step(["a"], [7], [0], [("a", PLAIN)]))
-    choice.choose(step(["a"], [8], [0]))
+    chosen(choice, step(["a"], [7], [0], [("a", PLAIN)]))
+    chosen(choice, step(["a"], [8], [0]))
     assert missed == [(ProgramKey("forward", 16), 8)]
     assert programs[ProgramKey("forward", 16)] and choice.max_step_tokens() == 16
-    choice.choose(step(["a"], [16], [0]))
+    chosen(choice, step(["a"], [16], [0]))
     assert len(missed) == 1
 
 
 def test_a_step_is_a_forward_pass_and_what_finishes_it_where_somebody_gets_a_token():
     _, choice = compiled()
-    assert choice.choose(step([], [], [])) == ()
-    assert choice.choose(step(["a"], [7], [0], [("a", PLAIN)])) == (("forward", 8),)
-    assert choice.choose(step(["a", "b"], [9, 1], [0, 1], [("b", PLAIN)])) == (("forward", 16), ("sample", 2))
-    assert choice.choose(step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
+    assert chosen(choice, step([], [], [])) == ()
+    assert chosen(choice, step(["a"], [7], [0], [("a", PLAIN)])) == (("forward", 8),)
+    assert chosen(choice, step(["a", "b"], [9, 1], [0, 1], [("b", PLAIN)])) == (("forward", 16), ("sample", 2))
+    assert chosen(choice, step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
 
 
 def test_an_engine_that_drafts_calls_other_programs_only_in_steps_with_drafts():
@@ -105,22 +110,22 @@ def test_an_engine_that_drafts_calls_other_programs_only_in_steps_with_drafts():
         step(["a", "b"], [7, 1], [0, 1], new), step(["a", "b"], [1, 1], [1, 1]), step(["a"], [1], [1]),
         step(["a", "b"], [1, 1], [1, 1], masked=True), step(["a"], [4], [4], num_steps=4),
     ):  # fmt: skip
-        assert drafts.choose(scheduled) == plain.choose(scheduled)
+        assert chosen(drafts, scheduled) == chosen(plain, scheduled)
     with_drafts = step(["a", "b"], [4, 1], [4, 1])
-    assert drafts.choose(with_drafts) == (("draft", 2), ("forward", 8), ("verify_full", 2))
+    assert chosen(drafts, with_drafts) == (("draft", 2), ("forward", 8), ("verify_full", 2))
 
 
 def test_only_steps_in_which_somebody_needs_the_full_sampler_get_it():
     _, choice = compiled()
     full = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", FULL)])
-    assert choice.choose(full)[1] == ("sample_full", 2)
-    assert choice.choose(step(["a", "b"], [1, 1], [1, 0]))[1] == ("sample", 2), "who needs it gets no token"
-    assert choice.choose(step(["a", "b"], [4, 4], [4, 4], num_steps=4)) == (("decode_full", 2),)
-    assert choice.choose(step(["a"], [4], [4], removed=["b"], num_steps=4)) == (("decode", 2),)
-    assert choice.choose(step(["b"], [1], [1], [("b", PLAIN)]))[1] == ("sample", 2), "another request of that name"
-    choice.choose(step(["c"], [1], [1], [("c", FULL)]))
+    assert chosen(choice, full)[1] == ("sample_full", 2)
+    assert chosen(choice, step(["a", "b"], [1, 1], [1, 0]))[1] == ("sample", 2), "who needs it gets no token"
+    assert chosen(choice, step(["a", "b"], [4, 4], [4, 4], num_steps=4)) == (("decode_full", 2),)
+    assert chosen(choice, step(["a"], [4], [4], removed=["b"], num_steps=4)) == (("decode", 2),)
+    assert chosen(choice, step(["b"], [1], [1], [("b", PLAIN)]))[1] == ("sample", 2), "another request of that name"
+    chosen(choice, step(["c"], [1], [1], [("c", FULL)]))
     choice.forget_requests()
-    assert choice.choose(step(["c"], [1], [1], [("c", PLAIN)]))[1] == ("sample", 2)
+    assert chosen(choice, step(["c"], [1], [1], [("c", PLAIN)]))[1] == ("sample", 2)
 
 
 def test_a_request_that_the_worker_will_refuse_is_a_plain_one():
@@ -128,36 +133,36 @@ def test_a_request_that_the_worker_will_refuse_is_a_plain_one():
         raise RequestError("no", "extra_args")
 
     _, choice = compiled(needs_full=refuse)
-    assert choice.choose(step(["a"], [1], [1], [("a", FULL)]))[1] == ("sample", 2)
+    assert chosen(choice, step(["a"], [1], [1], [("a", FULL)]))[1] == ("sample", 2)
 
 
 def test_a_pooling_engine_has_a_finisher_of_its_own():
     _, choice = compiled([ProgramKey("forward", 16)], finisher="pool", needs_full=lambda params: False)
-    chosen = choice.choose(step(["a", "b"], [9, 1], [0, 1], [("a", PLAIN), ("b", PLAIN)]))
-    assert chosen == (("forward", 16), ("pool", 2))
+    found = chosen(choice, step(["a", "b"], [9, 1], [0, 1], [("a", PLAIN), ("b", PLAIN)]))
+    assert found == (("forward", 16), ("pool", 2))
 
 
 def test_a_narrower_program_is_wanted_once_a_step_could_use_it():
     programs, choice = compiled([ProgramKey("forward", 2), ProgramKey("sample_full", 16)])
     scheduled = step(["a"], [1], [1], [("a", FULL)])
-    assert choice.choose(scheduled)[1] == ("sample_full", 16)
+    assert chosen(choice, scheduled)[1] == ("sample_full", 16)
     assert programs[ProgramKey("sample_full", 2)] == ("sample_full", 2)
-    assert choice.choose(step(["a"], [1], [1]))[1] == ("sample_full", 2)
+    assert chosen(choice, step(["a"], [1], [1]))[1] == ("sample_full", 2)
 
 
 def test_runs_are_as_long_as_the_program_that_all_requests_fit_once_it_is_compiled():
     programs, choice = compiled([])
-    choice.choose(step(["a", "b", "c"], [1, 1, 1], [1, 1, 1], [(name, PLAIN) for name in "abc"]))
+    chosen(choice, step(["a", "b", "c"], [1, 1, 1], [1, 1, 1], [(name, PLAIN) for name in "abc"]))
     assert choice.max_decode_steps() == 1
     assert {("decode", 2, "ready"), ("decode", 2, "compiling"), ("decode", 2, "queued")} & set(programs.states), (
         "one request gains the most"
     )
     assert programs[ProgramKey("decode", 8)] == ("decode", 8), "who asks wants it"
     assert choice.max_decode_steps() == 32
-    choice.choose(step(["d"], [1], [1], [("d", FULL)], removed=["a"]))
+    chosen(choice, step(["d"], [1], [1], [("d", FULL)], removed=["a"]))
     assert choice.max_decode_steps() == 1, "somebody needs the full one"
     nine = [(f"n{i}", PLAIN) for i in range(9)]
-    choice.choose(step([name for name, _ in nine], [1] * 9, [1] * 9, nine))
+    chosen(choice, step([name for name, _ in nine], [1] * 9, [1] * 9, nine))
     assert choice.max_decode_steps() == 1, "there are none so wide"
 
 
@@ -168,20 +173,20 @@ def test_steps_in_which_all_decode_become_one_program_once_they_are_many(monkeyp
     missed = []
     monkeypatch.setattr(programs, "miss_seconds", lambda *lack: missed.append(lack))
     for _ in range(DECODES_THAT_PAY - 1):
-        assert choice.choose(decodes) == two
+        assert chosen(choice, decodes) == two
     assert ("decode", 2, "queued") not in programs.states and ("decode", 2, "ready") not in programs.states
     assert not missed
-    assert choice.choose(decodes) == two, "from now on it is wanted, and nobody waits for it"
+    assert chosen(choice, decodes) == two, "from now on it is wanted, and nobody waits for it"
     assert missed == [(ProgramKey("decode", 2), RUN_SAVES_SECONDS)]
     assert programs[ProgramKey("decode", 2)] == ("decode", 2)
-    assert choice.choose(decodes) == (("decode", 2),)
-    assert choice.choose(step(["a", "b"], [1, 1], [1, 0])) == two, "b's prompt goes on"
-    assert choice.choose(step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
-    assert choice.choose(step(["a", "f"], [1, 1], [1, 1], [("f", FULL)]))[1] == ("sample_full", 2)
-    assert choice.choose(decodes) == (("decode", 2),)
+    assert chosen(choice, decodes) == (("decode", 2),)
+    assert chosen(choice, step(["a", "b"], [1, 1], [1, 0])) == two, "b's prompt goes on"
+    assert chosen(choice, step(["a", "b"], [1, 1], [1, 1], masked=True)) == (("forward", 2), ("sample_masked", 2))
+    assert chosen(choice, step(["a", "f"], [1, 1], [1, 1], [("f", FULL)]))[1] == ("sample_full", 2)
+    assert chosen(choice, decodes) == (("decode", 2),)
     nine = [f"n{i}" for i in range(9)]
     for _ in range(DECODES_THAT_PAY + 1):
-        assert choice.choose(step(nine, [1] * 9, [1] * 9)) == (("forward", 16), ("sample", 16)), "none is so wide"
+        assert chosen(choice, step(nine, [1] * 9, [1] * 9)) == (("forward", 16), ("sample", 16)), "none is so wide"
 
 
 def test_where_compiling_takes_no_cores_a_step_in_which_all_decode_has_its_own_program_from_the_first_on():
@@ -189,12 +194,12 @@ def test_where_compiling_takes_no_cores_a_step_in_which_all_decode_has_its_own_p
     single = {"run_steps": dict.fromkeys(RUNS, 1), "decodes_that_pay": 1}
     programs, choice = compiled([ProgramKey(kind, 2) for kind in ("forward", "sample", "sample_full")], **single)
     decodes = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", PLAIN)])
-    assert choice.choose(decodes) == (("forward", 2), ("sample", 2)), "it is wanted, and nobody waits for it"
+    assert chosen(choice, decodes) == (("forward", 2), ("sample", 2)), "it is wanted, and nobody waits for it"
     assert programs[ProgramKey("decode", 2)] == ("decode", 2)
-    assert choice.choose(decodes) == (("decode", 2),)
+    assert chosen(choice, decodes) == (("decode", 2),)
     assert choice.max_decode_steps() == 1
     full = step(["a", "f"], [1, 1], [1, 1], [("f", FULL)], removed=["b"])
-    assert choice.choose(full) == (("forward", 2), ("sample_full", 2))
+    assert chosen(choice, full) == (("forward", 2), ("sample_full", 2))
     assert programs[ProgramKey("decode_full", 2)] == ("decode_full", 2)
-    assert choice.choose(step(["a", "f"], [1, 1], [1, 1])) == (("decode_full", 2),)
-    assert choice.choose(step(["a"], [1], [1])) == (("decode", 2),), "who needs the full sampler is not in it"
+    assert chosen(choice, step(["a", "f"], [1, 1], [1, 1])) == (("decode_full", 2),)
+    assert chosen(choice, step(["a"], [1], [1])) == (("decode", 2),), "who needs the full sampler is not in it"

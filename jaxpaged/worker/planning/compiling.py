@@ -12,14 +12,14 @@ from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.params.sharding import bytes_on_device
 from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.planning.program_text import ProgramText
-from jaxpaged.worker.programs.blueprint import StepPrograms
+from jaxpaged.worker.programs.blueprint import EnginePrograms
 from jaxpaged.worker.programs.pipeline import SAMPLE_KINDS, builders_of, lowered_stages
 
 
 class Compiler:
     """`stages`: the programs of each; of an engine without stages one. `compiled`: those of the last stage."""
 
-    def __init__(self, stages: Sequence[StepPrograms]):
+    def __init__(self, stages: Sequence[EnginePrograms]):
         self.stages = stages
         self.builders = builders_of(stages)
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}

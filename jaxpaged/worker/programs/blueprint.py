@@ -1,6 +1,6 @@
 """What an engine's programs are, known from options and a model's description alone: no weight, no device memory.
 
-`Blueprint` has what comes before the size of the KV cache is known, `StepPrograms` what follows from it. The worker
+`Blueprint` has what comes before the size of the KV cache is known, `EnginePrograms` what follows from it. The worker
 builds an engine from them; they are as good for a topology of devices that are not here. Neither knows how programs
 are kept or called.
 """
@@ -76,7 +76,7 @@ Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
 SMALL_PROMPT, FEW_REQUESTS = 64, 8
 """Tokens of a prompt, and requests, that must not wait for larger programs."""
 NUM_FIRST = 4
-"""How many of `StepPrograms.builders()` a lone short prompt and its answer need."""
+"""How many of `EnginePrograms.builders()` a lone short prompt and its answer need."""
 
 
 class Blueprint:
@@ -273,7 +273,7 @@ class Blueprint:
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
 
-class StepPrograms:
+class EnginePrograms:
     """The programs of a blueprint whose KV cache has a size."""
 
     def __init__(self, blueprint: Blueprint, kv_cache: KVCacheConfig):

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from jaxpaged.messages import ProgramKey
 from jaxpaged.sampling.rows import ROW
-from jaxpaged.worker.programs.blueprint import MASKED_KIND, Builders, StepPrograms
+from jaxpaged.worker.programs.blueprint import MASKED_KIND, Builders, EnginePrograms
 from jaxpaged.worker.step.functions import RowTokens, Shapes, write_tables
 from jaxpaged.worker.step.packed import StepLayout
 
@@ -90,7 +90,7 @@ class EarlierShapes(Shapes):
         return step.lower(self.params, *self.state, self.packed(layout.size), given)
 
 
-class EarlierPrograms(StepPrograms):
+class EarlierPrograms(EnginePrograms):
     """The programs of a stage that is not the last one."""
 
     shapes_type = EarlierShapes
@@ -111,7 +111,7 @@ class LoweredStages:
         return self.join([each.compile() for each in self.stages])
 
 
-def builders_of(stages: Sequence[StepPrograms]) -> Builders:
+def builders_of(stages: Sequence[EnginePrograms]) -> Builders:
     """The builders of an engine, whether it has stages or one part."""
     return Pipeline(stages).builders() if len(stages) > 1 else stages[0].builders()
 
@@ -127,7 +127,7 @@ def lowered_stages(
 class Pipeline:
     """The builders of an engine, from the programs of its stages, the last one's behind the others'."""
 
-    def __init__(self, stages: Sequence[StepPrograms]):
+    def __init__(self, stages: Sequence[EnginePrograms]):
         self.shapes = [each.shapes for each in stages]
         self.places: list[NamedSharding] = [each.functions.replicated for each in stages]
         self._last = stages[-1]

@@ -66,11 +66,12 @@ class Sampler:
         return of_ranks.reshape(-1)
 
     def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
-        key = step.scheduled.programs[-1]
-        if key.kind == "forward":
+        programs = step.scheduled.programs
+        key = programs.run or programs.finish
+        if key is None:
             return  # nobody's prompt is complete
         pending.buckets.full_sampler = key.kind not in PLAIN_KINDS
-        if step.hidden_SD is None:
+        if programs.run is not None:
             self._run(device, step, pending, key)
         elif step.scheduled.masked:
             pending.draw = partial(self._draw, device, step, pending, key)

@@ -22,7 +22,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.model_runner import PendingStep, Step
-from jaxpaged.worker.programs.blueprint import SMALL_PROMPT, Blueprint, Builders, StepPrograms
+from jaxpaged.worker.programs.blueprint import SMALL_PROMPT, Blueprint, Builders, EnginePrograms
 from jaxpaged.worker.programs.pipeline import EarlierPrograms
 from jaxpaged.worker.step.expert_moves import move_builders
 from jaxpaged.worker.step.functions import Shapes, locate_places
@@ -89,15 +89,15 @@ class PoolingShapes(Shapes):
         return self.lower(pool, (self.head, hidden))
 
 
-def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> StepPrograms:
+def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> EnginePrograms:
     """The programs of the engine that a blueprint describes, whether it generates or pools, or of a stage of it."""
     if blueprint.stage is not None and not blueprint.stage.is_last:
         return EarlierPrograms(blueprint, kv_cache)
     pools = blueprint.config.model.runner == "pooling"
-    return (PoolingPrograms if pools else StepPrograms)(blueprint, kv_cache)
+    return (PoolingPrograms if pools else EnginePrograms)(blueprint, kv_cache)
 
 
-class PoolingPrograms(StepPrograms):
+class PoolingPrograms(EnginePrograms):
     """The programs of a pooling engine whose KV cache has a size."""
 
     shapes_type = PoolingShapes
@@ -146,11 +146,11 @@ class PoolFinisher:
         """Sums begin at zero where a prompt begins."""
 
     def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
-        (forward, *pool), state, hidden_SD = step.scheduled.programs, device.state, step.hidden_SD
+        key, state, hidden_SD = step.scheduled.programs.finish, device.state, step.hidden_SD
         if state.finisher is not None:
-            key = ProgramKey("accumulate", forward.size)
-            state.finisher, hidden_SD = device.call(key, state.hidden, state.finisher, step.packed)
-        for key in pool:
+            accumulate = ProgramKey("accumulate", step.program.size)
+            state.finisher, hidden_SD = device.call(accumulate, state.hidden, state.finisher, step.packed)
+        if key is not None:
             ids_of_ranks = [rank.sampling()[0] for rank in step.ranks]
             pending.buckets.sample_bucket = len(step.ranks) * key.size
             pending.readings.append(PooledLines(ids_of_ranks, start_copy(device.call(key, device.head, hidden_SD))))

@@ -21,7 +21,7 @@ from jaxpaged.worker.memory import SLACK_BYTES, TRIAL_MARGIN
 from jaxpaged.worker.planning.compiling import Compiler
 from jaxpaged.worker.planning.planner import Planner, largest_split
 from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
-from jaxpaged.worker.programs.blueprint import StepPrograms
+from jaxpaged.worker.programs.blueprint import EnginePrograms
 from jaxpaged.worker.programs.bundles import Bundle
 from jaxpaged.worker.programs.table import MOST_THREADS
 from pallas_kernels import gpu_targets, tpu_targets
@@ -299,7 +299,7 @@ def compiled(folder):
 
 def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
     own, plan, seen = compiled
-    builders = StepPrograms(own.blueprint, own.kv_cache).builders()
+    builders = EnginePrograms(own.blueprint, own.kv_cache).builders()
     assert [(p.kind, p.size) for p in plan.programs] == [tuple(key) for key in builders]
     assert plan.fits and not any(program.error for program in plan.programs)
     forward = next(program for program in plan.programs if program.kind == "forward")
@@ -314,7 +314,7 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
 
 def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
     own, plan, _ = compiled
-    builders = StepPrograms(own.blueprint, own.kv_cache).builders()
+    builders = EnginePrograms(own.blueprint, own.kv_cache).builders()
     quick = {tuple(key) for key in own.compiler.representative}
     assert {kind for kind, _ in quick} == {key.kind for key in builders} and len(quick) < len(builders)
     some = [program for program in plan.programs if (program.kind, program.size) in quick]
@@ -323,7 +323,7 @@ def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
 
 def test_the_state_of_requests_is_counted_as_the_engine_allocates_it(compiled):
     own, plan, _ = compiled
-    _, *state = StepPrograms(own.blueprint, own.kv_cache).shapes.lower_zeros().out_info
+    _, *state = EnginePrograms(own.blueprint, own.kv_cache).shapes.lower_zeros().out_info
     assert plan.state_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) > 0
 
 
@@ -358,7 +358,7 @@ def test_a_program_that_does_not_compile_is_a_finding(folder, monkeypatch):
     def explode(*_):
         raise RuntimeError("out of vmem\nand more")
 
-    monkeypatch.setattr(StepPrograms, "builders", lambda self: dict.fromkeys(
+    monkeypatch.setattr(EnginePrograms, "builders", lambda self: dict.fromkeys(
         [("forward", 8), ("sample", 8), ("sample_full", 8)], explode))  # fmt: skip
     monkeypatch.setattr(Compiler, "representative", property(lambda self: [next(iter(self.builders))]))
     plan = own.plan()

@@ -13,7 +13,7 @@ from jaxpaged.engine.build import facts_of, read_model, with_draft_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import kv_struct
 from jaxpaged.worker.kv_blocks import size_kv_cache
-from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.programs.blueprint import Blueprint, EnginePrograms
 from jaxpaged.worker.programs.fingerprint import difference
 from jaxpaged.worker.programs.table import ProgramKey
 from tests.models.checkpoints import write_checkpoint
@@ -36,7 +36,7 @@ def programs(folder, **options):
     kv_cache = size_kv_cache(
         of_model.config.cache, of_model.division, of_model.demand, 0, of_model.mesh.devices.flat[0]
     )
-    return StepPrograms(of_model, kv_cache)
+    return EnginePrograms(of_model, kv_cache)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])

@@ -12,7 +12,7 @@ from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.programs import compiler_options
-from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.programs.blueprint import Blueprint, EnginePrograms
 from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, ONCE, OTHERS, UNTRIED, is_known
 from jaxpaged.worker.programs.table import CompileCounter, ProgramKey
 from pallas_kernels import gpu_targets, tpu_targets
@@ -34,7 +34,7 @@ def blueprint(folder, mesh, platform="cpu", **changes):
 
 
 def programs(plan, num_blocks=64):
-    return StepPrograms(plan, KVCacheConfig((num_blocks,), plan.kv_groups)).builders()
+    return EnginePrograms(plan, KVCacheConfig((num_blocks,), plan.kv_groups)).builders()
 
 
 def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(monkeypatch, caplog):

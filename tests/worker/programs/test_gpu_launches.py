@@ -14,7 +14,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.worker.programs.blueprint import Blueprint, StepPrograms
+from jaxpaged.worker.programs.blueprint import Blueprint, EnginePrograms
 from jaxpaged.worker.programs.table import ProgramKey
 from jaxpaged.worker.step.packed import SHARED
 from pallas_kernels import gpu_targets
@@ -50,7 +50,7 @@ def builders_of(folder, num_layers):
     )  # fmt: skip
     config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
     plan = Blueprint(config, model, decoder, mesh)
-    return mesh, StepPrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
+    return mesh, EnginePrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
 
 
 def text_of(folder, num_layers, key):
