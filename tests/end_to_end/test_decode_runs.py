@@ -190,7 +190,7 @@ def test_a_request_whose_logits_turn_bad_within_a_run_keeps_its_tokens_and_fails
     answers = answers_of(core, [bad, request_of("good", 20)])
     tokens, end, _ = joined(answers["bad"])
     assert (tokens, end[0]) == ([40, 40, 40], "error")
-    assert "its own structured_outputs, allowed_token_ids" in answers["bad"][-1].error
+    assert "allowed_token_ids and bad_words contradict each other" in answers["bad"][-1].error
     assert joined(answers["good"])[:2] == alone(core_of(engine, 1), request_of("good", 20))[:2]
 
 
