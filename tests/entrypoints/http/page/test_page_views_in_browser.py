@@ -215,6 +215,15 @@ def test_all_sections_of_the_settings_are_named_and_can_be_reached(page, width, 
     window.wait_for(is_off)
 
 
+def test_settings_stand_side_by_side_where_there_is_room(page):
+    window, _ = page
+    window.click("#settings-open")
+    columns = "return new Set([...document.querySelectorAll('#settings .row')].map(each => each.offsetLeft)).size"
+    for width, count in ((390, 1), (1400, 2)):
+        window.resize(width, 844)
+        assert window.run(columns) == count
+
+
 def test_raw_text_has_no_sections_of_chats(page):
     window, _ = page
     window.click("#mode label:nth-of-type(2)")
