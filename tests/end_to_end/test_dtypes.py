@@ -34,7 +34,6 @@ KINDS = {
     **{f"{method} {backend}": ("wide", {"attention_backend": backend, "quantization": method})
        for backend, method in zip(itertools.cycle(QUICK), choices(ModelConfig, "quantization"))},
     "deterministic": ("wide", {"deterministic": True}),
-    "deterministic int8": ("wide", {"deterministic": True, "quantization": "int8"}),
     **{f"cache of {kv}": ("wide", {"kv_cache_dtype": kv})
        for kv in choices(CacheConfig, "kv_cache_dtype") if kv != "auto"},
     "small heads": ("llama", {}),
@@ -45,7 +44,7 @@ KINDS = {
     "draft model int4": ("wide", {"speculative_config": {"method": "draft_model", "quantization": "int4"}}),
     "head": ("wide", {"speculative_config": {"method": "eagle3"}}),
     "runs of steps": ("wide", {"num_scheduler_steps": 2}),
-    **{f"pages {form}": ("wide", {"kv_offload": f"host=4M,pages={form}"}) for form in ("exact", "int8", "fp8")},
+    **{f"pages {form}": ("wide", {"kv_offload": f"host=4M,pages={form}"}) for form in ("int8", "fp8")},
 }  # fmt: skip
 OF_DEVICES = {
     "two": ("wide", {"tensor_parallel_size": 2}),
@@ -57,6 +56,12 @@ OF_DEVICES = {
     "attention ranks": ("mixtral", {"data_parallel_size": 2, "enable_expert_parallel": True}),
     "latents": ("deepseek_v3", {"tensor_parallel_size": 2, "quantization": "int8"}),
 }  # fmt: skip
+
+PLAIN = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+# All that the sampler can, and the log probabilities of prompts: programs of their own.
+FULL = SamplingParams(
+    seed=1, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=2, prompt_logprobs=1, max_tokens=3, ignore_eos=True
+)
 
 
 def options_of(model, options, folder):
@@ -70,21 +75,18 @@ def options_of(model, options, folder):
     return options | {"speculative_config": speculation | {"model": str(drafts), "num_speculative_tokens": 1}}
 
 
-def check_generates(name, folder, **options):
+def check_generates(name, folder, params=PLAIN, **options):
+    """The programs that are waited for are those that `params` need."""
     model = folder / "model"
     model.mkdir()
     write_checkpoint(name, model)
-    plain = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    # All that the sampler can, and the log probabilities of prompts: programs of their own.
-    everything = {"top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.1, "logprobs": 2, "prompt_logprobs": 1}
-    full = SamplingParams(seed=1, max_tokens=3, ignore_eos=True, **everything)
     with LLM(str(model), **OPTIONS | options_of(name, options, folder)) as llm:
-        prompts = [{"prompt_token_ids": prompt_of(name)[:20]}] * 3
-        outputs = llm.generate(prompts, [plain, full, plain], use_tqdm=False)
+        [output] = llm.generate([{"prompt_token_ids": prompt_of(name)[:20]}], params, use_tqdm=False)
         programs = llm.llm_engine._core.executor.worker.programs
-        programs.wait_all()
-    assert [(output.error, len(output.outputs[0].token_ids)) for output in outputs] == [(None, 3)] * 3
-    assert programs.failure is None and not [state for *_, state in programs.states if state == "failed"]
+        if params is FULL:
+            programs.wait_all()
+    assert output.error is None and len(output.outputs[0].token_ids) == 3
+    assert not [state for *_, state in programs.states if state == "failed"]
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +99,12 @@ def wide(monkeypatch):
 def test_every_type_generates_with_everything_that_options_offer(kind, dtype, tmp_path):
     name, options = KINDS[kind]
     check_generates(name, tmp_path, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", RARE_TYPES)
+@pytest.mark.parametrize("drafts", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
+def test_every_program_of_a_sampler_is_compiled_in_every_type(drafts, dtype, tmp_path):
+    check_generates("wide", tmp_path, FULL, dtype=dtype, **drafts)
 
 
 @pytest.mark.slow
