@@ -23,7 +23,7 @@ def lease_kept(
     """While a request with these parameters is checked. The lease is given back if that raises anything, by an engine
     that `borrows`."""
     extra_args = getattr(params, "extra_args", None)
-    if not extra_args:
+    if not isinstance(extra_args, dict) or not extra_args:
         yield
         return
     if lent := lent_to_one_behind_check(checker, params):
