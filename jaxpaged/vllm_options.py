@@ -289,7 +289,10 @@ MEMORY = (
     absent("offload_params", [], why=NO_OFFLOAD, do=SMALLER_WEIGHTS, many=True),
     pointless("offload_num_in_group", 1, int),
     pointless("offload_prefetch_step", 1, int),
-    absent("kv_offloading_size", None, why="kv_offload names tiers and their sizes", do="Give kv_offload 'host=4G'."),
+    ForeignOption(
+        "kv_offloading_size", None, lambda value: of_kind(NUMBER)(value) and value > 0, "it must be a number of GiB, "
+        "above 0", "Give 4, or leave it out.", becomes=lambda value: {"kv_offload": f"host={round(value * 2**30)}"},
+    ),
     absent("kv_offloading_backend", "native", why="LMCache is a tier of kv_offload",
            do="Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'."),
     pointless("swap_space", 4, NUMBER),  # vLLM ignores it too: what is preempted is computed again

@@ -119,6 +119,20 @@ def test_an_older_name_becomes_the_newer_one():
     assert config.model.pooler_config == {"pooling_type": "MEAN"}
 
 
+@pytest.mark.parametrize(("size", "num_bytes"), [(4, 4 << 30), (0.5, 1 << 29)])
+def test_a_size_of_offloaded_keys_and_values_is_a_tier_of_host_memory(size, num_bytes):
+    [tier] = EngineConfig.from_options(kv_offloading_size=size, kv_offloading_backend="native").cache.offload.tiers
+    assert (tier.kind, tier.capacity) == ("host", num_bytes)
+    [tier] = EngineConfig.from_options(**parsed("--kv-offloading-size", str(size))).cache.offload.tiers
+    assert (tier.kind, tier.capacity) == ("host", num_bytes)
+
+
+@pytest.mark.parametrize("size", [0, -1, "much", True])
+def test_a_size_that_is_none_is_refused_by_the_name_that_was_given(size):
+    with pytest.raises(ConfigError, match="^kv_offloading_size is .*, but it must be a number of GiB, above 0. Give 4"):
+        EngineConfig.from_options(kv_offloading_size=size)
+
+
 def test_what_is_given_under_both_names_is_refused():
     with pytest.raises(ConfigError, match="spec_tokens and speculative_config are both given"):
         EngineConfig.from_options(spec_tokens=3, speculative_config={"method": "ngram", "num_speculative_tokens": 4})
