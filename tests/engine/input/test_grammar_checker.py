@@ -165,7 +165,8 @@ def test_a_hard_one_stands_still_between_two_turns_and_computes_no_more_than_it_
     check = fresh.begin(hard(0))
     assert check.run(0.1) is False and check.run(0.2) is False and check.seconds == 0.2
     child = check._child
-    while Path(f"/proc/{child._process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    threads = list(Path(f"/proc/{child._process.pid}/task").iterdir())
+    while any((each / "stat").read_text().rpartition(")")[2].split()[0] != "T" for each in threads):
         time.sleep(0.01)
     before = child._computed()
     fresh.check(GOOD)
