@@ -291,7 +291,7 @@ MEMORY = (
     pointless("offload_prefetch_step", 1, int),
     ForeignOption(
         "kv_offloading_size", None, lambda value: of_kind(NUMBER)(value) and value > 0, "it must be a number of GiB, "
-        "above 0", "Give 4, or leave it out.", becomes=lambda value: {"kv_offload": f"host={round(value * 2**30)}"},
+        "above 0", "Give 4, or leave it out.", becomes=lambda value: {"kv_offload": f"host={value:g}G"},
     ),
     absent("kv_offloading_backend", "native", why="LMCache is a tier of kv_offload",
            do="Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'."),

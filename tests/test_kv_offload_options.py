@@ -129,6 +129,8 @@ def test_pages_have_as_many_tokens_as_is_said():
         ("disk=8G", {}, "disk=PATH:SIZE"),
         ("gpu=8G", {}, "gpu=8G"),
         ("host=0", {}, "no bytes"),
+        ("host=8", {}, "which is 8 bytes: too few for a page. Give a unit, such as host=8G"),
+        ("disk=/a/b:200", {}, "such as disk=/a/b:200G"),
         ("host=1G,host=2G", {}, "twice"),
         (None, several(), "a list of"),
         (None, several("x"), "a list of"),
@@ -149,6 +151,11 @@ def test_pages_have_as_many_tokens_as_is_said():
         (None, CONNECTOR, "no place"),
         (None, {**CONNECTOR, "kv_role": "kv_producer"}, "kv_producer"),
         (None, {"kv_connector": "NixlConnector"}, "NixlConnector"),
+        (None, {"kv_connector": "NixlPullConnector", "kv_role": "kv_both"}, "over TCP.*keep kv_role"),
+        (None, several(CONNECTOR, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}), "over TCP.*keep kv_role"),
+        (None, {"kv_connector": "MooncakeStoreConnector"}, "redis=redis://HOST:PORT.*give kv_offload"),
+        (None, {"kv_connector": "SharedStorageConnector"}, "the tier disk=PATH:SIZE.*give kv_offload"),
+        (None, several(OWN, {"kv_connector": "ExampleConnector"}), "the tier disk=PATH:SIZE"),
         (None, {**CONNECTOR, "kv_rolle": "kv_both"}, "kv_rolle"),
         ("host=1G", {**CONNECTOR, "kv_load_failure_policy": "retry"}, "retry"),
         (None, {**CONNECTOR, "kv_connector_extra_config": {"cpu_bytes_to_use": -1}}, "cpu_bytes_to_use"),
@@ -159,6 +166,19 @@ def test_pages_have_as_many_tokens_as_is_said():
 def test_what_is_not_there_is_refused_by_name(tiers, transfer, words):
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_options(kv_offload=tiers, kv_transfer_config=transfer)
+
+
+def test_vllms_short_form_is_a_tier_of_host_memory():
+    cache = lambda **options: EngineConfig.from_options(**options).cache
+    for size, capacity in ((4, 4 << 30), (0.5, 1 << 29), (12.0, 12 << 30)):
+        assert cache(kv_offloading_size=size).offload.tiers == (TierWish("host", capacity=capacity),)
+    assert cache(kv_offloading_size=None, kv_offloading_backend="native").offload is None
+    for options in ({"kv_offloading_size": "much"}, {"kv_offloading_size": 4, "kv_offload": "host=1G"},
+                    {"kv_offloading_size": -1}):  # fmt: skip
+        with pytest.raises(ConfigError):
+            cache(**options)
+    assert cache(kv_offload="host=65536").offload.tiers == (TierWish("host", capacity=1 << 16),)
+    assert cache(kv_offload="host=80B").offload.tiers == (TierWish("host", capacity=80),)
 
 
 def test_roles():

@@ -23,7 +23,7 @@ from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Message, Pages, R
 from jaxpaged.kv_store.handover import RemoteSource, is_allowed
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
-from jaxpaged.kv_store.tls import TlsFiles, hung_up, shake_hands
+from jaxpaged.kv_store.tls import TlsFiles, hung_up, hung_up_without, shake_hands
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,10 @@ class Borrower:
                 logger.info("No memory is shared with the engine at %s:%d: %s", *address, error)
         connection = socket.create_connection(address, CONNECT_SECONDS)
         if self._tls is None:
-            return self._greeted(connection)
+            try:
+                return self._greeted(connection)
+            except ConnectionError as error:
+                raise hung_up_without(error) from None
         try:
             return self._greeted(self._tls.wrap_socket(connection, server_hostname=address[0],
                                                        do_handshake_on_connect=False))  # fmt: skip

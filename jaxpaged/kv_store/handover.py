@@ -18,6 +18,10 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS = "127.0.0.1:0", 30.0, ",".join(LOOPBACK)
 
 
+NOT_HERE = ("max_load_tokens", "max_offload_tokens", "kv_load_tiers")
+"""What vLLM lets a request say of its tiers."""
+
+
 class TransferParams(msgspec.Struct, frozen=True):
     """The fields that are read; what else there is belongs to others."""
 
@@ -48,6 +52,13 @@ def transfer_params(extra_args: Mapping[str, Any] | None) -> TransferParams | No
         params = msgspec.convert(given, TransferParams)
     except msgspec.ValidationError as error:
         raise RequestError(f"{PARAMS}: {error}.", PARAMS) from None
+    for name in NOT_HERE:
+        if given.get(name) is not None:
+            raise RequestError(
+                f"{PARAMS} has {name}, which this engine does not heed: it loads what is sooner loaded than computed, "
+                "and keeps all that is computed. Leave it out.",
+                PARAMS,
+            )
     if params.do_remote_decode and params.do_remote_prefill:
         raise RequestError(f"{PARAMS} has do_remote_decode and do_remote_prefill. Give one of them.", PARAMS)
     return params

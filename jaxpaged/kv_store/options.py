@@ -35,10 +35,25 @@ PAGES = (EXACT, "int8", "fp8")
 PAGE_KEYS = {"pages": "pages", "block_size": "page_tokens"}
 """What vLLM's OffloadingConnector may be told of pages, and how that is called here."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+LEAST_CAPACITY = 1 << 16
+"""Bytes of a tier below which a number without a unit is a slip."""
 POLICIES = ("recompute", "fail")
 CONNECTOR, MULTI = "OffloadingConnector", "MultiConnector"
-INSTEAD = ("NixlConnector", "MooncakeConnector", "P2pNcclConnector", "MoRIIOConnector")
+INSTEAD = (
+    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "P2pNcclConnector",
+    "MoRIIOConnector",
+)  # fmt: skip
 """vLLM's connectors whose work a role does here."""
+TIERS_INSTEAD = {
+    "MooncakeStoreConnector": "a store that engines share is the tier redis=redis://HOST:PORT or s3=s3://BUCKET/PREFIX",
+    **dict.fromkeys(
+        ("SharedStorageConnector", "ExampleConnector"), "a folder that engines share is the tier disk=PATH:SIZE"
+    ),
+    "SimpleCPUOffloadConnector": "host memory is the tier host=SIZE",
+    "FlexKVConnectorV1": "host memory and a disk are the tiers host=SIZE,disk=PATH:SIZE",
+    "HF3FSKVConnector": "a folder that engines share is the tier disk=PATH:SIZE",
+}
+"""vLLM's connectors whose work a tier does here, and which."""
 DEFAULT_TIER = "host=1G"
 """What an engine with a role has besides the device, unless it says so itself."""
 ROLE_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy")
@@ -170,11 +185,7 @@ def says_role(transfer: Mapping[str, Any]) -> bool:
 def role_of(options: OffloadOptions) -> str | None:
     """What the engine does for others, by its own option or by vLLM's JSON. Raises ConfigError."""
     transfer, role = options.kv_transfer_config, options.kv_role
-    if transfer.get("kv_connector") in INSTEAD:
-        raise ConfigError(
-            f"kv_transfer_config has kv_connector {transfer['kv_connector']!r}; here engines lend pages to each other "
-            "over TCP. Leave kv_connector out, and keep kv_role (or use --kv-role)."
-        )
+    check_named(transfer.get("kv_connector"))
     if says_role(transfer):
         for key, values in {"kv_role": ROLES, "kv_load_failure_policy": POLICIES}.items():
             if key in transfer and transfer[key] not in values:
@@ -191,6 +202,20 @@ def role_of(options: OffloadOptions) -> str | None:
             raise ConfigError(f"kv_role is {role}, and kv_transfer_config has another one. Give one of them.")
         role = transfer["kv_role"]
     return role
+
+
+def check_named(name: Any) -> None:
+    """Raise ConfigError for a connector of vLLM's whose work something else does here."""
+    if name in INSTEAD:
+        raise ConfigError(
+            f"kv_transfer_config has kv_connector {name!r}; here engines lend pages to each other over TCP. Leave "
+            "kv_connector out, and keep kv_role (or use --kv-role); tiers beside it are those of kv_offload."
+        )
+    if isinstance(name, str) and name in TIERS_INSTEAD:
+        raise ConfigError(
+            f"kv_transfer_config has kv_connector {name!r}; here {TIERS_INSTEAD[name]}. Leave the connector out, and "
+            "give kv_offload."
+        )
 
 
 def connector_tiers(transfer: Mapping[str, Any], named: tuple[TierWish, ...]) -> tuple[TierWish, ...]:
@@ -236,6 +261,7 @@ def several_connectors(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             "of objects with a kv_connector each."
         )
     for each in listed:
+        check_named(each.get("kv_connector"))
         if each.get("kv_connector") == MULTI:
             raise ConfigError(f"kv_transfer_config has a {MULTI} in a {MULTI}. Name its connectors in the outer one.")
         if "kv_load_failure_policy" in each:
@@ -319,6 +345,11 @@ def tier_wish(text: str) -> TierWish:
     capacity = int(float(number[1]) * UNITS[number[2].upper()])
     if capacity <= 0:
         raise ConfigError(f"kv_offload has {text!r}, a tier of no bytes. Give it some, or leave it out.")
+    if capacity < LEAST_CAPACITY and not size[-1:].isalpha():
+        raise ConfigError(
+            f"kv_offload has {text!r}, which is {capacity} bytes: too few for a page. Give a unit, such as "
+            f"{kind}={f'{path}:' if path else ''}{size}G."
+        )
     return TierWish(kind, path, capacity)
 
 

@@ -94,6 +94,14 @@ def hung_up(error: OSError) -> PageError:
     )
 
 
+def hung_up_without(error: OSError) -> ConnectionError:
+    """The same where this engine speaks no TLS."""
+    return ConnectionError(
+        f"it hung up on the greeting, which was none by TLS: {error}. If it has TLS (kv_ssl_certfile), give this "
+        "engine kv_ssl_ca_certs with who signs its certificate"
+    )
+
+
 def refusal(error: ssl.SSLError) -> PageError:
     """What to say of a failure of TLS."""
     reason = getattr(error, "verify_message", None) or (error.reason or str(error)).replace("_", " ").lower()

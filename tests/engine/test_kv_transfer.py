@@ -15,6 +15,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import KeepLease, LoadPrefix, SavePrefix
 from jaxpaged.errors import RequestError, UsageError
 from jaxpaged.kv_store.changes import MEMORY, Change
+from jaxpaged.kv_store.handover import check_request
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import EngineCoreRequest, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind
@@ -575,6 +576,14 @@ def test_a_borrower_loads_what_is_lent_and_gives_it_back_once():
     outputs = run(core)["a"]
     assert tokens(outputs) == expected and outputs[0].num_cached_tokens == 32
     assert [source.lease for source in transfer.released] == ["lease"]
+
+
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens", "kv_load_tiers"])
+def test_what_a_request_may_not_say_of_tiers_is_refused_by_name(name):
+    for role in ("kv_both", None):
+        with pytest.raises(RequestError, match=f"{name}, which this engine does not heed"):
+            check_request({"kv_transfer_params": {name: 5}}, role, "localhost")
+    check_request({"kv_transfer_params": {"do_remote_decode": True, name: None, "another": 1}}, "kv_both", "localhost")
 
 
 def test_a_core_that_refuses_a_request_gives_its_lease_back():

@@ -2,7 +2,9 @@
 
 import shutil
 import socket
+import struct
 import subprocess
+import threading
 
 import pytest
 
@@ -126,6 +128,24 @@ def test_who_speaks_no_tls_and_who_does_alone(files, caplog, secret):
         "The peer speaks TLS, and this engine does not" in caplog.text
         and "hung up on the greeting by TLS" in caplog.text
     )
+
+
+def test_a_borrower_without_tls_that_is_hung_up_on_says_what_may_be_missing(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up():
+            connection, _ = listener.accept()
+            connection.recv(16)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()  # which resets it
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with (
+            lending() as (lender, _),
+            borrowing(lender) as (borrower, _),
+            pytest.raises(ConnectionError, match="none by TLS: .*give this engine kv_ssl_ca_certs"),
+        ):
+            borrower._connect(listener.getsockname())
 
 
 def test_who_says_nothing_in_place_of_a_greeting_is_hung_up_on(files, monkeypatch):

@@ -13,9 +13,10 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, pool_layouts
 from jaxpaged.kv_store.options import KVOffload, TierWish
 from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.worker.kv_blocks import tensor_struct
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from jaxpaged.worker.kv_transfer.opening import check_offload, namespace_of
+from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
 from jaxpaged.worker.kv_transfer.programs import lower_gather, lower_scatter, page_shape
 from tests.worker.test_context_split import blueprint
 
@@ -102,6 +103,21 @@ def test_the_size_of_blocks_makes_no_other_pages_but_that_of_pages_does():
         return namespace_of(made, KVCacheConfig((4,) * len(pool_layouts(made.kv_groups)), made.kv_groups), "weights")
 
     assert space(16) == space(32) == space(64) != space(8)
+
+
+def test_the_longest_sequence_makes_other_pages_only_where_angles_go_by_it():
+    decoder = blueprint("gemma2", 1, 1, block_size=8).decoders[0]
+    of = lambda rope: tuple(replace(layer, rope=rope) for layer in decoder.layers)
+    named = lambda rope: {
+        as_named(replace(decoder, max_model_len=length, layers=of(rope))) for length in (64, 512, 4096, 8192)
+    }
+    default, trained = RopeConfig(1e4, 8), {"original_max_position": 1024}
+    for rope in (None, default, replace(default, rope_type="yarn", factor=4.0, **trained)):
+        assert len(named(rope)) == 1, rope
+    assert len(named(replace(default, rope_type="dynamic", factor=2.0, max_position=1024))) > 1
+    long = replace(default, rope_type="longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, **trained)
+    assert len(named(long)) > 1
+    assert named(default) != named(replace(default, theta=1e5))
 
 
 @pytest.mark.parametrize(("name", "error"), [("int8", 1 / 127 / 2), ("fp8", 1 / 16)])

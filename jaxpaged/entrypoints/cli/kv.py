@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ examples:
 def add_parser(commands: Any) -> None:
     group: Parser = commands.add_parser("kv", help="look after cached keys and values on a disk", epilog=EPILOG)
     actions = group.add_commands(dest="action", metavar="ACTION")
-    listing = add_action(actions, "ls", "namespaces, with their sizes and when they were used", run_ls)
+    listing = add_action(actions, "ls", "namespaces, with their sizes and when they were used", run_ls, ["list"])
     listing.add_argument("--json", action="store_true", help="print one JSON object a line for every namespace")
     verifying = add_action(
         actions, "verify", "read every page and check it; exit status 1 where one is damaged", run_verify
@@ -55,8 +55,10 @@ def add_parser(commands: Any) -> None:
         )  # fmt: skip
 
 
-def add_action(actions: Any, name: str, help: str, run: Callable[[argparse.Namespace], int]) -> Parser:
-    parser: Parser = actions.add_parser(name, help=help)
+def add_action(
+    actions: Any, name: str, help: str, run: Callable[[argparse.Namespace], int], aliases: Sequence[str] = ()
+) -> Parser:
+    parser: Parser = actions.add_parser(name, help=help, aliases=aliases)
     parser.add_argument("path", metavar="PATH", type=Path, help="the folder of a disk tier")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     parser.set_defaults(run=run, command_parser=parser)

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.errors import ConfigError
 from jaxpaged.installed import how_to_install, is_installed
 from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, LatentSpec, StateSpec
@@ -18,6 +20,8 @@ from jaxpaged.kv_store.s3 import S3Tier
 from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
+from jaxpaged.layers.rope import inverse_frequencies
+from jaxpaged.models.config import DecoderConfig
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
@@ -123,19 +127,31 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any
 
 def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version: str) -> str:
     """Of all that keys and values depend on besides tokens, and how they are cut into pages. `few_rows` says how sums
-    are computed on one machine, not what they are; it does count where an engine promises bits. Exact pages have no
-    fact about their form."""
+    are computed on one machine, not what they are; it does count where an engine promises bits. The longest sequence
+    counts where angles go by it. Exact pages have no fact about their form."""
     config, form = blueprint.config, blueprint.page_form
     bits = config.compile.deterministic
     return namespace(
         weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
-        decoders=tuple(str(each if bits else replace(each, few_rows="")) for each in blueprint.decoders),
+        decoders=tuple(str(as_named(each if bits else replace(each, few_rows=""))) for each in blueprint.decoders),
         quantization=config.model.quantization,
         groups=tuple(str((as_in_pages(group.spec, form), group.layer_idxs)) for group in kv_cache.groups),
         dtype=blueprint.kv_dtype.name,
         speculation=str(blueprint.speculation),
         **form.facts,
     )  # fmt: skip
+
+
+def as_named(decoder: DecoderConfig) -> DecoderConfig:
+    """Without the limit of an engine, unless the angles of its keys depend on that."""
+    ropes = {layer.rope for layer in decoder.layers if layer.rope is not None}
+    length = max(decoder.max_model_len, 1)
+    differs = any(
+        not np.array_equal(inverse_frequencies(rope, length), inverse_frequencies(rope, other))
+        for rope in ropes
+        for other in (1, decoder.max_position_embeddings, length + 1)
+    )
+    return decoder if differs else replace(decoder, max_model_len=0)
 
 
 def as_in_pages(spec: CacheSpec, form: PageForm) -> CacheSpec:

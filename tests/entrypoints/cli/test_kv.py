@@ -46,7 +46,7 @@ def test_namespaces_are_listed_with_sizes_and_ages(tmp_path, capsys):
     assert "weights v1" in first and "rope" not in first
     assert second.startswith(OTHER[:12]) and "1 pages" in second and "9 h" in second
     assert total.startswith("2 namespaces, 6 pages, ")
-    assert main(["kv", "ls", str(tmp_path), "--json"]) == 0
+    assert main(["kv", "list", str(tmp_path), "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (lines[0]["namespace"], lines[0]["num_bytes"]) == (SPACE, 5 * SIZE)
 
