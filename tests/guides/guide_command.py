@@ -4,6 +4,7 @@ The same server stays when it is asked for again; another one on its port takes 
 JSON below $GUIDE_SERVERS: its process group, its arguments, its log.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -14,22 +15,19 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-READY_SECONDS = 300
+READY_SECONDS, STOP_SECONDS = 300, 20
 
 
 def stop(kept: Path) -> None:
-    """End a server and what it started."""
+    """End a server, and then what it left."""
     group = json.loads(kept.read_text(encoding="utf-8"))["group"]
     kept.unlink()
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        for _ in range(100):
-            try:
-                os.killpg(group, signal_number)
-            except ProcessLookupError:
-                return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
+        end = time.monotonic() + STOP_SECONDS
+        while is_running(group) and time.monotonic() < end:
             time.sleep(0.1)
-            if signal_number == signal.SIGTERM and not is_running(group):
-                return
+        os.killpg(group, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
