@@ -19,6 +19,7 @@ _TESTS = {
     "programs": ("tests/worker/test_kv_copies.py",),
     "opening": ("tests/worker/test_kv_copies.py",),
     "transfers": ("tests/core/kv_transfer/test_transfers.py", *_CORE),
+    "saves": ("tests/core/kv_transfer/test_saves.py", *_CORE),
     "early_leases": ("tests/engine/test_early_leases.py",),
     "pieces": ("tests/core/kv_transfer/test_pieces.py",),
     "cut": ("tests/core/kv_transfer/test_pieces.py",),
@@ -29,6 +30,28 @@ _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffi
 MUTANTS = (
     *OF_PEERS,
     *OF_LMCACHE,
+    # ---- what waits to be saved
+    *_of(
+        "jaxpaged/core/kv_transfer/saves.py",
+        "",
+        (
+            "blocks are copied before they are computed",
+            "before is not None and save.step_id >= before",
+            "before is not None and save.step_id > before",
+        ),
+        ("what was overwritten is copied", "if all(block.cache_key == key for block, key in held):", "if True:"),
+        ("what is overwritten next waits on", "self._urgent.append(self._waiting[key][0])", "pass"),
+    ),
+    *_of(
+        "jaxpaged/engine/kv_transfer.py",
+        "",
+        ("what finds no room is lost", "            half.saves.add_first(left)\n", ""),
+        (
+            "what is overwritten next is copied behind that",
+            "        self.save_urgent()\n        self.save(step_id)\n",
+            "        self.save(step_id)\n",
+        ),
+    ),
     # ---- checksums
     *_of(
         "jaxpaged/kv_store/page.py",
@@ -136,8 +159,7 @@ MUTANTS = (
             "return lacking if any(idx in seen for idx in lacking) else []",
             "return [idx for idx in lacking if idx in seen]",
         ),
-        ("blocks are copied before they are computed", "save.step_id < before]", "save.step_id <= before]"),
-        ("what a failed step computed is kept", "if lost.isdisjoint(keys_of([save.piece]))]", "]"),
+        ("what a failed step computed is kept", "        self.saves.discard(lost)\n", ""),
         (
             "loads for weights that were replaced are used",
             "if any(self._pieces.pages(request, *place) != pages for place, pages in zip(load.places, load.pieces)):",
@@ -213,13 +235,13 @@ MUTANTS = (
         ),
         ("a revoked copy is stored later", "        self._unconfirmed.clear()\n", ""),
         (
-            "slots of revoked copies are lost",
-            "            self._slots.give_back()\n        self._unconfirmed",
+            "room of revoked copies is lost",
+            "            self._room.give_back(gathered.num_bytes)\n        self._unconfirmed",
             "        self._unconfirmed",
         ),
         (
-            "slots of stored copies are lost",
-            "            self._slots.give_back()\n            self._peers",
+            "room of stored copies is lost",
+            "            self._room.give_back(gathered.num_bytes)\n            self._peers",
             "            self._peers",
         ),
         (
@@ -234,8 +256,8 @@ MUTANTS = (
         ),
         (
             "a copy is stored when its first block is",
-            "max(step_id for step_id, _, _ in saves)",
-            "min(step_id for step_id, _, _ in saves)",
+            "max(step_id for (step_id, _), _ in saves)",
+            "min(step_id for (step_id, _), _ in saves)",
         ),
         ("borrowers hear of a copy at its end", ">= TOLD_BYTES:", ">= 1 << 60:"),
         ("borrowers hear of a page again and again", "                        untold.clear()\n", ""),
@@ -248,8 +270,8 @@ MUTANTS = (
         ("pages of other models are loaded", '"expect_namespace": self._namespace,', '"expect_namespace": None,'),
         (
             "pages that did not come count as come",
-            '            return ""\n        if self',
-            '            return "host"\n        if self',
+            '            return ""\n        load.news',
+            '            return "host"\n        load.news',
         ),
         ("scales stay behind", "[values, scales_of(buffer, header)] if form.is_scaled else [values]", "[values]"),
     ),
