@@ -24,7 +24,7 @@ class ShortFirst:
         self._num_rows = num_rows
         self._max_prompt_tokens = max_prompt_tokens
         self._short: dict[Request, None] = {}  # that wait
-        self._left: list[Request] = []  # short ones that left the queue, to run or for good
+        self._left: list[Request] = []  # short ones that left the queue, to run or for good: mostly those that run
 
     def is_short(self, request: Request) -> bool:
         return (
@@ -35,7 +35,7 @@ class ShortFirst:
     def openings(self, num_rows: int) -> Openings:
         num_kept = 0
         if len(self._queue) > num_rows:
-            self._left = [each for each in self._left if each.status is RequestStatus.RUNNING]
+            self._forget_ended()
             num_kept = min(self._num_rows - len(self._left), num_rows)
         if num_kept <= 0:
             return Openings(iter(self._queue), num_rows)
@@ -59,7 +59,11 @@ class ShortFirst:
         self._queue.remove(request)
         if request in self._short:
             del self._short[request]
+            self._forget_ended()
             self._left.append(request)
+
+    def _forget_ended(self) -> None:
+        self._left = [each for each in self._left if each.status is RequestStatus.RUNNING]
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -178,3 +178,11 @@ def test_everybody_is_served_with_the_right_tokens_whoever_goes_first(seed, kept
         if draw.random() < 0.1:
             engine.abort(f"r{draw.randint(0, number)}")
     engine.run()
+
+
+def test_short_requests_that_ended_are_forgotten_though_nobody_ever_waits():
+    engine = overloaded(num_streams=0)
+    for number in range(20):
+        short(engine, f"short{number}")
+        steps_until(engine, f"short{number}")
+    assert len(engine.scheduler.waiting._left) <= 1
