@@ -228,10 +228,12 @@ class ModelRunner:
 
     def _sharing(self, key: ProgramKey, packed: np.ndarray) -> ProgramKey:
         """The program that reads once what rows share, if there is one apart, some rows do, and it is compiled."""
+        layout = self.layouts[key.size]
+        if not layout.has_two_programs:
+            return key
         shared = ProgramKey(key.kind + SHARED, key.size)
         if shared not in self.device.programs.builders:
             return key
-        layout = self.layouts[key.size]
         shares = any(layout.split(each).shared.any() for each in np.split(packed, len(self.ranks)))
         return shared if shares and self.device.programs.is_ready(shared) else key
 

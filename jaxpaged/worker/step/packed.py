@@ -53,7 +53,7 @@ class StepLayout:
     shared_work: tuple[SharedWork, ...] = ()
     reads_shared: bool = True
 
-    @property
+    @cached_property
     def has_two_programs(self) -> bool:
         """Whether steps in which rows share nothing are worth a program of their own."""
         return any(work.is_launched for work in self.shared_work)
