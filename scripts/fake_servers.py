@@ -1,6 +1,7 @@
 """Servers whose model computes nothing, for bench_serving.py: HTTP, scheduler and detokeniser are the real ones."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output.stream import OutputStream
 from jaxpaged.entrypoints.cli.serve import announce, run_loop
+from jaxpaged.entrypoints.cli.start_report import StartReport
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.server import Sockets, serve
 from jaxpaged.entrypoints.http.service import Service, served_model
@@ -47,7 +49,9 @@ def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None, *
 def serve_engine(engine: Any, config: Any, name: str, options: ServerOptions) -> None:
     sockets = Sockets(options)
     service = Service(engine, served_model(config, (name,)), options)
-    run_loop(serve(service, sockets, on_listening=functools.partial(announce, name, sockets, guarded=False)))
+    with contextlib.closing(StartReport()) as report:
+        announcement = functools.partial(announce, service, sockets, report, guarded=False)
+        run_loop(serve(service, sockets, on_listening=announcement))
 
 
 class Ready:

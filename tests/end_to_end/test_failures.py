@@ -47,7 +47,10 @@ def test_a_model_whose_programs_cannot_be_traced_ends_the_start_in_one_sentence(
     assert "program forward of size 16 cannot be compiled: x_TD is float16[16, 256]; accepted are others." in str(
         caught.value
     )
-    assert "\n" not in str(caught.value) and not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "\n" not in str(caught.value)
+    # Threads of engines before may still have something to say, of other sizes.
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert not [text for text in said if "bucket 16" in text or "16, 256" in text]
 
 
 def live_bytes():

@@ -50,9 +50,9 @@ def slowed(worker, monkeypatch):
     """Let no page of a load come before the event that is returned is set."""
     opened, fetch = threading.Event(), worker._fetcher.fetch
 
-    def wait_and_fetch(load):
+    def wait_and_fetch(*load_and_readers):
         opened.wait(20)
-        return fetch(load)
+        return fetch(*load_and_readers)
 
     monkeypatch.setattr(worker._fetcher, "fetch", wait_and_fetch)
     return opened

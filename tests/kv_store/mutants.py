@@ -145,7 +145,7 @@ MUTANTS = (
     *_of(
         "jaxpaged/engine/early_leases.py",
         "",
-        ("a lease ends while a grammar is checked", "    call(KeepLease(lent))\n", ""),
+        ("a lease ends while a grammar is checked", "call(KeepLease(lent))", "pass"),
         ("the same in an event loop", "asyncio.ensure_future(tell(True))", "asyncio.ensure_future(asyncio.sleep(0))"),
         ("a lease outlives a refusal", "        call(KeepLease(lent, is_needed=False))\n", ""),
         ("the same in an event loop of who leaves", "        await tell(False)\n", ""),

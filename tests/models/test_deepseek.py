@@ -81,8 +81,11 @@ def test_experts_are_in_every_nth_layer_behind_the_dense_ones():
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({**DEEPSEEK_V3, "num_experts_per_tok": 9}, "the groups of a token have 8"),
         ({**DEEPSEEK_V3, "qk_rope_head_dim": 7, "qk_nope_head_dim": 9}, "rotates 7 of head_dim 7"),
-        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "awq"}}, "only those in 8-bit floats"),
-        ({**DEEPSEEK_V3, "quantization_config": {**QUANTIZATION, "weight_block_size": [128]}}, "only those in 8-bit"),
+        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "awq"}}, "quantised with AWQ"),
+        (
+            {**DEEPSEEK_V3, "quantization_config": {**QUANTIZATION, "weight_block_size": [128]}},
+            "without a scale for every block",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_be_computed_wrongly_is_refused(hf, message):
