@@ -256,6 +256,18 @@ def test_nothing_is_published_unless_asked_for(values):
     assert KVEventsConfig.from_option(values) is None
 
 
+def publisher_behind_free_ports(num_free):
+    """A publisher, and its port, before which so many are free: others may listen on any."""
+    while True:
+        publisher = KVEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*"))
+        port = int(publisher.endpoints[0].rpartition(":")[2])
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for before in range(1, num_free + 1):
+                probes.enter_context(socket.create_server(("127.0.0.1", port - before)))
+            return publisher, port
+        publisher.close()
+
+
 def test_building_an_engine_reserves_the_address_first_and_gives_it_back():
     enabled = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*"}
     config = EngineConfig.from_options(kv_events_config=enabled)
@@ -270,8 +282,7 @@ def test_building_an_engine_reserves_the_address_first_and_gives_it_back():
     with event_publishers(again) as [publisher]:
         publisher.close()
     ranks = {"data_parallel_size": 3, "enable_expert_parallel": True}
-    third = KVEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*"))
-    port = int(third.endpoints[0].rpartition(":")[2])
+    third, port = publisher_behind_free_ports(2)
     of_ranks = {**enabled, "endpoint": f"tcp://127.0.0.1:{port - 2}"}
     config = EngineConfig.from_options(kv_events_config=of_ranks, **ranks)
     with pytest.raises(UsageError, match=f":{port}: .*Choose another endpoint"), event_publishers(config):
