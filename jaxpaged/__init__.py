@@ -28,16 +28,40 @@ if TYPE_CHECKING:
         ScoringOutput,
     )
     from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-    from jaxpaged.structured_outputs import StructuredOutputsParams
+    from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams",
-    "BeamSearchSequence", "ClassificationOutput", "CompletionOutput", "Counter", "EmbeddingOutput", "EngineArgs",
-    "FlexibleArgumentParser", "Gauge", "Histogram", "LLMEngine", "Logprob", "Metric", "PoolingOutput", "PoolingParams",
-    "PoolingRequestOutput", "PromptType", "RequestOutput", "RequestOutputKind", "SamplingParams", "ScoringOutput",
-    "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
-]  # fmt: skip
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "ClassificationOutput",
+    "CompletionOutput",
+    "Counter",
+    "EmbeddingOutput",
+    "EngineArgs",
+    "FlexibleArgumentParser",
+    "Gauge",
+    "Histogram",
+    "LLMEngine",
+    "Logprob",
+    "Metric",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "PromptType",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ScoringOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 _NAMES_OF = {
     "engine.async_llm": ["AsyncLLM"],
@@ -49,12 +73,16 @@ _NAMES_OF = {
     "entrypoints.llm": ["LLM"],
     "messages": ["CompletionOutput", "Logprob", "RequestOutput"],
     "pooling": [
-        "ClassificationOutput", "EmbeddingOutput", "PoolingOutput", "PoolingParams", "PoolingRequestOutput",
+        "ClassificationOutput",
+        "EmbeddingOutput",
+        "PoolingOutput",
+        "PoolingParams",
+        "PoolingRequestOutput",
         "ScoringOutput",
     ],
     "sampling_params": ["BeamSearchParams", "RequestOutputKind", "SamplingParams"],
-    "structured_outputs": ["StructuredOutputsParams"],
-}  # fmt: skip
+    "sampling_params.structured_outputs": ["StructuredOutputsParams"],
+}
 _PLACES = {name: (module, name) for module, names in _NAMES_OF.items() for name in names} | {
     "AsyncLLMEngine": ("engine.async_llm", "AsyncLLM"),
     "PromptType": ("engine.input.prompts", "Prompt"),

@@ -1,4 +1,4 @@
-"""The exception tree. Every message says what happened, the values, and what to do.
+"""The exception tree, and how messages show values. Every message says what happened, the values, and what to do.
 
     JaxpagedError
     ├── UsageError            the caller asked for something that cannot be; exit code 2
@@ -14,14 +14,25 @@
         └── EngineDeadError   nothing can be served
             └── ProgramError  a program that all requests need cannot be compiled, however often it is tried
 
+Python and JSON can write half of a surrogate pair ("\\ud800"), which no encoding takes. Such a text is refused where it
+comes in (`check_unicode`), since hashing, sending or printing it fails later, far from the caller.
+
 Nothing here knows about HTTP; a server maps these classes to status codes.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
+
+LONGEST_SHOWN = 200
+SECRET_NAME = re.compile(r"(token|pass(word|wd|phrase)|secret|credentials?|key)$", re.IGNORECASE)
+"""How options end whose text nobody may see in a log."""
+USER_INFO = re.compile(r"(?<=//)[^/@\s]*@")
+"""Name and password in an address."""
+HIDDEN = "***"
 
 
 class JaxpagedError(Exception):
@@ -147,3 +158,57 @@ def num_edits(a: str, b: str) -> int:
                 cost = min(cost, earlier[j - 2] + 1)
             row.append(cost)
     return row[-1]
+
+
+def check_unicode(field: str, text: str) -> None:
+    """Raise RequestError that names `field` when `text` holds half of a surrogate pair."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} is not valid Unicode: it holds half of a surrogate pair, {shown(text[error.start])}. Replace it.",
+            field,
+        ) from None
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: cut where it is long, and its type alone where it cannot be shown."""
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+        text.encode()
+    except Exception:  # nested too deep, a number of too many digits, or a class of the caller's that fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def shown_option(name: str, value: Any) -> str:
+    """A value of the option `name` as an error shows it, with `HIDDEN` in place of what may be a secret."""
+    try:
+        return shown(without_secrets(name, value))
+    except RecursionError:
+        return f"a {type(value).__name__}"
+
+
+def without_secrets(name: str, value: Any) -> Any:
+    """The value with `HIDDEN` for what is called like a secret, and for users and passwords in URLs."""
+    if SECRET_NAME.search(name) and value is not None and not isinstance(value, bool):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {key: without_secrets(str(key), each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(without_secrets(name, each) for each in value)
+    return USER_INFO.sub(f"{HIDDEN}@", value) if isinstance(value, str) else value
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # its package is missing; or it was put aside by a test
+        return False
+
+
+def how_to_install(extra: str) -> str:
+    """What to run for an extra. jaxpaged is installed from its source: no registry has it."""
+    return f"run pip install -e '.[{extra}]' in the folder of jaxpaged's source"

@@ -54,9 +54,17 @@ def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
         settings = {"num_tokens": shape.num_tokens, "block_size": shape.block_size, "window": shape.window}
         metadata = rpa.AttentionMetadata(*where, backend.make_plan(*where[1:], **settings))
         out_TNH, arrays, scales = backend.attention(
-            q_TNH, k_TKH, v_TKH, kv.arrays, metadata, scale=shape.head_dim**-0.5, window=shape.window,
-            soft_cap=shape.soft_cap, sinks_N=sinks_N if shape.sinks else None, scales=kv.scales,
-        )  # fmt: skip
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            kv.arrays,
+            metadata,
+            scale=shape.head_dim**-0.5,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
+            sinks_N=sinks_N if shape.sinks else None,
+            scales=kv.scales,
+        )
         return out_TNH, rpa.KVTensor(arrays, scales)
 
     return layer

@@ -3,9 +3,15 @@
 import math
 
 BITS = {
-    "float32": 32, "int32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8,
+    "float32": 32,
+    "int32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
     "int4": 4,
-}  # fmt: skip
+}
 """Of a number, by the name of its type."""
 
 

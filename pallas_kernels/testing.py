@@ -124,9 +124,14 @@ def expected(case: Any, step: Step) -> np.ndarray:
     for row, (k_PKH, v_PKH) in enumerate(step.contexts):
         tokens = slice(*step.query_start_loc_R1[row : row + 2])
         out_TNH[tokens] = dense_attention(
-            step.q_TNH[tokens], k_PKH, v_PKH,
-            scale=case.head_dim**-0.5, window=case.window, soft_cap=case.soft_cap, sinks_N=step.sinks_N,
-        )  # fmt: skip
+            step.q_TNH[tokens],
+            k_PKH,
+            v_PKH,
+            scale=case.head_dim**-0.5,
+            window=case.window,
+            soft_cap=case.soft_cap,
+            sinks_N=step.sinks_N,
+        )
     return out_TNH
 
 
@@ -140,13 +145,28 @@ def layer_of(
 
     def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, num_seqs, start_R1, seq_lens_R, tables_RM, shared_6R=None):
         metadata = rpa.make_metadata(
-            num_seqs, start_R1, seq_lens_R, tables_RM,
-            num_tokens=T, block_size=S, window=shape.window, backend=backend, shared_6R=shared_6R,
-        )  # fmt: skip
+            num_seqs,
+            start_R1,
+            seq_lens_R,
+            tables_RM,
+            num_tokens=T,
+            block_size=S,
+            window=shape.window,
+            backend=backend,
+            shared_6R=shared_6R,
+        )
         return rpa.ragged_paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N if shape.sinks else None,
-            scale=H**-0.5, window=shape.window, soft_cap=shape.soft_cap, backend=backend,
-        )  # fmt: skip
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            kv,
+            metadata,
+            sinks_N=sinks_N if shape.sinks else None,
+            scale=H**-0.5,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
+            backend=backend,
+        )
 
     kv = jax.eval_shape(lambda: rpa.kv_zeros(num_blocks, S, K, H, dtype, backend, scales))
     new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]

@@ -35,8 +35,16 @@ OTHER_CLIENT = "127.0.0.2"
 SECONDS, LEAST_SECONDS = 60.0, 2.0
 """A request ends after the former; an attack is watched for the latter at least."""
 QUICK_SCALE = 0.1
-QUICK_OPTIONS = ["--ready-when", "serving", "--max-num-seqs", "4", "--max-model-len", "512",
-                 "--max-num-batched-tokens", "64"]  # few programs are compiled meanwhile  # fmt: skip
+QUICK_OPTIONS = [
+    "--ready-when",
+    "serving",
+    "--max-num-seqs",
+    "4",
+    "--max-model-len",
+    "512",
+    "--max-num-batched-tokens",
+    "64",
+]  # few programs are compiled meanwhile
 PAUSE = 0.02
 """Seconds between two questions of the clients that are not attackers."""
 PIECE = 2**17

@@ -57,9 +57,17 @@ def paged(
 
     def step(q_TNH, k_TKH, kv, start_R1, seq_lens_R, table_RM, shared_6R):
         metadata = rpa.make_metadata(
-            len(rows), start_R1, seq_lens_R, table_RM, num_tokens=T, block_size=S, window=None, backend=backend,
-            decodes_only=all(new == 1 for _, new in rows), shared_6R=shared_6R,
-        )  # fmt: skip
+            len(rows),
+            start_R1,
+            seq_lens_R,
+            table_RM,
+            num_tokens=T,
+            block_size=S,
+            window=None,
+            backend=backend,
+            decodes_only=all(new == 1 for _, new in rows),
+            shared_6R=shared_6R,
+        )
         return rpa.ragged_paged_attention(q_TNH, k_TKH, k_TKH, kv, metadata, scale=H**-0.5, backend=backend)
 
     program = jax.jit(step, donate_argnums=2).lower(q_TNH, k_TKH, kv, *where).compile()

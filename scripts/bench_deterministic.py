@@ -57,10 +57,14 @@ def main() -> None:
 def compare(model: str, repeat: int) -> None:
     """Print the CPU milliseconds of every kind of work without the option and with it, and their ratio."""
     shared = {
-        "max_model_len": 1280, "max_num_seqs": 32, "enable_prefix_caching": False,
-        "max_num_batched_tokens": 512, "token_buckets": (2, 8, 32, 512), "num_scheduler_steps": 1,
+        "max_model_len": 1280,
+        "max_num_seqs": 32,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 512,
+        "token_buckets": (2, 8, 32, 512),
+        "num_scheduler_steps": 1,
         "num_gpu_blocks_override": 400,
-    }  # fmt: skip
+    }
     engines = [LLM(model, deterministic=deterministic, **shared) for deterministic in (False, True)]
     for llm in engines:
         llm.wait_for_programs()

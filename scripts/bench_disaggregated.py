@@ -30,8 +30,16 @@ from jaxpaged.entrypoints.cli.bench.backends import HttpBackend
 from jaxpaged.entrypoints.cli.bench.requests import BenchRequest, Outcome
 from jaxpaged.entrypoints.http_client import HttpClient
 
-OPTIONS = ["--max-model-len", "4096", "--max-num-seqs", "16", "--block-size", "16", "--no-access-log",
-           "--wait-for-programs"]  # fmt: skip
+OPTIONS = [
+    "--max-model-len",
+    "4096",
+    "--max-num-seqs",
+    "16",
+    "--block-size",
+    "16",
+    "--no-access-log",
+    "--wait-for-programs",
+]
 SHORT_PROMPT, ANSWER = 16, 100
 MIN_PREFILL = 256
 """Tokens from which on the proxy lets a prompt be computed elsewhere."""

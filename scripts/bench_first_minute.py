@@ -128,9 +128,13 @@ class Child:
         clock = Clock(folder)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-            start_new_session=True, text=True,
-        )  # fmt: skip
+            [sys.executable, __file__, "--child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+            text=True,
+        )
         self.runner = Runner(self._process.pid, clock)
         self._process.stdin.write(json.dumps({**job, "clock": str(clock.path), "started": time.perf_counter()}))
         self._process.stdin.close()
@@ -177,9 +181,14 @@ def compare(folder: Path, options: dict[str, Any], num_requests: int, seconds: f
 def row(name: str, num_requests: int, told: dict[str, Any]) -> str:
     first, after = Speed(*told["speed"]).per_second, Speed(*told["afterwards"]).per_second
     cells = (
-        name, f"{num_requests}", f"{told['first_token']:.1f}", f"{first:,.0f}", f"{after:,.0f}", f"{first / after:.2f}",
+        name,
+        f"{num_requests}",
+        f"{told['first_token']:.1f}",
+        f"{first:,.0f}",
+        f"{after:,.0f}",
+        f"{first / after:.2f}",
         f"{told['ready']} of {told['wanted']}",
-    )  # fmt: skip
+    )
     return "| " + " | ".join(cells) + " |"
 
 

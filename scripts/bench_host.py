@@ -40,8 +40,8 @@ from jaxpaged.params.hub import resolve_model_folder
 from jaxpaged.sampling.custom import NO_PROCESSORS
 from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.state import StateLayout
-from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params.features import features_of
 from jaxpaged.worker.device import Device as RealDevice
 from jaxpaged.worker.device import DeviceState
 from jaxpaged.worker.model_runner import ModelRunner, PendingStep

@@ -78,10 +78,15 @@ def run(options: argparse.Namespace, platform: str) -> dict[str, Any]:
     """The whole report; rows are printed as they come."""
     deadline, tiny = time.monotonic() + TIME_LIMIT_S, options.sizes == "tiny"
     report = {
-        "device": jax.devices()[0].device_kind, "sizes": options.sizes, "date": datetime.date.today().isoformat(),
-        "jax": jax.__version__, "bandwidth": measured_bandwidth(2**22 if tiny else 2**30),
-        "matmul": measured_matmul(256 if tiny else 8192, jnp.bfloat16), "rows": [], "notes": [],
-    }  # fmt: skip
+        "device": jax.devices()[0].device_kind,
+        "sizes": options.sizes,
+        "date": datetime.date.today().isoformat(),
+        "jax": jax.__version__,
+        "bandwidth": measured_bandwidth(2**22 if tiny else 2**30),
+        "matmul": measured_matmul(256 if tiny else 8192, jnp.bfloat16),
+        "rows": [],
+        "notes": [],
+    }
     print(header(report))
     chosen = [x for x in subjects(options.op, options.sizes, platform) if any(y in x.name for y in options.cases)]
     own = {}

@@ -250,8 +250,14 @@ def draw(rows: Rows, path: Path) -> None:
     for name, took in rows.items():
         if name != BEHIND:
             is_bound = name.startswith("at least")
-            axis.loglog(list(took), [1000 * each for each in took.values()], label=name, linewidth=1 if is_bound else 2,
-                        linestyle=":" if is_bound else "-", marker=None if is_bound else "o")  # fmt: skip
+            axis.loglog(
+                list(took),
+                [1000 * each for each in took.values()],
+                label=name,
+                linewidth=1 if is_bound else 2,
+                linestyle=":" if is_bound else "-",
+                marker=None if is_bound else "o",
+            )
     axis.set_xticks(list(rows[COMPUTED]), [f"{each:,}" for each in rows[COMPUTED]])
     axis.set_xlabel("tokens of the prefix")
     axis.set_ylabel("ms until the first token")

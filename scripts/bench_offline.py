@@ -61,8 +61,11 @@ def measure(the_plan: plan.Plan, settings: Settings, results: Results) -> None:
         measure_roofline(settings, results, round_index)
         for model in the_plan.workloads:
             # Engines go backwards in every other round.
-            engines = [(engine, names) for engine in the_plan.engines[:: -1 if round_index % 2 else 1]
-                       if (names := the_plan.names(engine, model, round_index))]  # fmt: skip
+            engines = [
+                (engine, names)
+                for engine in the_plan.engines[:: -1 if round_index % 2 else 1]
+                if (names := the_plan.names(engine, model, round_index))
+            ]
             for begin in range(0, len(engines), settings.at_a_time):
                 group = engines[begin : begin + settings.at_a_time]
                 if time.monotonic() > end:
@@ -73,9 +76,12 @@ def measure(the_plan: plan.Plan, settings: Settings, results: Results) -> None:
 
 
 def measure_group(
-    group: list[tuple[plan.EngineSetting, tuple[str, ...]]], model: str, round_index: int, settings: Settings,
+    group: list[tuple[plan.EngineSetting, tuple[str, ...]]],
+    model: str,
+    round_index: int,
+    settings: Settings,
     results: Results,
-) -> None:  # fmt: skip
+) -> None:
     """Engines that take turns, each with its workloads."""
     turns = Turns()
     group = [(with_checkpoint(engine, settings.checkpoints_dir / model), names) for engine, names in group]
@@ -179,8 +185,10 @@ def say(line: str) -> None:
 
 
 def new_results(the_plan: plan.Plan, settings: Settings) -> Results:
-    models = {model: {name: sizes_of(name, model, settings.scale) for name in names}
-              for model, names in the_plan.workloads.items()}  # fmt: skip
+    models = {
+        model: {name: sizes_of(name, model, settings.scale) for name in names}
+        for model, names in the_plan.workloads.items()
+    }
     engines = [engine.name for engine in the_plan.engines]
     return Results(machine(settings), shlex.join(["python", *sys.argv]), engines, models, list(the_plan.left_out))
 
@@ -236,11 +244,21 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", choices=checkpoints.MODELS, metavar="NAME", help=", ".join(checkpoints.MODELS))
     add("--workloads", nargs="+", choices=workloads.WORKLOADS, metavar="NAME", help=", ".join(workloads.WORKLOADS))
-    add("--peers", nargs="+", choices=[*peers.PEERS, "none"], metavar="NAME", default=peers.default_peers(),
-        help=f"{', '.join(peers.PEERS)}, or none; by default all that suit the machine")  # fmt: skip
-    add("--jaxpaged", action="append", metavar="FLAGS",
+    add(
+        "--peers",
+        nargs="+",
+        choices=[*peers.PEERS, "none"],
+        metavar="NAME",
+        default=peers.default_peers(),
+        help=f"{', '.join(peers.PEERS)}, or none; by default all that suit the machine",
+    )
+    add(
+        "--jaxpaged",
+        action="append",
+        metavar="FLAGS",
         help="engine options of jaxpaged, as --jaxpaged='--max-num-seqs 32'; repeat it for settings side by side; "
-        "the first is what everything is compared with")  # fmt: skip
+        "the first is what everything is compared with",
+    )
     add("--repeat", type=int, help="rounds; 2 by default, 1 with --quick")
     add("--threads", type=int, default=cores, help=f"cores for every engine; {cores} by default")
     add("--scale", type=float, help="shrinks tokens and requests of all workloads: above 0, at most 1")

@@ -46,11 +46,23 @@ def write_model(folder: Path, sizes: dict[str, int], dense: bool = False) -> str
     columns = sizes["num_experts_per_tok"] * sizes["moe_intermediate_size"]
     kind = "Qwen3" if dense else "Qwen3Moe"
     hf: dict[str, Any] = {
-        "architectures": [f"{kind}ForCausalLM"], "model_type": "qwen3" if dense else "qwen3_moe", "vocab_size": 2048,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16, "intermediate_size": columns,
-        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-        "torch_dtype": "float32", "hidden_act": "silu", "attention_bias": False, "eos_token_id": 1, "bos_token_id": 1,
-    }  # fmt: skip
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": "qwen3" if dense else "qwen3_moe",
+        "vocab_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 16,
+        "intermediate_size": columns,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "eos_token_id": 1,
+        "bos_token_id": 1,
+    }
     hf |= {name: value for name, value in sizes.items() if not dense or name not in OF_EXPERTS}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
@@ -61,10 +73,20 @@ def open_model(folder: str, ranks: int = 1, **options: Any) -> LLM:
     """An engine for `REQUESTS` requests at a time, of which each attention rank has a share."""
     requests = REQUESTS // ranks
     return LLM(
-        folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=requests,
-        max_num_batched_tokens=64, token_buckets=[requests, 64], enable_prefix_caching=False, num_scheduler_steps=1,
-        wait_for_programs=True, num_gpu_blocks_override=requests * 8 + 1, data_parallel_size=ranks, **options,
-    )  # fmt: skip
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=requests,
+        max_num_batched_tokens=64,
+        token_buckets=[requests, 64],
+        enable_prefix_caching=False,
+        num_scheduler_steps=1,
+        wait_for_programs=True,
+        num_gpu_blocks_override=requests * 8 + 1,
+        data_parallel_size=ranks,
+        **options,
+    )
 
 
 def answers(llm: LLM, num_requests: int, num_tokens: int) -> list[list[int]]:

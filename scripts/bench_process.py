@@ -103,9 +103,12 @@ def counting_config(num_streams: int, step_ms: float, num_cores: int = 1) -> Eng
     """Options with which `FACTORY` builds cores whose steps take `step_ms`."""
     options = {"max_num_seqs": num_streams, "max_num_batched_tokens": max(2048, num_streams), "block_size": 16}
     return EngineConfig.from_options(
-        **options, num_scheduler_steps=1, seed=round(step_ms * 1000), enable_prefix_caching=False,
+        **options,
+        num_scheduler_steps=1,
+        seed=round(step_ms * 1000),
+        enable_prefix_caching=False,
         data_parallel_size=num_cores,
-    )  # fmt: skip
+    )
 
 
 def counting_engine(config: EngineConfig) -> LLMEngine:
@@ -156,8 +159,10 @@ def show(name: str, rounds: list[Round]) -> float:
     front = median(lambda r: r.front_seconds / r.num_tokens * 1e6)
     core = median(lambda r: r.core_seconds / r.num_tokens * 1e6)
     results = median(lambda r: r.num_results)
-    print(f"{name:14} {speed:9,.0f} tokens/s, CPU us/token: {front:5.1f} front end + {core:5.1f} core, {results:,.0f} "
-          f"results of {rounds[0].num_tokens:,} tokens")  # fmt: skip
+    print(
+        f"{name:14} {speed:9,.0f} tokens/s, CPU us/token: {front:5.1f} front end + {core:5.1f} core, {results:,.0f} "
+        f"results of {rounds[0].num_tokens:,} tokens"
+    )
     return speed
 
 

@@ -40,10 +40,20 @@ from jaxpaged.entrypoints.cli.serve import run_loop
 
 ME = Path(__file__).resolve()
 COLUMNS = {
-    "over": "s", "streams": "d", "requests/s": ".1f", "tokens/s": ".0f", "TTFT p50 ms": ".1f", "TTFT p99 ms": ".1f",
-    "chunk gap p50 ms": ".2f", "chunk gap p99 ms": ".2f", "tokens/chunk": ".2f", "tokens/CPU-s": ".0f",
-    "client CPU": ".0%", "offline tokens/s": ".0f", "overhead": ".1%",
-}  # fmt: skip
+    "over": "s",
+    "streams": "d",
+    "requests/s": ".1f",
+    "tokens/s": ".0f",
+    "TTFT p50 ms": ".1f",
+    "TTFT p99 ms": ".1f",
+    "chunk gap p50 ms": ".2f",
+    "chunk gap p99 ms": ".2f",
+    "tokens/chunk": ".2f",
+    "tokens/CPU-s": ".0f",
+    "client CPU": ".0%",
+    "offline tokens/s": ".0f",
+    "overhead": ".1%",
+}
 """What is measured, and how it is written."""
 
 WATCHED = ", watched"

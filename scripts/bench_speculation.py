@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.speculation import METHODS
+from jaxpaged.config.speculation import METHODS
 
 NUM_TOKENS = 256
 SENTENCE = (

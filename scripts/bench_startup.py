@@ -28,9 +28,17 @@ from typing import Any
 MAIN = "main"
 STARTS = ("cold cache", "warm cache", "bundle")
 COLORS = {
-    "python": "#7f7f7f", "import": "#9467bd", "config": "#8c564b", "tokenizer": "#e377c2", "weights": "#1f77b4",
-    "wait": "#dddddd", "first step": "#2ca02c", "lower": "#ff7f0e", "compile": "#d62728", "load": "#bcbd22",
-}  # fmt: skip
+    "python": "#7f7f7f",
+    "import": "#9467bd",
+    "config": "#8c564b",
+    "tokenizer": "#e377c2",
+    "weights": "#1f77b4",
+    "wait": "#dddddd",
+    "first step": "#2ca02c",
+    "lower": "#ff7f0e",
+    "compile": "#d62728",
+    "load": "#bcbd22",
+}
 
 
 @dataclasses.dataclass
@@ -226,8 +234,13 @@ def draw(starts: dict[str, dict[str, Any]], path: Path) -> None:
     )
     for axis, (name, start) in zip(axes, starts.items(), strict=True):
         for span in start["spans"]:
-            axis.barh(lanes[name].index(span["lane"]), span["end"] - span["begin"], left=span["begin"],
-                      color=COLORS[span["stage"]], height=0.8)  # fmt: skip
+            axis.barh(
+                lanes[name].index(span["lane"]),
+                span["end"] - span["begin"],
+                left=span["begin"],
+                color=COLORS[span["stage"]],
+                height=0.8,
+            )
         axis.axvline(start["seconds"], color="black", linewidth=0.8)
         axis.set_yticks(range(len(lanes[name])), lanes[name], fontsize=7)
         axis.invert_yaxis()
@@ -258,8 +271,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write startup.json and startup.png there")
-    parser.add_argument("--option", type=parsed_option, action="append", default=[], metavar="NAME=VALUE",
-                        help="an engine option, such as max_num_seqs=8; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--option",
+        type=parsed_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an engine option, such as max_num_seqs=8; may be repeated",
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -91,9 +91,12 @@ def parsed_reports(folder: Path, shared: dict[str, int]) -> Iterator[dict[str, A
         ):
             warnings = re.findall(r"Potential Performance Loss: (.*)", text)
             yield {
-                "kernel": name, "registers": int(registers), "spilled_bytes": int(spills),
-                "shared_memory": shared.get(name), "warnings": warnings,
-            }  # fmt: skip
+                "kernel": name,
+                "registers": int(registers),
+                "spilled_bytes": int(spills),
+                "shared_memory": shared.get(name),
+                "warnings": warnings,
+            }
         path.unlink()
 
 

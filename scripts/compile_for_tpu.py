@@ -141,9 +141,14 @@ def vmem_of(step: Step, problem: Problem, target: Target) -> list[int]:
 
     def layer(kv, q_TNH, k_TKH, v_TKH, shared_6R, *where):
         metadata = rpa.make_metadata(
-            R, *where, num_tokens=T, block_size=BLOCK_SIZE, window=window, backend="tpu",
+            R,
+            *where,
+            num_tokens=T,
+            block_size=BLOCK_SIZE,
+            window=window,
+            backend="tpu",
             shared_6R=shared_6R if step.shared else None,
-        )  # fmt: skip
+        )
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, scale=H**-0.5, window=window, backend="tpu"
         )

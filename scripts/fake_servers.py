@@ -37,9 +37,11 @@ def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None, *
     options."""
     options = ServerOptions(port=0, grpc_port=grpc_port, **server)
     engine = AsyncLLM.from_config(
-        counting_config(max_num_seqs, device_ms), factory=FACTORY, step_timeout=options.step_timeout,
+        counting_config(max_num_seqs, device_ms),
+        factory=FACTORY,
+        step_timeout=options.step_timeout,
         max_restarts=options.max_restarts,
-    )  # fmt: skip
+    )
     try:
         serve_engine(engine, engine.config, "counting", options)
     finally:
@@ -114,9 +116,16 @@ class FreeAsyncEngine(AsyncEngineControl):
         return None
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str, *, take: Any = None, group: Any = None,
-        data_parallel_rank: int | None = None, **others: Any,
-    ):  # fmt: skip
+        self,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        *,
+        take: Any = None,
+        group: Any = None,
+        data_parallel_rank: int | None = None,
+        **others: Any,
+    ):
         """As `AsyncLLM.generate`; there is one core, whichever is asked for."""
         self.engine.add_request(request_id, prompt, params, **others)
         results = self._streams[request_id] = OutputStream(by_delta=True, take=take)

@@ -38,10 +38,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 PARTS = ("tests", "speed", "profile", "sampler", "products", "tiles")
 TESTS = (
-    "tests/sampling/test_sampler.py", "tests/sampling/test_limits.py", "tests/pallas_kernels/top_k_top_p",
-    "tests/pallas_kernels/ragged_paged_attention/gpu", "tests/end_to_end/test_decode_runs.py",
-    "tests/end_to_end/test_second_turns.py", "tests/end_to_end/test_answers.py", "tests/models/test_golden.py",
-)  # fmt: skip
+    "tests/sampling/test_sampler.py",
+    "tests/sampling/test_limits.py",
+    "tests/pallas_kernels/top_k_top_p",
+    "tests/pallas_kernels/ragged_paged_attention/gpu",
+    "tests/end_to_end/test_decode_runs.py",
+    "tests/end_to_end/test_second_turns.py",
+    "tests/end_to_end/test_answers.py",
+    "tests/models/test_golden.py",
+)
 NOT_OF_ONE_GPU = (
     "not tpu and not cpu and not interpret and not shard and not devices and not -2 and not -4- and not deepseek "
     "and not kimi and not 4_bits"
@@ -106,10 +111,16 @@ def open_engine(model: str, **options: Any) -> Any:
     tiny = model == "tiny"
     buckets = (8, 32) if tiny else (8, 64, 256, 2048)
     return LLM(
-        str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=64 if tiny else 8192,
-        token_buckets=buckets, max_num_batched_tokens=buckets[-1], max_num_seqs=4 if tiny else 256,
-        enable_prefix_caching=False, **options,
-    )  # fmt: skip
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=64 if tiny else 8192,
+        token_buckets=buckets,
+        max_num_batched_tokens=buckets[-1],
+        max_num_seqs=4 if tiny else 256,
+        enable_prefix_caching=False,
+        **options,
+    )
 
 
 def generate(llm: Any, load: tuple[int, int, int], **sampling: Any) -> float:
@@ -278,10 +289,15 @@ def measure_products(options: argparse.Namespace) -> list[dict[str, Any]]:
     hidden, columns = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sizes = {
-        "q": (hidden, queries), "k and v": (hidden, keys), "q, k, v joined": (hidden, queries + 2 * keys),
-        "o": (queries, hidden), "gate and up": (hidden, columns), "gate, up joined": (hidden, 2 * columns),
-        "down": (columns, hidden), "head": (hidden, shape.vocab_size),
-    }  # fmt: skip
+        "q": (hidden, queries),
+        "k and v": (hidden, keys),
+        "q, k, v joined": (hidden, queries + 2 * keys),
+        "o": (queries, hidden),
+        "gate and up": (hidden, columns),
+        "gate, up joined": (hidden, 2 * columns),
+        "down": (columns, hidden),
+        "head": (hidden, shape.vocab_size),
+    }
     ways = {"cuBLAS": {**UNTRIED, **APART}, "tried": dict(APART)} if on_gpu else {"as it is": {}}
     lines = []
     for num_tokens in (1, 2) if options.model == "tiny" else (8, 64, 256, 2048):
@@ -299,8 +315,11 @@ def measure_products(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    "speed": measure_speed, "profile": measure_profile, "sampler": measure_sampler, "products": measure_products,
-}  # fmt: skip
+    "speed": measure_speed,
+    "profile": measure_profile,
+    "sampler": measure_sampler,
+    "products": measure_products,
+}
 
 
 # ---- the order, and the report -------------------------------------------------------------------
@@ -332,9 +351,14 @@ def run(command: list[str], seconds: float, **environment: str) -> tuple[int | N
     given = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=given, timeout=max(seconds, 1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            env=given,
+            timeout=max(seconds, 1),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired as error:
         return None, (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
     return done.returncode, done.stdout

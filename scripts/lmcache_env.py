@@ -20,12 +20,38 @@ TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # What its servers and connectors import; it asks for CUDA packages besides, which are left out.
 PACKAGES = [
-    "numpy<2.3", "numba", "pyyaml", "msgspec", "pyzmq", "psutil", "py-cpuinfo", "aiohttp", "aiofile", "aiofiles",
-    "safetensors", "transformers", "redis", "requests", "sortedcontainers", "blake3", "xxhash", "cbor2", "fastapi",
-    "uvicorn", "httptools", "httpx", "cachetools", "cryptography", "grpcio", "protobuf<7", "opentelemetry-api==1.40.0",
-    "opentelemetry-sdk==1.40.0", "opentelemetry-exporter-prometheus==0.61b0", "opentelemetry-exporter-otlp==1.40.0",
+    "numpy<2.3",
+    "numba",
+    "pyyaml",
+    "msgspec",
+    "pyzmq",
+    "psutil",
+    "py-cpuinfo",
+    "aiohttp",
+    "aiofile",
+    "aiofiles",
+    "safetensors",
+    "transformers",
+    "redis",
+    "requests",
+    "sortedcontainers",
+    "blake3",
+    "xxhash",
+    "cbor2",
+    "fastapi",
+    "uvicorn",
+    "httptools",
+    "httpx",
+    "cachetools",
+    "cryptography",
+    "grpcio",
+    "protobuf<7",
+    "opentelemetry-api==1.40.0",
+    "opentelemetry-sdk==1.40.0",
+    "opentelemetry-exporter-prometheus==0.61b0",
+    "opentelemetry-exporter-otlp==1.40.0",
     "prometheus_client==0.24.1",
-]  # fmt: skip
+]
 
 
 def main() -> None:

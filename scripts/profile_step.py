@@ -36,12 +36,22 @@ from jaxpaged.worker.programs.buckets import doubling_buckets
 
 XLA_ITSELF = "XLA's copies and conversions"
 PARTS = {
-    "few_rows": "products", "layers/linear": "products", "layers/int8": "products", "int4_matmul": "products",
-    "grouped_matmul": "experts", "sort_by_group": "experts", "layers/experts": "experts",
-    "attention": "attention", "layers/norm": "norms", "layers/rope": "rotations",
-    "layers/mlp": "activation of the feed-forward", "layers/embedding": "embeddings and logits",
-    "sampling/": "sampling", "worker/": "rows and tables", "models/": "the model's own sums",
-}  # fmt: skip
+    "few_rows": "products",
+    "layers/linear": "products",
+    "layers/int8": "products",
+    "int4_matmul": "products",
+    "grouped_matmul": "experts",
+    "sort_by_group": "experts",
+    "layers/experts": "experts",
+    "attention": "attention",
+    "layers/norm": "norms",
+    "layers/rope": "rotations",
+    "layers/mlp": "activation of the feed-forward",
+    "layers/embedding": "embeddings and logits",
+    "sampling/": "sampling",
+    "worker/": "rows and tables",
+    "models/": "the model's own sums",
+}
 """Piece of a source file's path -> what it computes, the first that fits."""
 
 
@@ -199,10 +209,14 @@ def main() -> None:
         shape = checkpoints.MODELS.get(options.model)
         llm = LLM(
             str(checkpoints.make_checkpoint(shape, Path(folder))) if shape else options.model,
-            max_model_len=options.context + 2 * options.steps + 16, max_num_seqs=max(all_rows),
-            num_scheduler_steps=1, enable_prefix_caching=False, quantization=options.quantization,
-            token_buckets=tuple(sorted(buckets)), max_num_batched_tokens=512,
-        )  # fmt: skip
+            max_model_len=options.context + 2 * options.steps + 16,
+            max_num_seqs=max(all_rows),
+            num_scheduler_steps=1,
+            enable_prefix_caching=False,
+            quantization=options.quantization,
+            token_buckets=tuple(sorted(buckets)),
+            max_num_batched_tokens=512,
+        )
         llm.wait_for_programs()
         for rows in all_rows:
             for line in profile(llm, rows, options.context, options.steps, options.ops):

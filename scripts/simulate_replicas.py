@@ -105,9 +105,11 @@ class Replica:
         )
         group = KVCacheGroup(AttentionSpec(BLOCK_SIZE, 1, 8, 4, None), (0,))
         self.scheduler = Scheduler(
-            config, KVCacheConfig((1 + options.kv_tokens // BLOCK_SIZE,), (group,)),
-            max_model_len=options.max_model_len, enable_prefix_caching=True,
-        )  # fmt: skip
+            config,
+            KVCacheConfig((1 + options.kv_tokens // BLOCK_SIZE,), (group,)),
+            max_model_len=options.max_model_len,
+            enable_prefix_caching=True,
+        )
         self.device, self.free_at = device, 0.0
         self.in_flight: deque[SchedulerOutput] = deque()
         self.told_running = self.told_unfinished = 0  # by what the front end heard last, and has sent since
@@ -245,10 +247,15 @@ def simulate(options: argparse.Namespace, num_replicas: int) -> Result:
     stats = [replica.scheduler.make_stats() for replica in system.replicas]
     busy = [replica.busy for replica in system.replicas]
     return Result(
-        num_replicas, sum(each.num_tokens for each in times) / span, percentiles(first), percentiles(between or [0.0]),
+        num_replicas,
+        sum(each.num_tokens for each in times) / span,
+        percentiles(first),
+        percentiles(between or [0.0]),
         sum(each.prefix_cache_hits for each in stats) / max(sum(each.prefix_cache_queries for each in stats), 1),
-        sum(busy) / num_replicas / max(busy), system.front_busy / span, system.balancing / len(prompts),
-    )  # fmt: skip
+        sum(busy) / num_replicas / max(busy),
+        system.front_busy / span,
+        system.balancing / len(prompts),
+    )
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float]:
@@ -309,8 +316,14 @@ def draw_chart(results: Sequence[Result], path: Path) -> None:
     each = speeds[0] / counts[0]
     left.plot(counts, [each * n for n in counts], color=canvas.GREY, linestyle="--", label="as many single ones")
     for result, speed in zip(results, speeds):
-        left.annotate(f"{result.front:.0%}", (result.replicas, speed), xytext=(4, -12), textcoords="offset points",
-                      fontsize=8, color=canvas.INK)  # fmt: skip
+        left.annotate(
+            f"{result.front:.0%}",
+            (result.replicas, speed),
+            xytext=(4, -12),
+            textcoords="offset points",
+            fontsize=8,
+            color=canvas.INK,
+        )
     left.set_title("output tokens/s; numbers: how busy the front end is", fontsize=11, loc="left", color=canvas.INK)
     left.set_yscale("log", base=10)
     for label, color, value in (

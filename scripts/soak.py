@@ -54,10 +54,29 @@ MOST_WRONG = 0.02
 WARM_UP = 0.1
 SETTLE_SECONDS = 300.0
 NUM_SEQS, QUICK_SEQS, NUM_QUEUED = 16, 4, 64
-SERVER = ["--grpc-port", "0", "--max-restarts", "100000", "--step-timeout", "20", "--no-access-log",
-          "--max-num-queued-reqs", str(NUM_QUEUED)]  # fmt: skip
-ENGINE = ["--max-model-len", "512", "--max-num-seqs", str(NUM_SEQS), "--num-gpu-blocks-override", "140",
-          "--max-num-batched-tokens", "128", "--token-buckets", "16,128"]  # fmt: skip
+SERVER = [
+    "--grpc-port",
+    "0",
+    "--max-restarts",
+    "100000",
+    "--step-timeout",
+    "20",
+    "--no-access-log",
+    "--max-num-queued-reqs",
+    str(NUM_QUEUED),
+]
+ENGINE = [
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    str(NUM_SEQS),
+    "--num-gpu-blocks-override",
+    "140",
+    "--max-num-batched-tokens",
+    "128",
+    "--token-buckets",
+    "16,128",
+]
 QUICK = {"requests": 150, "fault_seconds": 0.5, "clients": 8}
 QUICK_SERVER = {"step_timeout": 5.0, "max_restarts": 1000, "max_num_queued_reqs": NUM_QUEUED, "access_log": False}
 QUICK_STEP_MS = 2.0
@@ -143,8 +162,9 @@ class Soak:
         if wrong > MOST_WRONG * (right + wrong) and not self.quick:
             found.append(f"{wrong} of {right + wrong} sums are wrong")
         for what, before, after in (
-            ("server", first.server_memory, last.server_memory), ("core", first.core_memory, last.core_memory)
-        ):  # fmt: skip
+            ("server", first.server_memory, last.server_memory),
+            ("core", first.core_memory, last.core_memory),
+        ):
             if after > before * (1 + (QUICK_MARGIN if self.quick else MEMORY_MARGIN)):
                 found.append(f"the {what} holds {after:.0f} MiB at the end; after the warm-up it held {before:.0f}")
         if last.num_files > first.num_files + FILES_MARGIN:

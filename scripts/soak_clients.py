@@ -152,9 +152,14 @@ async def http_stream(client: Client, pause: float = 0.0, n: int = 1) -> str:
     """A prompt and an answer of random lengths, counted at the end."""
     length = client.draw.randint(1, LONGEST_ANSWER)
     body = {
-        "prompt": client.prompt_ids(), "max_tokens": length, "ignore_eos": True, "stream": True, "n": n,
-        "temperature": client.draw.choice([0, 1]) if n == 1 else 1, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "prompt": client.prompt_ids(),
+        "max_tokens": length,
+        "ignore_eos": True,
+        "stream": True,
+        "n": n,
+        "temperature": client.draw.choice([0, 1]) if n == 1 else 1,
+        "stream_options": {"include_usage": True},
+    }
     async with connected(client.places.port, small_buffer=bool(pause)) as (reader, writer):
         writer.write(request_bytes(COMPLETIONS, json.dumps(body).encode()))
         usage = None
@@ -220,9 +225,13 @@ async def http_wrong(client: Client) -> str:
 
 async def http_garbage(client: Client) -> str:
     """Bytes that are no request."""
-    pieces = [client.draw.randbytes(400), b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-              b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999\r\n\r\n",
-              b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"]  # fmt: skip
+    pieces = [
+        client.draw.randbytes(400),
+        b"GET / HTTP/1.1\r\nHost: a b\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999999\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    ]
     async with connected(client.places.port) as (reader, writer):
         writer.write(client.draw.choice(pieces) + b"\r\n\r\n")
         writer.write_eof()
@@ -301,8 +310,13 @@ async def grpc_wrong(client: Client) -> str:
 async def grpc_garbage(client: Client, port: int) -> str:
     """Bytes that are no HTTP/2."""
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    pieces = [client.draw.randbytes(400), preface, preface + client.draw.randbytes(300), b"GET / HTTP/1.1\r\n\r\n",
-              preface + b"\xff\xff\xff\x01\x04\0\0\0\x01"]  # fmt: skip
+    pieces = [
+        client.draw.randbytes(400),
+        preface,
+        preface + client.draw.randbytes(300),
+        b"GET / HTTP/1.1\r\n\r\n",
+        preface + b"\xff\xff\xff\x01\x04\0\0\0\x01",
+    ]
     async with connected(port) as (reader, writer):
         writer.write(client.draw.choice(pieces))
         writer.write_eof()

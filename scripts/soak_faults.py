@@ -38,11 +38,11 @@ from soak_clients import (
     request_bytes,
 )
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_process import SOCKET
 from jaxpaged.engine.process.zmq_client import dealer
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 
@@ -53,9 +53,15 @@ FLOODS = [
     b"\0\0\x08\6\0\0\0\0\0pingping" * 3000,
     b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\x64" * 3000,
     b"\0\0\1\1\0\0\0\0\1\x82" + b"\0\0\1\x09\0\0\0\0\1\x82" * 3000,
-    b"".join(b"\0\0\1\1\4" + (2 * i + 1).to_bytes(4, "big") + b"\x82\0\0\4\3\0" + (2 * i + 1).to_bytes(4, "big")
-             + b"\0\0\0\x08" for i in range(3000)),
-]  # fmt: skip
+    b"".join(
+        b"\0\0\1\1\4"
+        + (2 * i + 1).to_bytes(4, "big")
+        + b"\x82\0\0\4\3\0"
+        + (2 * i + 1).to_bytes(4, "big")
+        + b"\0\0\0\x08"
+        for i in range(3000)
+    ),
+]
 """PING, SETTINGS, CONTINUATION without end, and streams that are opened and reset."""
 
 

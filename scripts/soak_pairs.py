@@ -55,16 +55,33 @@ from tqdm import tqdm
 MOST_WRONG = 0.02
 """Share of the sums and code words."""
 SETTLE_SECONDS = 120.0
-ENGINE = ["--max-model-len", "1024", "--max-num-seqs", "8", "--block-size", "16", "--num-gpu-blocks-override", "160",
-          "--max-num-batched-tokens", "128", "--token-buckets", "16,128"]  # fmt: skip
+ENGINE = [
+    "--max-model-len",
+    "1024",
+    "--max-num-seqs",
+    "8",
+    "--block-size",
+    "16",
+    "--num-gpu-blocks-override",
+    "160",
+    "--max-num-batched-tokens",
+    "128",
+    "--token-buckets",
+    "16,128",
+]
 SERVE = ["--kv-lease-seconds", "10", "--max-restarts", "100000", "--no-access-log"]
 PROXY = ["--min-prefill-tokens", "16"]
 NUM_KNOWN, KNOWN_SHARE, TEXT_CHARACTERS = 12, 0.7, (300, 2200)
 AT_REST = (
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_kv_fetch_by_stage",
-    "vllm:kv_cache_usage_perc", "jaxpaged:http_requests_under_way", "jaxpaged:kv_leases", "jaxpaged:kv_lease_bytes",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_kv_fetch_by_stage",
+    "vllm:kv_cache_usage_perc",
+    "jaxpaged:http_requests_under_way",
+    "jaxpaged:kv_leases",
+    "jaxpaged:kv_lease_bytes",
     "jaxpaged:kv_offload_copies_under_way",
-)  # fmt: skip
+)
 """What must be 0 in every engine that has it."""
 
 
@@ -179,8 +196,13 @@ async def run(pairs: Pairs, args: argparse.Namespace) -> list[str]:
     held = await asyncio.gather(*map(left_over, pairs.engines))
     told = await asyncio.gather(*(metrics(engine.port) for engine in pairs.engines))
     print(soak.tables())
-    for name in ("jaxpaged:kv_leases_granted_total", "jaxpaged:kv_leases_expired_total", "jaxpaged:kv_lent_pages_total",
-                 "vllm:num_preemptions_total", "jaxpaged:kv_offload_tier_corrupt_total"):  # fmt: skip
+    for name in (
+        "jaxpaged:kv_leases_granted_total",
+        "jaxpaged:kv_leases_expired_total",
+        "jaxpaged:kv_lent_pages_total",
+        "vllm:num_preemptions_total",
+        "jaxpaged:kv_offload_tier_corrupt_total",
+    ):
         counts = ", ".join(f"{each.name} {values.get(name, 0):g}" for each, values in zip(pairs.engines, told))
         print(f"{name}, since each was started: {counts}")
     return soak.wrong_answers() + [what for each in held for what in each]

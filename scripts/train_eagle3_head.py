@@ -105,12 +105,17 @@ def main() -> None:
     judge, found = jax.jit(partial(agreement, known)), np.zeros((NUM_PASSES, 3))
     for number, batch in enumerate(held_out(plan, tokenizer)):
         found += np.asarray(judge(rounded(params), teacher, batch, jax.random.key(number)))
-    lines = [f"| {nth} | {greedy / count:.1%} | {drawn / count:.1%} |"
-             for nth, (count, greedy, drawn) in enumerate(found, 1)]  # fmt: skip
+    lines = [
+        f"| {nth} | {greedy / count:.1%} | {drawn / count:.1%} |" for nth, (count, greedy, drawn) in enumerate(found, 1)
+    ]
     card = CARD.format(
-        millions=sum(array.size for array in params.values()) / 1e6, num_drafts=len(known), known=share,
-        steps=plan.steps, minutes=seconds / 60, table="\n".join(lines),
-    )  # fmt: skip
+        millions=sum(array.size for array in params.values()) / 1e6,
+        num_drafts=len(known),
+        known=share,
+        steps=plan.steps,
+        minutes=seconds / 60,
+        table="\n".join(lines),
+    )
     tensors = checkpoint_tensors(params, known, MODEL.vocab_size)
     export_weights(output, tensors, head_config(HEAD, MODEL), card)
     print(card)

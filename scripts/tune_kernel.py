@@ -92,9 +92,12 @@ def tune(key: str, step: ServingStep, options: argparse.Namespace, kind: str) ->
         best = default
     date = datetime.date.today().isoformat()
     return {
-        "tiles": dataclasses.asdict(best), "milliseconds": found[best] * 1e3, "step": step.name, "date": date,
+        "tiles": dataclasses.asdict(best),
+        "milliseconds": found[best] * 1e3,
+        "step": step.name,
+        "date": date,
         "jax": jax.__version__,
-    }  # fmt: skip
+    }
 
 
 def timed(choices: list[Tiles], step: ServingStep, interpret: bool) -> Iterator[tuple[Tiles, float | Exception]]:

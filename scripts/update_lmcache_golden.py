@@ -98,9 +98,14 @@ def recorded(algorithm: str, seed: str | None) -> dict[str, Any]:
         for model, (dtype, world_size) in MODELS.items():
             config = LMCacheEngineConfig.from_defaults(chunk_size=chunk_size, pre_caching_hash_algorithm=algorithm)
             metadata = LMCacheMetadata(
-                model_name=model, world_size=world_size, local_world_size=world_size, worker_id=world_size - 1,
-                local_worker_id=world_size - 1, kv_dtype=getattr(torch, dtype), kv_shape=(2, 2, chunk_size, 4, 8),
-            )  # fmt: skip
+                model_name=model,
+                world_size=world_size,
+                local_world_size=world_size,
+                worker_id=world_size - 1,
+                local_worker_id=world_size - 1,
+                kv_dtype=getattr(torch, dtype),
+                kv_shape=(2, 2, chunk_size, 4, 8),
+            )
             database = ChunkedTokenDatabase(config, metadata)
             keys = [key.to_string() for _, end, key in database.process_tokens(tokens()) if end % chunk_size == 0]
             facts = {"algorithm": algorithm, "seed": seed, "chunk_size": chunk_size, "model": model, "dtype": dtype}

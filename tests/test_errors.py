@@ -50,10 +50,19 @@ def test_what_is_not_near_is_not_suggested(name, known):
 
 
 VLLM_ONLY = [
-    "--data-parallel-size", "--pipeline-parallel-size", "--enable-lora", "--kv-transfer-config", "--speculative-config",
-    "--limit-mm-per-prompt", "--mm-processor-kwargs", "--swap-space", "--cpu-offload-gb", "--max-lora-rank",
-    "--distributed-executor-backend", "--guided-decoding-backend",
-]  # fmt: skip
+    "--data-parallel-size",
+    "--pipeline-parallel-size",
+    "--enable-lora",
+    "--kv-transfer-config",
+    "--speculative-config",
+    "--limit-mm-per-prompt",
+    "--mm-processor-kwargs",
+    "--swap-space",
+    "--cpu-offload-gb",
+    "--max-lora-rank",
+    "--distributed-executor-backend",
+    "--guided-decoding-backend",
+]
 
 
 @pytest.mark.parametrize("flag", VLLM_ONLY)
@@ -88,11 +97,13 @@ def test_the_number_of_edits_is_symmetrical_and_zero_for_equal_names_only(a, b):
 @pytest.mark.parametrize(
     ("made", "wrong", "meant"),
     [
-        (jaxpaged.SamplingParams, "temprature", "temperature"), (jaxpaged.SamplingParams, "max_token", "max_tokens"),
-        (jaxpaged.BeamSearchParams, "beam_widht", "beam_width"), (jaxpaged.PoolingParams, "dimension", "dimensions"),
+        (jaxpaged.SamplingParams, "temprature", "temperature"),
+        (jaxpaged.SamplingParams, "max_token", "max_tokens"),
+        (jaxpaged.BeamSearchParams, "beam_widht", "beam_width"),
+        (jaxpaged.PoolingParams, "dimension", "dimensions"),
         (jaxpaged.StructuredOutputsParams, "chioce", "choice"),
     ],
-)  # fmt: skip
+)
 def test_a_keyword_that_is_nearly_right_is_suggested(made, wrong, meant):
     with pytest.raises(TypeError, match=f"{made.__name__} has no parameter '{wrong}'. Did you mean '{meant}'"):
         made(**{wrong: 1})
@@ -120,11 +131,14 @@ def test_a_public_name_that_is_nearly_right_is_suggested():
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        (["generat"], "generate"), (["srve"], "serve"), (["bench", "througput"], "throughput"),
-        (["bench", "serve", "--dataset-name", "randm"], "random"), (["generate", "--temprature", "1"], "--temperature"),
+        (["generat"], "generate"),
+        (["srve"], "serve"),
+        (["bench", "througput"], "throughput"),
+        (["bench", "serve", "--dataset-name", "randm"], "random"),
+        (["generate", "--temprature", "1"], "--temperature"),
         (["serve", "--trust-remot-code"], "--trust-remote-code"),
     ],
-)  # fmt: skip
+)
 def test_a_word_of_a_command_line_that_is_nearly_right_is_suggested(line, meant, capsys):
     with pytest.raises(SystemExit):
         command_line().parse_args(line)

@@ -5,7 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.errors import how_to_install, is_installed
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {".py", ".js", ".html", ".yaml", ".yml", ".toml", ".ipynb", ".service", ".proto", ""}

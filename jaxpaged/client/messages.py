@@ -13,16 +13,23 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or a chat as messages with role and content."""
 SIDES = {"left": pb.TRUNCATION_SIDE_LEFT, "right": pb.TRUNCATION_SIDE_RIGHT}
 CHAT_FIELDS = (
-    "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
-    "chat_template_kwargs", "reasoning_effort", "include_reasoning",
-)  # fmt: skip
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "include_reasoning",
+)
 SAMPLING_FIELDS = tuple(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 CONVERTED = ("truncation_side", "kv_transfer_params")
 """Fields of a request whose Python values are no messages yet."""
 REQUEST_FIELDS = tuple(
-    name for name in pb.GenerateRequest.DESCRIPTOR.fields_by_name
+    name
+    for name in pb.GenerateRequest.DESCRIPTOR.fields_by_name
     if name not in ("text", "token_ids", "chat", "sampling_params", *CONVERTED)
-)  # fmt: skip
+)
 
 
 def generate_request(prompt: Prompt, values: Mapping[str, Any]) -> pb.GenerateRequest:

@@ -12,6 +12,12 @@ from jaxpaged.config.resolution import ModelFacts, settled
 from jaxpaged.config.sections import EMBEDDED_MODEL, CacheConfig, ModelConfig, SchedulerConfig
 
 __all__ = [
-    "EMBEDDED_MODEL", "CacheConfig", "EngineConfig", "ModelConfig", "ModelFacts", "SchedulerConfig", "all_options",
+    "EMBEDDED_MODEL",
+    "CacheConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "ModelFacts",
+    "SchedulerConfig",
+    "all_options",
     "settled",
-]  # fmt: skip
+]

@@ -5,6 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.config.option_checks import checked
 from jaxpaged.config.resolution import (
     ModelFacts,
     check_deterministic,
@@ -31,10 +32,9 @@ from jaxpaged.config.sections import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from jaxpaged.config.speculation import resolved_speculation
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS, without_neutral
 from jaxpaged.errors import ConfigError, did_you_mean
-from jaxpaged.option_checks import checked
-from jaxpaged.speculation import resolved_speculation
-from jaxpaged.vllm_options import FOREIGN_OPTIONS, without_neutral
 
 
 @dataclass(frozen=True)

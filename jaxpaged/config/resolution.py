@@ -54,9 +54,7 @@ def resolved_model(given: ModelConfig, facts: ModelFacts, platform: str) -> Mode
     )
 
 
-def resolved_cache(
-    given: CacheConfig, model: ModelConfig, parallel: ParallelConfig, platform: str
-) -> CacheConfig:  # fmt: skip
+def resolved_cache(given: CacheConfig, model: ModelConfig, parallel: ParallelConfig, platform: str) -> CacheConfig:
     """Blocks and their type. Raises ConfigError where a context cannot be split over devices as was asked."""
     shards, size = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
     if size % shards:
@@ -95,9 +93,11 @@ def resolved_scheduler(
             "requests. Lower it."
         )
     return dataclasses.replace(
-        given, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        given,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         num_short_request_rows=short_rows,
-    )  # fmt: skip
+    )
 
 
 def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, compile: CompileConfig) -> None:
@@ -107,9 +107,9 @@ def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
     reasons = {
         "runner is 'pooling'": model.runner == "pooling",
         "enable_prefix_caching is off, and what is kept is found by its hashes": not cache.enable_prefix_caching,
-        f"{parallel.num_processes} processes compute as one (distributed_executor_backend, nnodes)":
-            parallel.num_processes > 1,
-    }  # fmt: skip
+        f"{parallel.num_processes} processes compute as one (distributed_executor_backend, "
+        "nnodes)": parallel.num_processes > 1,
+    }
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(
@@ -172,24 +172,28 @@ def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, facts:
 
 
 def check_stages(
-    cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig,
-    compile: CompileConfig, load_format: str, num_drafts: int,
-) -> None:  # fmt: skip
+    cache: CacheConfig,
+    parallel: ParallelConfig,
+    scheduler: SchedulerConfig,
+    compile: CompileConfig,
+    load_format: str,
+    num_drafts: int,
+) -> None:
     """Raise ConfigError for what stages of a pipeline cannot do."""
     if parallel.pipeline_parallel_size == 1:
         return
     reasons = {
-        f"num_scheduler_steps is {scheduler.num_scheduler_steps}, and a step of several is one program on one stage":
-            scheduler.num_scheduler_steps not in (None, 1),
+        f"num_scheduler_steps is {scheduler.num_scheduler_steps}, and a step of several is one program on "
+        "one stage": scheduler.num_scheduler_steps not in (None, 1),
         f"speculative_config drafts {num_drafts} tokens": num_drafts > 0,
         "kv_offload (or kv_role) keeps keys and values besides the device": cache.offload is not None,
         "enable_eplb moves experts": parallel.enable_eplb,
-        f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}":
-            parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
+        f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes "
+        f"{parallel.nnodes}": parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
         f"bundle is {compile.bundle}, which has programs of one stage": compile.bundle is not None,
         "deterministic has not been shown to keep its bits there": compile.deterministic,
         f"load_format is {load_format!r}, which is read as a whole": load_format == "orbax",
-    }  # fmt: skip
+    }
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(
@@ -207,14 +211,15 @@ def check_ranks(cache: CacheConfig, parallel: ParallelConfig, num_drafts: int) -
         "another. Leave out pipeline_parallel_size": parallel.pipeline_parallel_size > 1,
         f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, and ranks spread requests in place "
         "of contexts. Leave out decode_context_parallel_size": parallel.decode_context_parallel_size > 1,
-        f"speculative_config drafts {num_drafts} tokens, and what drafts serves one rank. Leave out speculative_config":
-            num_drafts > 0,
+        f"speculative_config drafts {num_drafts} tokens, and what drafts serves one rank. Leave out "
+        "speculative_config": num_drafts > 0,
         "kv_offload (or kv_role) keeps keys and values besides the device, of one rank only. Leave it out, or "
         "data_parallel_size": cache.offload is not None,
         f"distributed_executor_backend is {parallel.distributed_executor_backend!r}, with nnodes {parallel.nnodes}: "
-        "all ranks are in one process. Choose devices of one host, and uni":
-            parallel.distributed_executor_backend != "uni" or parallel.nnodes > 1,
-    }  # fmt: skip
+        "all ranks are in one process. Choose devices of one host, and uni": parallel.distributed_executor_backend
+        != "uni"
+        or parallel.nnodes > 1,
+    }
     for reason, applies in reasons.items():
         if applies:
             raise ConfigError(

@@ -16,8 +16,8 @@ from jaxpaged.core.logprob_lines import add_logprobs
 from jaxpaged.core.request import Request
 from jaxpaged.core.steps import Grant, NewStep
 from jaxpaged.messages import NOTHING_TO_DRAW, EngineCoreOutput, ModelRunnerOutput
-from jaxpaged.sampling_checks import nothing_to_draw
-from jaxpaged.sampling_features import limiting_fields
+from jaxpaged.sampling_params.checks import nothing_to_draw
+from jaxpaged.sampling_params.features import limiting_fields
 
 LEAST_STEPS = 2
 """Fewer are no run."""

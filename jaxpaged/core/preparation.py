@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxpaged.core.constrained import ConstrainedRequests, reason_of
 from jaxpaged.core.request import Request
 from jaxpaged.errors import RequestError
-from jaxpaged.sampling_features import Extra, extras_of
+from jaxpaged.sampling_params.features import Extra, extras_of
 
 
 class Needs(NamedTuple):

@@ -28,9 +28,14 @@ from jaxpaged.messages import (
 )
 
 SUMMED = (
-    "num_running_reqs", "num_waiting_reqs", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
-    "num_corrupted_reqs", "num_scheduled_tokens",
-)  # fmt: skip
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "num_corrupted_reqs",
+    "num_scheduled_tokens",
+)
 """Of the statistics, those that are sums over ranks."""
 
 
@@ -201,11 +206,19 @@ def joined(parts: list[SchedulerOutput]) -> SchedulerOutput:
     assert all(part.step_id == step_id for part in parts), "ranks are at different steps"
     together = lambda name: [value for part in parts for value in getattr(part, name)]
     return SchedulerOutput(
-        step_id, together("new_requests"), together("removed_request_ids"), together("request_ids"),
-        together("num_scheduled_tokens"), together("num_computed_tokens"), together("max_new_tokens"),
-        together("new_block_ids"), sum(part.total_num_scheduled_tokens for part in parts),
-        num_steps=max(part.num_steps for part in parts), masked=any(part.masked for part in parts), ranks=parts,
-    )  # fmt: skip
+        step_id,
+        together("new_requests"),
+        together("removed_request_ids"),
+        together("request_ids"),
+        together("num_scheduled_tokens"),
+        together("num_computed_tokens"),
+        together("max_new_tokens"),
+        together("new_block_ids"),
+        sum(part.total_num_scheduled_tokens for part in parts),
+        num_steps=max(part.num_steps for part in parts),
+        masked=any(part.masked for part in parts),
+        ranks=parts,
+    )
 
 
 def divided(output: ModelRunnerOutput, parts: Sequence[SchedulerOutput]) -> Iterator[ModelRunnerOutput]:
@@ -219,13 +232,15 @@ def divided(output: ModelRunnerOutput, parts: Sequence[SchedulerOutput]) -> Iter
         tokens = output.sampled_token_ids[first:end]
         end_line = first_line + sum(map(len, tokens))
         yield ModelRunnerOutput(
-            output.step_id, output.request_ids[first:end], tokens,
+            output.step_id,
+            output.request_ids[first:end],
+            tokens,
             logprobs=lines_of(output.logprobs, first_line, end_line),
             prompt_logprobs={name: value for name, value in output.prompt_logprobs.items() if name in own},
             failed={name: reason for name, reason in output.failed.items() if name in own},
             corrupted=[name for name in output.corrupted if name in own],
             pooled=None if output.pooled is None else output.pooled[first:end],
-        )  # fmt: skip
+        )
         first, first_line = end, end_line
 
 

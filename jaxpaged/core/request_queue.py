@@ -21,9 +21,12 @@ class Openings:
     __slots__ = ("_is_short", "_num_kept", "num_rows", "requests")
 
     def __init__(
-        self, requests: Iterator[Request], num_rows: int, num_kept: int = 0,
+        self,
+        requests: Iterator[Request],
+        num_rows: int,
+        num_kept: int = 0,
         is_short: Callable[[Request], bool] = lambda request: False,
-    ):  # fmt: skip
+    ):
         self.requests = requests
         self.num_rows = num_rows
         self._num_kept = num_kept

@@ -37,7 +37,7 @@ from jaxpaged.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
-from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params.features import Extra
 
 
 class Scheduler:
@@ -53,10 +53,13 @@ class Scheduler:
         *,
         max_model_len: int,
         enable_prefix_caching: bool,
-        enable_kv_cache_events: bool = False, grammars: Grammars | None = None,
+        enable_kv_cache_events: bool = False,
+        grammars: Grammars | None = None,
         can_run: Callable[[Extra], bool] = lambda extra: True,
-        num_drafts: int = 0, token_buckets: Sequence[int] = (), num_stages: int = 1,
-    ):  # fmt: skip
+        num_drafts: int = 0,
+        token_buckets: Sequence[int] = (),
+        num_stages: int = 1,
+    ):
         """`scheduler_config` is resolved. `can_run`: see `Executor`. `num_drafts`: of a request and step, at most.
         `num_stages`: steps that are computed at a time, see `turns.py`. Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
@@ -70,9 +73,11 @@ class Scheduler:
         self._by_priority = scheduler_config.scheduling_policy == "priority"
         self._max_model_len = max_model_len
         self.kv_cache_manager = KVCacheManager(
-            kv_cache_config, max_num_batched_tokens=self._max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching, enable_kv_cache_events=enable_kv_cache_events,
-        )  # fmt: skip
+            kv_cache_config,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_kv_cache_events=enable_kv_cache_events,
+        )
         self._prompt_grants = PromptGrants(scheduler_config, self.kv_cache_manager)
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.running: list[Request] = []  # in order of admission
@@ -93,10 +98,12 @@ class Scheduler:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when its id is in use or when it could never be served."""
         check_request(
-            message, live_request_ids=self.requests.keys(), max_model_len=self._max_model_len,
+            message,
+            live_request_ids=self.requests.keys(),
+            max_model_len=self._max_model_len,
             max_prompt_step=None if self._chunked_prefill else self._max_num_batched_tokens,
             manager=self.kv_cache_manager,
-        )  # fmt: skip
+        )
         self.constrained.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, self.kv_cache_manager.num_groups)
         if not self.preparation.add(request):
@@ -285,10 +292,18 @@ class Scheduler:
             removed, self._removed_request_ids = self._removed_request_ids, []
         self._num_scheduled_tokens = step.most - step.budget
         scheduled = SchedulerOutput(
-            self._last_step_id, step.new_requests, removed, self._steps.ids_of(requests), num_tokens, num_computed,
-            max_new_tokens, new_block_ids, self._num_scheduled_tokens, step.num_steps,
+            self._last_step_id,
+            step.new_requests,
+            removed,
+            self._steps.ids_of(requests),
+            num_tokens,
+            num_computed,
+            max_new_tokens,
+            new_block_ids,
+            self._num_scheduled_tokens,
+            step.num_steps,
             self.constrained.need_masks(requests, max_new_tokens),
-        )  # fmt: skip
+        )
         if requests:
             self._steps.add(scheduled)
             self.draft_lengths.note(self._last_step_id)

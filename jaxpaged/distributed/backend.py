@@ -10,8 +10,7 @@ import os
 
 import jax
 
-from jaxpaged.errors import ConfigError
-from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.errors import ConfigError, how_to_install, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +88,8 @@ def usable_share_of_pool(gpu_memory_utilization: float) -> float:
     if share < gpu_memory_utilization:
         logger.warning(
             "%s gives jax %.0f %% of the GPU's memory, and that holds, not gpu_memory_utilization = %s",
-            variable, 100 * share, gpu_memory_utilization,
-        )  # fmt: skip
+            variable,
+            100 * share,
+            gpu_memory_utilization,
+        )
     return min(gpu_memory_utilization / share, 1.0)

@@ -55,11 +55,13 @@ def join(member: Membership, seconds: float, late: Callable[[EngineError], None]
     timer.start()
     try:
         jax.distributed.initialize(
-            member.coordinator, member.num_processes, member.rank,
+            member.coordinator,
+            member.num_processes,
+            member.rank,
             local_device_ids=[member.rank] if member.one_device else None,
             coordinator_bind_address=member.coordinator if member.rank == 0 else None,
             initialization_timeout=round(seconds + SPARE_SECONDS),
-        )  # fmt: skip
+        )
     except (RuntimeError, ValueError) as error:
         raise EngineError(
             f"{who} could not join the others at {member.coordinator}: "

@@ -19,9 +19,13 @@ Coordinates = tuple[int, ...]
 
 
 def make_mesh(
-    tensor_parallel_size: int, devices: Sequence[jax.Device] | None = None, num_processes: int = 1,
-    *, spreads_experts: bool = False, ranks: int = 1,
-) -> Mesh:  # fmt: skip
+    tensor_parallel_size: int,
+    devices: Sequence[jax.Device] | None = None,
+    num_processes: int = 1,
+    *,
+    spreads_experts: bool = False,
+    ranks: int = 1,
+) -> Mesh:
     """A mesh of `tensor_parallel_size` devices with the axes `MODEL_AXES`, of which one has them all: see `mesh_shape`.
     Of several attention `ranks`, each has so many neighbouring ones, and `DATA_AXIS` comes first.
 
@@ -49,9 +53,13 @@ def make_mesh(
 
 
 def stage_meshes(
-    tensor_parallel_size: int, num_stages: int, num_processes: int = 1,
-    *, spreads_experts: bool = False, ranks: int = 1,
-) -> tuple[Mesh, ...]:  # fmt: skip
+    tensor_parallel_size: int,
+    num_stages: int,
+    num_processes: int = 1,
+    *,
+    spreads_experts: bool = False,
+    ranks: int = 1,
+) -> tuple[Mesh, ...]:
     """A mesh for each stage of a pipeline, of neighbouring devices; one mesh unless there are several stages. Stages
     have no `ranks`.
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxpaged.config import EngineConfig, ModelConfig, settled
+from jaxpaged.config.vllm_options import check_arguments
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.early_leases import lease_kept_meanwhile, let_go
@@ -39,7 +40,6 @@ from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.messages import EngineCoreRequest, Progress, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.vllm_options import check_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,12 @@ class AsyncLLM(AsyncEngineControl):
     """
 
     def __init__(
-        self, config: EngineConfig, input_processor: InputProcessor, clients: Sequence[ZmqClient],
+        self,
+        config: EngineConfig,
+        input_processor: InputProcessor,
+        clients: Sequence[ZmqClient],
         supervisors: Sequence[CoreSupervisor | None] = (None,),
-    ):  # fmt: skip
+    ):
         """`clients` are those of all cores, and `supervisors`, if this front end has them."""
         self.config = config
         self.input_processor = input_processor
@@ -76,9 +79,14 @@ class AsyncLLM(AsyncEngineControl):
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, progress: Progress | None = None, *, step_timeout: float = 300.0,
-        max_restarts: int = 5, factory: str = FACTORY,
-    ) -> "AsyncLLM":  # fmt: skip
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        step_timeout: float = 300.0,
+        max_restarts: int = 5,
+        factory: str = FACTORY,
+    ) -> "AsyncLLM":
         """Load the model that `config` names in a new process, or in several; `progress` hears, in a thread, how far
         that is.
 
@@ -142,9 +150,10 @@ class AsyncLLM(AsyncEngineControl):
         """
         check_arguments(lora_request=lora_request)
         tokenization = {
-            "truncate_prompt_tokens": truncate_prompt_tokens, "add_special_tokens": add_special_tokens,
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+            "add_special_tokens": add_special_tokens,
             **tokenization_options(tokenization_kwargs),
-        }  # fmt: skip
+        }
         await self._cores.until_ready(data_parallel_rank)
         request, text = await self._processed(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time, **tokenization
@@ -206,9 +215,13 @@ class AsyncLLM(AsyncEngineControl):
                 streams[result.request_id].put(result)
 
     async def _expect(
-        self, core: Replica, request: EngineCoreRequest, text: str | None, engine_id: str,
+        self,
+        core: Replica,
+        request: EngineCoreRequest,
+        text: str | None,
+        engine_id: str,
         trace_headers: Mapping[str, str] | None,
-    ) -> list[EngineCoreRequest]:  # fmt: skip
+    ) -> list[EngineCoreRequest]:
         """Expect the results of a request; what `core` is to compute for it. Many sequences are made in a thread."""
         processor = core.output_processor
         if request.sampling_params.n <= CHILDREN_AT_ONCE:

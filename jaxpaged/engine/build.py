@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.config.plan import Plan
+from jaxpaged.config.speculation import checked_speculation, draft_model_of
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.front_end import load_input_processor
@@ -34,9 +36,7 @@ from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.params.hub import DESCRIPTION_FILES, WANTED_FILES, resolve_model_folder
-from jaxpaged.plan import Plan
 from jaxpaged.pooling import resolved_pooling
-from jaxpaged.speculation import checked_speculation, draft_model_of
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -75,9 +75,14 @@ def make_output_folder(folder: Path) -> None:
 
 
 def plan_engine(
-    config: EngineConfig, target_name: str, *, compile: bool = True, output: Path | None = None,
-    progress: Progress | None = None, choose_split: bool = True,
-) -> Plan:  # fmt: skip
+    config: EngineConfig,
+    target_name: str,
+    *,
+    compile: bool = True,
+    output: Path | None = None,
+    progress: Progress | None = None,
+    choose_split: bool = True,
+) -> Plan:
     """What the engine of `config` would need and could do on a target such as "v6e:2x4"; no weight is read.
 
     With `choose_split` a `tensor_parallel_size` of 1 is as many of the target's devices as can share the model.
@@ -99,10 +104,16 @@ def plan_engine(
     if wanted["runner"] == "pooling":
         model = pooling_model(model, wanted["convert"])
     return plan_on_target(
-        config, model, decoder, facts, target_name,
-        compile=compile, output=output, progress=progress or (lambda stage, done, total: None),
+        config,
+        model,
+        decoder,
+        facts,
+        target_name,
+        compile=compile,
+        output=output,
+        progress=progress or (lambda stage, done, total: None),
         choose_split=choose_split,
-    )  # fmt: skip
+    )
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
@@ -210,9 +221,13 @@ def open_group(config: EngineConfig, reports: Reports) -> "Group | None":
 
 
 def make_executor(
-    config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path, group: "Group | None",
+    config: EngineConfig,
+    model: Model,
+    decoder: DecoderConfig,
+    folder: Path,
+    group: "Group | None",
     progress: Progress | None,
-) -> Executor:  # fmt: skip
+) -> Executor:
     if group is None:
         return UniProcExecutor(config, model, decoder, folder, progress)
     from jaxpaged.executor.multiproc import MultiProcExecutor

@@ -63,9 +63,13 @@ class EngineCore(EngineCoreClient):
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, grammars: Grammars | None = None,
-        publishers: "Sequence[KVEventPublisher]" = (), transfer: KVTransferWorker | None = None,
-    ):  # fmt: skip
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        grammars: Grammars | None = None,
+        publishers: "Sequence[KVEventPublisher]" = (),
+        transfer: KVTransferWorker | None = None,
+    ):
         """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
         `transfer`: keeps keys and values besides the device."""
         self.executor = executor

@@ -264,10 +264,20 @@ def folder_of_core(folder: str, number: int) -> str:
 CALLS: dict[str, type[CoreCall[Any]]] = {
     call.name(): call
     for call in (
-        BlockMap, ExecutorStats, IsSleeping, KeepLease, ResetPrefixCache, Sleep, Snapshot, StartProfile, StepRecords,
-        StopProfile, WaitForPrograms, WakeUp,
+        BlockMap,
+        ExecutorStats,
+        IsSleeping,
+        KeepLease,
+        ResetPrefixCache,
+        Sleep,
+        Snapshot,
+        StartProfile,
+        StepRecords,
+        StopProfile,
+        WaitForPrograms,
+        WakeUp,
     )
-}  # fmt: skip
+}
 """Those that another process may send, by name."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from jaxpaged.config import EngineConfig, ModelConfig
+from jaxpaged.config.vllm_options import check_arguments
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import CoreCall
@@ -21,7 +22,6 @@ from jaxpaged.interrupts import held_interrupts, holding_interrupts
 from jaxpaged.messages import Progress, RequestOutput, SchedulerStats
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.vllm_options import check_arguments
 
 
 class LLMEngine(EngineControl):
@@ -83,9 +83,13 @@ class LLMEngine(EngineControl):
         borrows = offload is not None and offload.peering is not None and offload.peering.borrows
         with lease_kept(self._core.call, processor.grammar_checker, params, borrows=borrows):
             request, text = processor.process(
-                request_id, prompt, params, arrival_time=arrival_time, priority=priority,
+                request_id,
+                prompt,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
                 **tokenization_options(tokenization_kwargs),
-            )  # fmt: skip
+            )
         with held_interrupts():
             children = self._output_processor.add_request(request, text, trace_headers=trace_headers)
             try:

@@ -42,9 +42,14 @@ class Replica:
     """For one event loop at a time. `config` is resolved; `number` is the core's place among `config`'s cores."""
 
     def __init__(
-        self, number: int, config: EngineConfig, input_processor: InputProcessor, client: ZmqClient,
-        supervisor: CoreSupervisor | None, tracer: RequestTracer | None,
-    ):  # fmt: skip
+        self,
+        number: int,
+        config: EngineConfig,
+        input_processor: InputProcessor,
+        client: ZmqClient,
+        supervisor: CoreSupervisor | None,
+        tracer: RequestTracer | None,
+    ):
         self.number = number
         self.is_alone = config.parallel.num_cores == 1
         self.metrics = EngineMetrics(config.max_model_len)
@@ -56,8 +61,9 @@ class Replica:
         self.streams: dict[str, OutputStream] = {}
         self.window = SendWindow(
             SETS_IN_CORE * (config.scheduler.max_num_seqs or CHILDREN_AT_ONCE),
-            self.output_processor.is_unfinished, lambda requests: self.link.add_requests(requests),
-        )  # fmt: skip
+            self.output_processor.is_unfinished,
+            lambda requests: self.link.add_requests(requests),
+        )
         self.throughput = ThroughputLog(
             self.metrics, lambda: bool(self.streams), "" if self.is_alone else f"engine core {number}: "
         )
@@ -80,9 +86,7 @@ class Replica:
         stats, num_unfinished = self.metrics.stats, self.output_processor.num_sequences
         num_sequences = max(num_unfinished, stats.num_running_reqs + stats.num_waiting_reqs)
         num_running = min(stats.num_running_reqs, num_sequences)
-        is_usable = (
-            self.link.is_ready and self.sleep_level is None and self.link.seconds_silent < SECONDS_TO_AVOID
-        )  # fmt: skip
+        is_usable = self.link.is_ready and self.sleep_level is None and self.link.seconds_silent < SECONDS_TO_AVOID
         return Load(num_running, num_sequences - num_running, is_usable)
 
     def obstacle(self, when_compiled: bool) -> str | None:

@@ -22,9 +22,13 @@ class BatchProgress:
     newest steps of the engine, and how many before them are forgotten."""
 
     def __init__(
-        self, total: int, use_tqdm: bool | Callable[..., Any], unit: str = "prompt", *,
+        self,
+        total: int,
+        use_tqdm: bool | Callable[..., Any],
+        unit: str = "prompt",
+        *,
         step_records: Callable[[], tuple[Sequence[StepRecord], int]] = lambda: ((), 0),
-    ):  # fmt: skip
+    ):
         self._bar: Any = None
         self._step_records = step_records
         self._left = total

@@ -12,9 +12,9 @@ import dataclasses
 from typing import Any, Self
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig, all_options
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
 from jaxpaged.errors import ConfigError, did_you_mean
-from jaxpaged.vllm_options import FOREIGN_OPTIONS
 
 
 def flat_fields() -> list[tuple[str, Any, Any]]:

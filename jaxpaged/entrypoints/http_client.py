@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from jaxpaged.errors import UsageError
-from jaxpaged.text_checks import shown_option
+from jaxpaged.errors import UsageError, shown_option
 
 MAX_REFUSAL_BYTES = 4096
 IDLE_SECONDS = 2.0
@@ -130,9 +129,15 @@ class HttpClient:
     """A server at a base URL, asked over as many connections as there are requests at a time."""
 
     def __init__(
-        self, base_url: str, headers: Mapping[str, str], *, insecure: bool = False, ca_certificate: str | None = None,
-        certificate: tuple[str, str | None] | None = None, clock: Callable[[], float] = time.perf_counter,
-    ):  # fmt: skip
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        *,
+        insecure: bool = False,
+        ca_certificate: str | None = None,
+        certificate: tuple[str, str | None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         """`certificate`: files with our own one and its key. Raises UsageError for a URL or a header that is none."""
         self.base_url = base_url.rstrip("/")
         self._host, self._port, self._tls = server_of(self.base_url)
@@ -152,9 +157,16 @@ class HttpClient:
         return status, b"".join(parts) if status == 200 else refusal
 
     async def post(
-        self, path: str, body: bytes, sink: Sink, more: Mapping[str, str], timeout: float, flow: Flow | None = None,
-        *, method: str = "POST",
-    ) -> tuple[int, bytes]:  # fmt: skip
+        self,
+        path: str,
+        body: bytes,
+        sink: Sink,
+        more: Mapping[str, str],
+        timeout: float,
+        flow: Flow | None = None,
+        *,
+        method: str = "POST",
+    ) -> tuple[int, bytes]:
         """Post JSON; a good answer goes to `sink`, as fast as `flow` lets it. Returns the status and what a bad answer
         says. Raises OSError."""
         headers = (

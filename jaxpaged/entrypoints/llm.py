@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig
+from jaxpaged.config.vllm_options import check_arguments
 from jaxpaged.engine.input.chat_template import Message
 from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.engine.llm_engine import LLMEngine
@@ -29,7 +30,6 @@ from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_in
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxpaged.vllm_options import check_arguments
 
 UseTqdm = bool | Callable[..., Any]
 """True for a progress bar on terminals, or a function that makes one."""
@@ -208,14 +208,22 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
             with naming("conversation", index, len(conversations)):
                 prompts.append(
                     self._chat_prompt(
-                        conversation, chat_template, add_generation_prompt, continue_final_message, tools,
+                        conversation,
+                        chat_template,
+                        add_generation_prompt,
+                        continue_final_message,
+                        tools,
                         chat_template_kwargs,
                     )
-                )  # fmt: skip
+                )
         return self.generate(
-            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs,
-        )  # fmt: skip
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
 
     def _chat_prompt(
         self,
@@ -280,9 +288,13 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
         return outputs
 
     def _add_batch(
-        self, prompts: Any, sampling_params: Any, lora_request: Any, priority: Any,
+        self,
+        prompts: Any,
+        sampling_params: Any,
+        lora_request: Any,
+        priority: Any,
         tokenization_kwargs: Mapping[str, Any] | None,
-    ) -> list[str]:  # fmt: skip
+    ) -> list[str]:
         """Queue prompts with arguments as callers write them."""
         check_arguments(lora_request=lora_request)
         batch = batch_of(prompts)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.config.vllm_options import check_arguments
 from jaxpaged.engine.input.processor import Prompt, tokenization_options
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
@@ -23,7 +24,6 @@ from jaxpaged.pooling import (
     PoolingRequestOutput,
     ScoringOutput,
 )
-from jaxpaged.vllm_options import check_arguments
 
 
 class PoolingMethods:
@@ -78,9 +78,14 @@ class PoolingMethods:
     ) -> list[PoolingRequestOutput]:
         """An embedding of every prompt, as a list of floats in `outputs.embedding`. Raises what `encode` does."""
         outputs = self.encode(
-            prompts, pooling_params, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm,
-            lora_request=lora_request, pooling_task="embed", tokenization_kwargs=tokenization_kwargs,
-        )  # fmt: skip
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="embed",
+            tokenization_kwargs=tokenization_kwargs,
+        )
         return [with_outputs(output, EmbeddingOutput(numbers(output))) for output in outputs]
 
     def classify(
@@ -95,9 +100,14 @@ class PoolingMethods:
     ) -> list[PoolingRequestOutput]:
         """A probability for every label, in `outputs.probs`. Raises what `encode` does."""
         outputs = self.encode(
-            prompts, pooling_params, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm,
-            lora_request=lora_request, pooling_task="classify", tokenization_kwargs=tokenization_kwargs,
-        )  # fmt: skip
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="classify",
+            tokenization_kwargs=tokenization_kwargs,
+        )
         return [with_outputs(output, ClassificationOutput(numbers(output))) for output in outputs]
 
     def score(

@@ -16,7 +16,7 @@ from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
-from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params.features import Extra
 
 
 class PendingOutput(Protocol):

@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import FollowerEnd
 from jaxpaged.distributed.group import join
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.errors import EngineDeadError, EngineError, JaxpagedError
 from jaxpaged.executor.group import CLOSE_SECONDS, WORK_SECONDS, end_process
 from jaxpaged.executor.group_messages import (
@@ -28,9 +29,8 @@ from jaxpaged.executor.group_messages import (
     Stop,
     Want,
     Welcome,
-)  # fmt: skip
+)
 from jaxpaged.executor.uniproc import UniProcExecutor
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import ProgramKey
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model

@@ -17,6 +17,7 @@ import zmq
 
 from jaxpaged.distributed.channel import SILENCE_SECONDS, DriverEnd, LostError, bracketed
 from jaxpaged.distributed.group import Membership, join
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
 from jaxpaged.executor.group_messages import (
     Alive,
@@ -32,8 +33,7 @@ from jaxpaged.executor.group_messages import (
     Stop,
     Want,
     Welcome,
-)  # fmt: skip
-from jaxpaged.frames import FrameDecoder, FrameEncoder
+)
 from jaxpaged.messages import ProgramKey, Progress
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,15 @@ class Group:
     """
 
     def __init__(
-        self, size: int, host: str, port: int | None, secret: bytes, progress: Progress,
-        last_resort: Callable[[JaxpagedError], None], release: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
+        self,
+        size: int,
+        host: str,
+        port: int | None,
+        secret: bytes,
+        progress: Progress,
+        last_resort: Callable[[JaxpagedError], None],
+        release: Callable[[], None] = lambda: None,
+    ):
         try:
             self._end = DriverEnd(host, port, secret)
         except zmq.ZMQError as error:
@@ -218,8 +224,11 @@ class Group:
                 self._end.send((rank,), stop, MOMENT_SECONDS)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():  # which uses the sockets
-            logger.error("the thread that hears the other processes did not end within %g s: its ports stay open until "
-                         "this process ends", CLOSE_SECONDS)  # fmt: skip
+            logger.error(
+                "the thread that hears the other processes did not end within %g s: its ports stay open until "
+                "this process ends",
+                CLOSE_SECONDS,
+            )
         else:
             self._end.close(linger=1.0)
         self._release()
@@ -277,8 +286,10 @@ class Group:
         try:
             report = decoder.decode(rest)
         except ValueError as error:
-            self._refuse(f"a process that knows the secret says what this one cannot read ({error}). Install the same "
-                         "version of jaxpaged on all hosts.")  # fmt: skip
+            self._refuse(
+                f"a process that knows the secret says what this one cannot read ({error}). Install the same "
+                "version of jaxpaged on all hosts."
+            )
             return
         if isinstance(report, Hello) and not self._admit(report, process):
             return

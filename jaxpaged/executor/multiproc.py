@@ -19,7 +19,7 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.worker import Worker
 
 
@@ -105,9 +105,14 @@ class MultiProcExecutor:
     """An `Executor` over the devices of all processes of `group`, which have joined."""
 
     def __init__(
-        self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None, group: Group,
+        self,
+        config: EngineConfig,
+        model: Model,
+        decoder: DecoderConfig,
+        folder: Path | None,
+        group: Group,
         progress: Progress | None = None,
-    ):  # fmt: skip
+    ):
         self._group = group
         everywhere: Callable[[Readiness], Readiness] = lambda programs: ReadyEverywhere(programs, group)
         self._own = UniProcExecutor(config, model, decoder, folder, progress, group.settle_blocks, everywhere)

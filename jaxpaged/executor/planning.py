@@ -4,19 +4,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.config.plan import Plan
 from jaxpaged.errors import ConfigError
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.plan import Plan
 from jaxpaged.worker.planning.planner import Planner, largest_split
 from jaxpaged.worker.planning.targets import parse_target
 
 
 def plan_on_target(
-    config: EngineConfig, model: Model, decoder: DecoderConfig, facts: ModelFacts, target_name: str,
-    *, compile: bool, output: Path | None, progress: Progress, choose_split: bool = True,
-) -> Plan:  # fmt: skip
+    config: EngineConfig,
+    model: Model,
+    decoder: DecoderConfig,
+    facts: ModelFacts,
+    target_name: str,
+    *,
+    compile: bool,
+    output: Path | None,
+    progress: Progress,
+    choose_split: bool = True,
+) -> Plan:
     """The plan of the engine that `config`, not yet resolved, describes; with `choose_split` a model that is not split
     yet is split over as many of the target's devices as it can be.
 

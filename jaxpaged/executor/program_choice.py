@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ProgramKey, SchedulerOutput, StepPrograms
-from jaxpaged.sampling_features import Extra
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import Extra
 
 DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before the program of a run is wanted for them where compiling takes

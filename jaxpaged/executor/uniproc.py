@@ -16,7 +16,7 @@ from jaxpaged.executor.program_choice import DECODES_THAT_PAY, ProgramChoice, Re
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.model_runner import PendingStep
 from jaxpaged.worker.programs.blueprint import DECODE_KINDS, SMALL_PROMPT
 from jaxpaged.worker.step.verify import VERIFY_KINDS
@@ -59,10 +59,15 @@ class UniProcExecutor:
     """An `Executor` that dispatches in this process: over all its devices, or over those of a group that it is in."""
 
     def __init__(
-        self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None,
-        progress: Progress | None = None, settle_blocks: SettleBlocks = itself,
+        self,
+        config: EngineConfig,
+        model: Model,
+        decoder: DecoderConfig,
+        folder: Path | None,
+        progress: Progress | None = None,
+        settle_blocks: SettleBlocks = itself,
         readiness: Callable[[Readiness], Readiness] = itself,
-    ):  # fmt: skip
+    ):
         """What several processes agree on: `settle_blocks`, how many KV blocks there are if so many fit here;
         `readiness`, which programs are ready, from what is ready here."""
         self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)

@@ -51,9 +51,16 @@ class Borrower:
     name = "p2p"
 
     def __init__(
-        self, namespace: str, most: int, secret: bytes | None = None, *, peers: str, tls: TlsFiles | None = None,
-        shares: bool = True, page_tokens: int = 0,
-    ):  # fmt: skip
+        self,
+        namespace: str,
+        most: int,
+        secret: bytes | None = None,
+        *,
+        peers: str,
+        tls: TlsFiles | None = None,
+        shares: bool = True,
+        page_tokens: int = 0,
+    ):
         """`shares`: pages of engines on this host come through memory, unless all is to go by TLS. `page_tokens` of
         each, for who is refused."""
         self._shares, self._page_tokens = shares and tls is None, page_tokens
@@ -218,8 +225,9 @@ class Borrower:
             except ConnectionError as error:
                 raise hung_up_without(error) from None
         try:
-            return self._greeted(self._tls.wrap_socket(connection, server_hostname=address[0],
-                                                       do_handshake_on_connect=False))  # fmt: skip
+            return self._greeted(
+                self._tls.wrap_socket(connection, server_hostname=address[0], do_handshake_on_connect=False)
+            )
         except (ConnectionError, ssl.SSLEOFError) as error:
             raise hung_up(error) from None
 
@@ -228,8 +236,15 @@ class Borrower:
             connection.settimeout(ANSWER_SECONDS)
             if isinstance(connection, ssl.SSLSocket):
                 shake_hands(connection)
-            return Channel(connection, self._namespace, self._secret, is_server=False, most=self._most,
-                           page_tokens=self._page_tokens, carried=self._carried)  # fmt: skip
+            return Channel(
+                connection,
+                self._namespace,
+                self._secret,
+                is_server=False,
+                most=self._most,
+                page_tokens=self._page_tokens,
+                carried=self._carried,
+            )
         except BaseException:
             connection.close()
             raise

@@ -52,8 +52,10 @@ class CircuitBreaker:
             words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
             logger.warning(
                 "%s failed: %.300s. It is left alone and tried again every %g s; requests go on without it.",
-                self.name, words.rstrip("."), self.retry_after_s,
-            )  # fmt: skip
+                self.name,
+                words.rstrip("."),
+                self.retry_after_s,
+            )
 
     def succeeded(self) -> None:
         if self._open_until is None:

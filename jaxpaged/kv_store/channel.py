@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.errors import PageError
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.carried import Carried, transport_of
@@ -104,9 +104,16 @@ class Channel:
     either it must be closed."""
 
     def __init__(
-        self, connection: socket.socket, namespace: str, secret: bytes | None, *, is_server: bool, most: int,
-        page_tokens: int = 0, carried: Carried | None = None,
-    ):  # fmt: skip
+        self,
+        connection: socket.socket,
+        namespace: str,
+        secret: bytes | None,
+        *,
+        is_server: bool,
+        most: int,
+        page_tokens: int = 0,
+        carried: Carried | None = None,
+    ):
         """`most`: bytes of each page that may come, 0: none does. The other side is told `page_tokens` where it is
         refused. `carried` hears of pages that come."""
         self._carried, self._transport = carried or Carried(), transport_of(connection)

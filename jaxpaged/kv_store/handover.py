@@ -69,8 +69,11 @@ def source_of(params: TransferParams | None) -> RemoteSource | None:
     if params is None or not params.do_remote_prefill:
         return None
     host, port, lease, num_tokens = (
-        params.remote_host, params.remote_port, params.remote_request_id, params.remote_num_tokens,
-    )  # fmt: skip
+        params.remote_host,
+        params.remote_port,
+        params.remote_request_id,
+        params.remote_num_tokens,
+    )
     if not host or port is None or not 0 < port < 1 << 16 or not lease or num_tokens is None or num_tokens < 0:
         raise RequestError(
             f"{PARAMS} has do_remote_prefill, remote_host {host!r:.80}, remote_port {port}, remote_request_id "

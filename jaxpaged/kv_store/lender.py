@@ -54,9 +54,18 @@ class Lender:
     it listens. Raises ConfigError where it cannot."""
 
     def __init__(
-        self, store: Tier, address: tuple[str, int], namespace: str, *, lease_s: float, capacity: int,
-        secret: bytes | None = None, tls: TlsFiles | None = None, shares: bool = True, page_tokens: int = 0,
-    ):  # fmt: skip
+        self,
+        store: Tier,
+        address: tuple[str, int],
+        namespace: str,
+        *,
+        lease_s: float,
+        capacity: int,
+        secret: bytes | None = None,
+        tls: TlsFiles | None = None,
+        shares: bool = True,
+        page_tokens: int = 0,
+    ):
         """`shares`: engines on this host get pages through memory, unless all is to go by TLS. `page_tokens` of each,
         for who is refused."""
         self._page_tokens = page_tokens
@@ -251,11 +260,15 @@ class Lender:
         """Counters since the start, and what is lent now."""
         with self._changed:
             return {
-                "kv_leases": len(self._leases), "kv_lease_bytes": self._held_bytes,
-                "kv_leases_granted": self.num_granted, "kv_leases_released": self.num_released,
-                "kv_leases_expired": self.num_expired, "kv_lent_pages": self.num_pages,
-                "kv_lent_bytes": self.num_bytes, "kv_lent_refused": self.num_refused + self._visitors.num_refused,
-            }  # fmt: skip
+                "kv_leases": len(self._leases),
+                "kv_lease_bytes": self._held_bytes,
+                "kv_leases_granted": self.num_granted,
+                "kv_leases_released": self.num_released,
+                "kv_leases_expired": self.num_expired,
+                "kv_lent_pages": self.num_pages,
+                "kv_lent_bytes": self.num_bytes,
+                "kv_lent_refused": self.num_refused + self._visitors.num_refused,
+            }
 
     def close(self) -> None:
         """Borrowers hear no more."""

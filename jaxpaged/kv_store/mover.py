@@ -80,8 +80,9 @@ class Mover:
             logger.warning(
                 "%d pages of keys and values do not get into the tier %s, which is slower than they come. The metric "
                 "jaxpaged:kv_offload_tier_dropped counts further ones, and the log does not.",
-                num_pages, self.tier.name,
-            )  # fmt: skip
+                num_pages,
+                self.tier.name,
+            )
 
     def find(self, key: PageKey) -> np.ndarray | None:
         """A page that is still on its way, and that no tier may hold."""

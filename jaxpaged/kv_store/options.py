@@ -40,9 +40,13 @@ LEAST_CAPACITY = 1 << 16
 POLICIES = ("recompute", "fail")
 CONNECTOR, MULTI = "OffloadingConnector", "MultiConnector"
 INSTEAD = (
-    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "P2pNcclConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "MooncakeConnector",
+    "P2pNcclConnector",
     "MoRIIOConnector",
-)  # fmt: skip
+)
 """vLLM's connectors whose work a role does here."""
 TIERS_INSTEAD = {
     "MooncakeStoreConnector": "a store that engines share is the tier redis=redis://HOST:PORT or s3=s3://BUCKET/PREFIX",

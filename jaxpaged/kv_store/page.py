@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxpaged.cbor import Plain, encode_cbor
+from jaxpaged.encoding.cbor import Plain, encode_cbor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.buffers import ALIGNMENT, Buffer, bytes_of
 
@@ -113,9 +113,13 @@ def encode(
     """
     layers = [flat(layer) for layer in array]
     header = replace(
-        header, dtype=array.dtype.name, shape=array.shape, checksums=tuple(checksum(each, secret) for each in layers),
-        version=VERSION if scales is None else SCALED, scales="" if scales is None else checksum(flat(scales), secret),
-    )  # fmt: skip
+        header,
+        dtype=array.dtype.name,
+        shape=array.shape,
+        checksums=tuple(checksum(each, secret) for each in layers),
+        version=VERSION if scales is None else SCALED,
+        scales="" if scales is None else checksum(flat(scales), secret),
+    )
     check_header(header)
     if scales is not None and (scales.dtype != np.float32 or scales.shape != array.shape[:-1]):
         raise PageError(f"A page of shape {array.shape} cannot have scales {scales.dtype} {scales.shape}.")

@@ -71,9 +71,14 @@ class PeeringOptions(Protocol):
 
 
 DEFAULTS: Mapping[str, Any] = {
-    "kv_address": DEFAULT_ADDRESS, "kv_lease_seconds": DEFAULT_LEASE_SECONDS, "kv_peers": DEFAULT_PEERS,
-    "kv_transport": DEFAULT_TRANSPORT, "kv_ssl_certfile": None, "kv_ssl_keyfile": None, "kv_ssl_ca_certs": None,
-}  # fmt: skip
+    "kv_address": DEFAULT_ADDRESS,
+    "kv_lease_seconds": DEFAULT_LEASE_SECONDS,
+    "kv_peers": DEFAULT_PEERS,
+    "kv_transport": DEFAULT_TRANSPORT,
+    "kv_ssl_certfile": None,
+    "kv_ssl_keyfile": None,
+    "kv_ssl_ca_certs": None,
+}
 
 
 def peering_of(options: PeeringOptions, role: str | None) -> Peering | None:

@@ -228,9 +228,15 @@ def parsed(fields: dict[str, Any]) -> PrefixHeader:
         pages.append(PlacedPage(PageContent(PageKey(block_hash, group), parent or None, own), first))
         shapes.append(shape)
     header = PrefixHeader(
-        str(said["namespace"]), str(said["model"]), token_ids, dtype.name, tuple(pages), tuple(shapes), checksums,
+        str(said["namespace"]),
+        str(said["model"]),
+        token_ids,
+        dtype.name,
+        tuple(pages),
+        tuple(shapes),
+        checksums,
         is_scaled,
-    )  # fmt: skip
+    )
     wanted = {name: tensor for page in header.tensors for name, tensor in page.items()}
     if fields != wanted or (is_scaled and dtype.name not in EIGHT_BITS):
         raise ValueError("its tensors are of another shape or type than a prefix has, or lie elsewhere")

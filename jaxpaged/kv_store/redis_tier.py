@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from jaxpaged.errors import ConfigError
-from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.remote import RemoteTier

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from jaxpaged.errors import ConfigError
-from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, PageKey
 from jaxpaged.kv_store.remote import RemoteTier

@@ -145,7 +145,7 @@ def attend(
         metadata = dataclasses.replace(metadata, plan=jax.tree.map(lambda x: x[0], metadata.plan))
         parts, kv = rpa.ragged_paged_attention(
             heads_of_group(q_TNH), k_TKH, v_TKH, kv, metadata, undivided=True, **settings
-        )  # fmt: skip
+        )
         return merged(parts, sinks_N, q_TNH.dtype), kv
 
     heads, cache = PartitionSpec(None, context.by_head, None), kv_spec(context)
@@ -196,9 +196,14 @@ def check_attention(
     check_heads(context.mesh, num_heads, num_kv_heads * shards)
     groups = num_model_shards(context.mesh) // shards
     rpa.check(
-        context.backend, num_heads=num_heads // groups, num_kv_heads=num_kv_heads // groups, head_dim=head_dim,
-        block_size=block_size, q_dtype=dtype, kv_dtype=kv_dtype,
-    )  # fmt: skip
+        context.backend,
+        num_heads=num_heads // groups,
+        num_kv_heads=num_kv_heads // groups,
+        head_dim=head_dim,
+        block_size=block_size,
+        q_dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
 
 
 def kv_spec(context: AttentionContext) -> PartitionSpec:

@@ -193,9 +193,15 @@ def pairs_at_once(num_pairs: int, num_devices: int) -> int:
 
 
 def routed_sum(
-    x_TD: jax.Array, p: Experts, place_TJ: jax.Array, weight_TJ: jax.Array, activation: Activation, platform: str,
-    weighs_inputs: bool, at_once: int,
-) -> jax.Array:  # fmt: skip
+    x_TD: jax.Array,
+    p: Experts,
+    place_TJ: jax.Array,
+    weight_TJ: jax.Array,
+    activation: Activation,
+    platform: str,
+    weighs_inputs: bool,
+    at_once: int,
+) -> jax.Array:
     """Float32 [T, D]: the weighed sum of what each token's experts make of it; the plain sum where inputs are weighed.
     What is not in a place of this device makes nothing."""
     num_here, num_experts_per_token = p.gate_proj.weight.shape[0], place_TJ.shape[1]
@@ -228,9 +234,13 @@ def sum_of_pairs(y_PD: jax.Array, rank_TJ: jax.Array, weight_TJ: jax.Array | Non
 
 
 def in_turns(
-    of_pairs: Callable[[jax.Array, jax.Array], jax.Array], order_P: jax.Array, place_P: jax.Array, num_here: int,
-    at_once: int, width: int,
-) -> jax.Array:  # fmt: skip
+    of_pairs: Callable[[jax.Array, jax.Array], jax.Array],
+    order_P: jax.Array,
+    place_P: jax.Array,
+    num_here: int,
+    at_once: int,
+    width: int,
+) -> jax.Array:
     """`of_pairs` of all pairs that have a place here, `at_once` at a time: [P, D], zeros for the others, which come
     last."""
     num_pairs = len(order_P)

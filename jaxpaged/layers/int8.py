@@ -35,7 +35,7 @@ def int8_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any, few_rows: 
 
 def whole_product(
     x_TI: jax.Array, value_OI: jax.Array, scale_O: jax.Array, dtype: Any, few_rows: str = XLA
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """[T, O] in `dtype` from one product of integers, with one plane of x or two."""
     steps_TI, step_T1 = in_steps(x_TI, most_of_int16(x_TI.shape[1]))
     # A NaN makes the whole row's step NaN, whatever it is as a whole number.

@@ -60,9 +60,17 @@ def attend_latents(
         num_heads = q_TNC.shape[1]
         filled = ((0, 0), (0, heads_in_kernel(kernel, num_heads) - num_heads), (0, 0))
         out_TNC, cache_BSW = mla.mla_paged_attention(
-            jnp.pad(q_TNC, filled), jnp.pad(q_rope_TNP, filled), latent_TC, rope_TP, cache_BSW, places,
-            scale=scale, backend=kernel, interpret=interpretation(context.backend), undivided=share is not None,
-        )  # fmt: skip
+            jnp.pad(q_TNC, filled),
+            jnp.pad(q_rope_TNP, filled),
+            latent_TC,
+            rope_TP,
+            cache_BSW,
+            places,
+            scale=scale,
+            backend=kernel,
+            interpret=interpretation(context.backend),
+            undivided=share is not None,
+        )
         out_TNC = out_TNC[:, :num_heads]
         return out_TNC if share is None else merged(out_TNC, None, q_TNC.dtype), cache_BSW
 

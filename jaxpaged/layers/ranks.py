@@ -20,9 +20,13 @@ def of_each_rank(mesh: Mesh, function: Callable[..., Any], arguments: tuple[Any,
     if num_ranks(mesh) == 1:
         return function
     return jax.shard_map(
-        function, mesh=mesh, in_specs=jax.tree.map(rank_part, arguments), out_specs=PartitionSpec(DATA_AXIS),
-        axis_names={DATA_AXIS}, check_vma=False,
-    )  # fmt: skip
+        function,
+        mesh=mesh,
+        in_specs=jax.tree.map(rank_part, arguments),
+        out_specs=PartitionSpec(DATA_AXIS),
+        axis_names={DATA_AXIS},
+        check_vma=False,
+    )
 
 
 def rank_part(shape: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -42,9 +46,13 @@ def over_model_axes(mesh: Mesh, function: Callable[..., Any], in_specs: Any, out
     if num_ranks(mesh) == 1:
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.shard_map(
-        function, mesh=jax.sharding.get_abstract_mesh(), in_specs=in_specs, out_specs=out_specs,
-        axis_names=set(MODEL_AXES), check_vma=False,
-    )  # fmt: skip
+        function,
+        mesh=jax.sharding.get_abstract_mesh(),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(MODEL_AXES),
+        check_vma=False,
+    )
 
 
 def lying_like(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:

@@ -115,7 +115,7 @@ class DecoderConfig:
         """How every norm of the model is computed."""
         return NormConfig(
             self.norm_eps, self.offset_norms, self.centred_norms, self.deterministic, backend=self.few_rows
-        )  # fmt: skip
+        )
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -148,10 +148,17 @@ class DecoderConfig:
     def dim_sizes(self) -> dict[str, int]:
         """Letter -> size of that axis in the checkpoint."""
         experts, latents = self.experts, self.latents
-        of_latents = {
-            "a": latents.query_rank or 0, "c": latents.rank, "w": latents.width, "k": latents.plain_dim,
-            "v": latents.value_dim,
-        } if latents else {}  # fmt: skip
+        of_latents = (
+            {
+                "a": latents.query_rank or 0,
+                "c": latents.rank,
+                "w": latents.width,
+                "k": latents.plain_dim,
+                "v": latents.value_dim,
+            }
+            if latents
+            else {}
+        )
         of_experts = experts.dim_sizes() if experts else {}
         return {
             **of_experts,

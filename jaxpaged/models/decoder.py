@@ -93,9 +93,16 @@ def self_attention(
     elif batch.query_factor_T is not None:
         q_TNH = (q_TNH * batch.query_factor_T[:, None, None]).astype(q_TNH.dtype)
     o_TNH, kv = attend(
-        batch.attention, q_TNH, k_TKH, v_TKH, kv,
-        scale=config.query_scale, soft_cap=config.attn_soft_cap, sinks_N=p.sinks, hidden_T=batch.hidden_T,
-    )  # fmt: skip
+        batch.attention,
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        kv,
+        scale=config.query_scale,
+        soft_cap=config.attn_soft_cap,
+        sinks_N=p.sinks,
+        hidden_T=batch.hidden_T,
+    )
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
 
 
@@ -133,9 +140,13 @@ def forward(
 
 
 def tapped_forward(
-    decoder_layer: DecoderLayer, params: Decoder, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor],
+    decoder_layer: DecoderLayer,
+    params: Decoder,
+    config: DecoderConfig,
+    batch: Batch,
+    kv: Sequence[KVTensor],
     taps: tuple[int, ...],
-) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:  # fmt: skip
+) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:
     """`forward`, with the residual stream before each of the layers `taps` in the middle.
 
     The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once. Where it is
@@ -210,8 +221,13 @@ def attention_specs(
                 "Choose one that does, or a max_model_len of one chunk at most."
             )
         return AttentionSpec(
-            block_size, num_kv_heads, config.head_dim, dtype_bytes, layer.window, chunk=chunk,
+            block_size,
+            num_kv_heads,
+            config.head_dim,
+            dtype_bytes,
+            layer.window,
+            chunk=chunk,
             head_copies=num_kv_heads // config.num_kv_heads,
-        )  # fmt: skip
+        )
 
     return [of_layer(layer) for layer in config.layers]

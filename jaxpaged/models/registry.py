@@ -36,11 +36,33 @@ from jaxpaged.models.unsupported import architecture_error
 MODELS: dict[str, Model] = {
     name: model
     for model in (
-        LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, MIMO, GEMMA2, GEMMA3, PHI3, GLM4, GLM4_MOE,
-        OLMO2, OLMO3, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, LLAMA4,
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        MIMO,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+        GLM4,
+        GLM4_MOE,
+        OLMO2,
+        OLMO3,
+        GRANITE,
+        SMOLLM3,
+        SEED_OSS,
+        EXAONE4,
+        COHERE,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        LLAMA4,
     )
     for name in model.architectures
-}  # fmt: skip
+}
 """Every supported architecture that generates."""
 
 GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Model"

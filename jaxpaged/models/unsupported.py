@@ -20,12 +20,28 @@ SENSES = {
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields that describe the language model inside."""
 METHODS = {
-    "gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors", "bitsandbytes": "bitsandbytes",
-    "fp8": "FP8 (without a scale for every block)", "fbgemm_fp8": "FBGEMM FP8", "mxfp4": "MXFP4", "hqq": "HQQ",
-    "aqlm": "AQLM", "quanto": "Quanto", "torchao": "torchao", "eetq": "EETQ", "auto-round": "AutoRound",
-    "modelopt": "ModelOpt", "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "bitnet": "BitNet", "vptq": "VPTQ",
-    "higgs": "HIGGS", "spqr": "SpQR", "quark": "Quark",
-}  # fmt: skip
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "bitsandbytes": "bitsandbytes",
+    "fp8": "FP8 (without a scale for every block)",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "mxfp4": "MXFP4",
+    "hqq": "HQQ",
+    "aqlm": "AQLM",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+    "eetq": "EETQ",
+    "auto-round": "AutoRound",
+    "modelopt": "ModelOpt",
+    "exl2": "ExLlamaV2",
+    "exl3": "ExLlamaV3",
+    "bitnet": "BitNet",
+    "vptq": "VPTQ",
+    "higgs": "HIGGS",
+    "spqr": "SpQR",
+    "quark": "Quark",
+}
 """`quant_method` -> what its makers call it."""
 
 

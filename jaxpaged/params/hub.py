@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpaged.config import EMBEDDED_MODEL
-from jaxpaged.errors import CheckpointError
+from jaxpaged.config.speculation import OWN_DRAFT_MODELS
+from jaxpaged.errors import CheckpointError, without_secrets
 from jaxpaged.params.other_formats import refuse_gguf_name, refuse_pointers
-from jaxpaged.speculation import OWN_DRAFT_MODELS
-from jaxpaged.text_checks import without_secrets
 
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
@@ -68,10 +67,13 @@ def download(name: str, revision: str | None, download_dir: str | None, wanted: 
     try:
         return Path(
             snapshot_download(
-                name, revision=revision, cache_dir=download_dir,
-                allow_patterns=list(wanted), ignore_patterns=UNWANTED_FILES,
+                name,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=list(wanted),
+                ignore_patterns=UNWANTED_FILES,
             )
-        )  # fmt: skip
+        )
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"there is no folder {name}, the model {where} is not in the local cache, and the hub cannot be reached. "

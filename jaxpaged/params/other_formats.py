@@ -73,10 +73,16 @@ def refuse_other_folder(folder: Path) -> None:
 
 
 OTHER_FILES = {
-    "params.json": "Meta's or Mistral's own tools", "*.onnx": "ONNX", "onnx/*.onnx": "ONNX",
-    "openvino_model.xml": "OpenVINO", "*.engine": "TensorRT", "weights*.npz": "MLX", "*.mlpackage": "Core ML",
-    "*.tflite": "LiteRT", "*.task": "MediaPipe",
-}  # fmt: skip
+    "params.json": "Meta's or Mistral's own tools",
+    "*.onnx": "ONNX",
+    "onnx/*.onnx": "ONNX",
+    "openvino_model.xml": "OpenVINO",
+    "*.engine": "TensorRT",
+    "weights*.npz": "MLX",
+    "*.mlpackage": "Core ML",
+    "*.tflite": "LiteRT",
+    "*.task": "MediaPipe",
+}
 """Files of models in other formats -> whose they are."""
 ADAPTER = "adapter_config.json"
 

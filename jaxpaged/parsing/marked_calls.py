@@ -71,14 +71,26 @@ def name_in_id(header: str) -> tuple[str, str | None]:
 
 
 deepseek_v31 = MarkedCalls(
-    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-    SEPARATOR, name_before_separator,
-)  # fmt: skip
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    SEPARATOR,
+    name_before_separator,
+)
 deepseek_v3 = MarkedCalls(
-    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-    "```json", name_after_separator,
-)  # fmt: skip
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "```json",
+    name_after_separator,
+)
 kimi_k2 = MarkedCalls(
-    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
-    "<|tool_call_argument_begin|>", name_in_id,
-)  # fmt: skip
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
+    name_in_id,
+)

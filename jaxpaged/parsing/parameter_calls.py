@@ -113,10 +113,22 @@ qwen3_coder = ParameterCalls(
 )
 glm45 = ParameterCalls("<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
 minimax_m2 = ParameterCalls(
-    "<invoke name=", ">", "<parameter name=", ">", "", "</parameter>", "</invoke>",
+    "<invoke name=",
+    ">",
+    "<parameter name=",
+    ">",
+    "",
+    "</parameter>",
+    "</invoke>",
     ("<minimax:tool_call>", "</minimax:tool_call>"),
-)  # fmt: skip
+)
 deepseek_v32 = ParameterCalls(
-    "<｜DSML｜invoke name=", ">", "<｜DSML｜parameter name=", ">", "", "</｜DSML｜parameter>", "</｜DSML｜invoke>",
+    "<｜DSML｜invoke name=",
+    ">",
+    "<｜DSML｜parameter name=",
+    ">",
+    "",
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
     ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-)  # fmt: skip
+)

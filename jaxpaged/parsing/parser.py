@@ -25,35 +25,39 @@ from jaxpaged.parsing.source import Source, Steps
 
 ToolFormat = Callable[[Source, Output], Steps[None]]
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({
-    "deepseek_v3": deepseek_v3,
-    "deepseek_v31": deepseek_v31,
-    "deepseek_v32": deepseek_v32,
-    "functiongemma": functiongemma,
-    "gemma4": gemma4,
-    "glm45": glm45,
-    "glm47": glm45,
-    "granite": TaggedList("<|tool_call|>"),
-    "hermes": TaggedObjects("<tool_call>", "</tool_call>"),
-    "jamba": TaggedList("<tool_calls>", "</tool_calls>"),
-    "kimi_k2": kimi_k2,
-    "llama3_json": llama3_json,
-    "llama4_json": llama3_json,
-    "llama4_pythonic": llama4_pythonic,
-    "longcat": TaggedObjects("<longcat_tool_call>", "</longcat_tool_call>"),
-    "minimax_m2": minimax_m2,
-    "mistral": mistral,
-    "openai": harmony,
-    "phi4_mini_json": TaggedList("functools"),
-    "pythonic": pythonic,
-    "qwen3_coder": qwen3_coder,
-    "qwen3_xml": qwen3_coder,
-})  # fmt: skip
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "deepseek_v3": deepseek_v3,
+        "deepseek_v31": deepseek_v31,
+        "deepseek_v32": deepseek_v32,
+        "functiongemma": functiongemma,
+        "gemma4": gemma4,
+        "glm45": glm45,
+        "glm47": glm45,
+        "granite": TaggedList("<|tool_call|>"),
+        "hermes": TaggedObjects("<tool_call>", "</tool_call>"),
+        "jamba": TaggedList("<tool_calls>", "</tool_calls>"),
+        "kimi_k2": kimi_k2,
+        "llama3_json": llama3_json,
+        "llama4_json": llama3_json,
+        "llama4_pythonic": llama4_pythonic,
+        "longcat": TaggedObjects("<longcat_tool_call>", "</longcat_tool_call>"),
+        "minimax_m2": minimax_m2,
+        "mistral": mistral,
+        "openai": harmony,
+        "phi4_mini_json": TaggedList("functools"),
+        "pythonic": pythonic,
+        "qwen3_coder": qwen3_coder,
+        "qwen3_xml": qwen3_coder,
+    }
+)
 
-REASONING_PARSERS: Mapping[str, ReasoningFormat | Harmony] = MappingProxyType({
-    **REASONING_FORMATS,
-    "openai_gptoss": Harmony(),
-})  # fmt: skip
+REASONING_PARSERS: Mapping[str, ReasoningFormat | Harmony] = MappingProxyType(
+    {
+        **REASONING_FORMATS,
+        "openai_gptoss": Harmony(),
+    }
+)
 
 
 class OutputParser:

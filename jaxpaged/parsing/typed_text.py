@@ -9,17 +9,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.json_schema import target
+from jaxpaged.sampling_params.json_schema import target
 
 PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 TEXT_TYPES = ("string", "str", "text")
 SAYS_WHICH = frozenset({"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not"})
 OF_TEXTS = frozenset({"minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"})
-OF_OTHERS = frozenset({
-    "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties", "items",
-    "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "minimum", "maximum", "exclusiveMinimum",
-    "exclusiveMaximum", "multipleOf",
-})  # fmt: skip
+OF_OTHERS = frozenset(
+    {
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "required",
+        "minProperties",
+        "maxProperties",
+        "items",
+        "prefixItems",
+        "minItems",
+        "maxItems",
+        "uniqueItems",
+        "contains",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+    }
+)
 """A schema that names no type shows by such keywords that it does not mean strings."""
 MOST_STEPS = 1000
 MAX_DEPTH = 64

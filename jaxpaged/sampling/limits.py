@@ -80,19 +80,24 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
     num_rows = len(logits_SV)
     limited_S = rows.limited_S
     limits = (
-        jnp.where(limited_S, rows.top_k_S, 0), jnp.where(limited_S, rows.top_p_S, 1.0),
+        jnp.where(limited_S, rows.top_k_S, 0),
+        jnp.where(limited_S, rows.top_p_S, 1.0),
         jnp.where(limited_S, rows.min_p_S, 0.0),
-    )  # fmt: skip
+    )
     missing = -num_rows % method.mesh.size
     padded = [jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (logits_SV, *limits)]
     by_row = PartitionSpec(method.mesh.axis_names)
     find = jax.shard_map(
         functools.partial(
-            top_k_top_p.least_logits, backend=method.kernel.removesuffix(INTERPRET),
+            top_k_top_p.least_logits,
+            backend=method.kernel.removesuffix(INTERPRET),
             interpret=interpret_mode(method.kernel),
         ),
-        mesh=method.mesh, in_specs=(by_row,) * 4, out_specs=by_row, check_vma=False,
-    )  # fmt: skip
+        mesh=method.mesh,
+        in_specs=(by_row,) * 4,
+        out_specs=by_row,
+        check_vma=False,
+    )
     return find(*padded)[:num_rows]
 
 

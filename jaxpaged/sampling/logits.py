@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxpaged.sampling.rows import RowParams
 from jaxpaged.sampling.state import BAD_WORD_LAST, SamplingState
-from jaxpaged.sampling_features import Feature
-from jaxpaged.sampling_limits import MAX_BAD_WORDS
+from jaxpaged.sampling_params.features import Feature
+from jaxpaged.sampling_params.limits import MAX_BAD_WORDS
 
 
 def apply_bitmask(logits_SV: jax.Array, bits_SW: jax.Array) -> jax.Array:
@@ -88,8 +88,10 @@ def banned_last_tokens(state: SamplingState, rows: RowParams, num_tokens: int) -
     """
     row_S = rows.row_S
     tokens_SJ, words_SJ, distance_SJ = (
-        state.bad_tokens_RJ[row_S], state.bad_words_RJ[row_S], state.bad_distances_RJ[row_S],
-    )  # fmt: skip
+        state.bad_tokens_RJ[row_S],
+        state.bad_words_RJ[row_S],
+        state.bad_distances_RJ[row_S],
+    )
     recent_SH = state.recent_RH[row_S]
     before_SJ = jnp.take_along_axis(recent_SH, recent_SH.shape[1] - distance_SJ, axis=1, mode="clip")
     is_last_SJ = distance_SJ == BAD_WORD_LAST

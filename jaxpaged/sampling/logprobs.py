@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpaged.sampling.limits import BY_CANDIDATES, LimitsMethod, largest, row_sums
 from jaxpaged.sampling.rows import RowParams
 from jaxpaged.sampling.state import SamplingState
-from jaxpaged.sampling_features import Feature
+from jaxpaged.sampling_params.features import Feature
 
 
 @flax.struct.dataclass

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import features_of
 
 (ROW, POSITION, NUM_OUTPUT, SEED_LOW, SEED_HIGH, FLAGS, TOP_K, MIN_TOKENS) = range(8)
 FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.sampling.rows import RowParams
-from jaxpaged.sampling_features import Feature
-from jaxpaged.sampling_limits import (
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import Feature
+from jaxpaged.sampling_params.limits import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -28,7 +29,6 @@ from jaxpaged.sampling_limits import (
     MAX_LOGPROB_TOKEN_IDS,
     MAX_MASKED_STOP_IDS,
 )
-from jaxpaged.sampling_params import SamplingParams
 
 CHUNK = 512
 """Tokens in one upload of `load_tokens`."""
@@ -77,8 +77,11 @@ WIDTHS = {
     "logprob_ids_RK": MAX_LOGPROB_TOKEN_IDS,
 }
 DTYPES = {
-    "seen_RV": np.uint16, "bias_values_RJ": np.float32, "allowed_bits_RW": np.uint32, "custom_RP": np.float32,
-}  # fmt: skip
+    "seen_RV": np.uint16,
+    "bias_values_RJ": np.float32,
+    "allowed_bits_RW": np.uint32,
+    "custom_RP": np.float32,
+}
 
 
 @dataclasses.dataclass(frozen=True)

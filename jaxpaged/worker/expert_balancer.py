@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpaged.expert_balance import ExpertBalance
+from jaxpaged.config.expert_balance import ExpertBalance
 from jaxpaged.layers.experts import Experts, map_experts, weights_of
 from jaxpaged.params.sharding import num_expert_devices, num_ranks
 from jaxpaged.worker.device import Device, start_copy
@@ -94,8 +94,10 @@ class ExpertBalancer:
         if self._options.log_balancedness:
             logger.info(
                 "experts: balancedness %.3f in the last %d steps, %.3f with experts where they are now",
-                self._balancedness[0], self._window, self._balancedness[1],
-            )  # fmt: skip
+                self._balancedness[0],
+                self._window,
+                self._balancedness[1],
+            )
 
     def _balance_layer(self, p: Any, load_E: np.ndarray) -> tuple[Experts, np.ndarray, np.ndarray]:
         """(the block with its experts where they should be, loads of devices before, and after)."""

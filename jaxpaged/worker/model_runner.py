@@ -145,9 +145,14 @@ class ModelRunner:
     `finishers` follow in their order, and a `drafter` comes before, where there is one rank."""
 
     def __init__(
-        self, device: Device, ranks: Sequence[RequestRows], layouts: Mapping[int, StepLayout],
-        finishers: Sequence[Finisher], drafter: Drafter | None = None, after_step: Callable[[], None] | None = None,
-    ):  # fmt: skip
+        self,
+        device: Device,
+        ranks: Sequence[RequestRows],
+        layouts: Mapping[int, StepLayout],
+        finishers: Sequence[Finisher],
+        drafter: Drafter | None = None,
+        after_step: Callable[[], None] | None = None,
+    ):
         """`after_step`: what to do when a step was dispatched, before the next one."""
         self.after_step = after_step
         self.device, self.ranks, self.layouts, self.finishers = device, ranks, layouts, finishers

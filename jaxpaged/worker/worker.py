@@ -61,18 +61,26 @@ class Worker:
     """
 
     def __init__(
-        self, config: EngineConfig, model: Model, decoder: DecoderConfig, folder: Path | None,
-        progress: Progress | None = None, settle_blocks: Callable[[int], int] = lambda num_blocks: num_blocks,
-    ):  # fmt: skip
+        self,
+        config: EngineConfig,
+        model: Model,
+        decoder: DecoderConfig,
+        folder: Path | None,
+        progress: Progress | None = None,
+        settle_blocks: Callable[[int], int] = lambda num_blocks: num_blocks,
+    ):
         """`settle_blocks`: what several processes agree on as the number of KV blocks, if so many fit here."""
         self.config = config
         self.progress = progress or (lambda stage, done, total: None)
         enable_compilation_cache(config.compile.compilation_cache_dir)
         parallel = config.parallel
         meshes = stage_meshes(
-            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.num_processes,
-            spreads_experts=parallel.enable_expert_parallel, ranks=parallel.num_ranks,
-        )  # fmt: skip
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.num_processes,
+            spreads_experts=parallel.enable_expert_parallel,
+            ranks=parallel.num_ranks,
+        )
         self.stages = stage_blueprints(config, model, decoder, meshes)
         self.blueprint = self.stages[-1]
         check_slice(parallel.num_cores, self.blueprint.mesh)
@@ -139,18 +147,23 @@ class Worker:
         # than ordinary tokens when the first one does: compiling can wait for that.
         unsure = self.config.scheduler.num_scheduler_steps is None
         rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
-        late = rare.union(
-            key for key in builders if (unsure and key.kind in DECODE_KINDS) or key.kind.endswith(SHARED)
-        )
+        late = rare.union(key for key in builders if (unsure and key.kind in DECODE_KINDS) or key.kind.endswith(SHARED))
         folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
         if self.config.parallel.num_cores > 1 and folder is not None:
             turns = {"turn": CompileTurns(folder, (self.blueprint.fingerprint(), num_blocks)).turn}
         index = None if stored else open_index(self.blueprint, num_blocks, RESULT_TYPES)
         return Programs(
-            builders, progress=self.progress, stored=stored, on_demand=() if stored else late, rare=rare,
-            first=NUM_FIRST, shares_cores=self.blueprint.platform == "cpu", index=index,
-            row_shares=self._row_shares(builders), **turns,
-        )  # fmt: skip
+            builders,
+            progress=self.progress,
+            stored=stored,
+            on_demand=() if stored else late,
+            rare=rare,
+            first=NUM_FIRST,
+            shares_cores=self.blueprint.platform == "cpu",
+            index=index,
+            row_shares=self._row_shares(builders),
+            **turns,
+        )
 
     def _row_shares(self, builders: Iterable[ProgramKey]) -> dict[str, float]:
         """What a row that samples is of the work of a token, as the output head is of the other weights."""
@@ -197,9 +210,13 @@ class Worker:
         return load
 
     def _loader_of(
-        self, specs: Any, decoder: DecoderConfig, folder: Path | None, is_whole: bool = True,
+        self,
+        specs: Any,
+        decoder: DecoderConfig,
+        folder: Path | None,
+        is_whole: bool = True,
         stage: Blueprint | None = None,
-    ) -> Callable[[], Any]:  # fmt: skip
+    ) -> Callable[[], Any]:
         """The same for one model, or for a part of it."""
         blueprint = stage or self.blueprint
         target, load = (blueprint.mesh, blueprint.dtype), self.config.load
@@ -207,9 +224,15 @@ class Worker:
             whole = None if stage is None else stage.whole_specs
             return DummyParams(specs, decoder, *target, seed=self.config.model.seed, whole=whole).make
         return partial(
-            load_params, specs, decoder, folder, *target, partial(self.progress, "weights"), load.load_format,
+            load_params,
+            specs,
+            decoder,
+            folder,
+            *target,
+            partial(self.progress, "weights"),
+            load.load_format,
             is_whole,
-        )  # fmt: skip
+        )
 
     def _make_runner(self) -> ModelRunner:
         programs, cache = self.step_programs, self.kv_cache_config
@@ -383,15 +406,35 @@ def log_start(stages: Sequence[Blueprint], kv_cache: KVCacheConfig, seconds: flo
     logger.info(
         "%s on %d x %s (%s), %s: weights of %.1f MiB a device in %.1f s, KV cache of %.1f MiB a device in %s for %d "
         "tokens, which is %.1f requests of %d tokens at a time%s",
-        model.model, len(devices), devices[0].device_kind, devices[0].platform, dtype, weight_bytes / 2**20,
-        seconds, kv_bytes / 2**20, cache.kv_cache_dtype, kv_tokens, concurrency, demand.max_model_len, split,
+        model.model,
+        len(devices),
+        devices[0].device_kind,
+        devices[0].platform,
+        dtype,
+        weight_bytes / 2**20,
+        seconds,
+        kv_bytes / 2**20,
+        cache.kv_cache_dtype,
+        kv_tokens,
+        concurrency,
+        demand.max_model_len,
+        split,
         extra={
-            "model": model.model, "num_devices": len(devices), "device_kind": devices[0].device_kind,
-            "platform": devices[0].platform, "dtype": model.dtype, "quantization": model.quantization,
-            "weight_bytes": weight_bytes, "weight_seconds": round(seconds, 3), "kv_cache_bytes": kv_bytes,
-            "kv_cache_dtype": cache.kv_cache_dtype, "kv_cache_tokens": kv_tokens,
-            "decode_context_parallel_size": shards, "pipeline_parallel_size": len(stages),
+            "model": model.model,
+            "num_devices": len(devices),
+            "device_kind": devices[0].device_kind,
+            "platform": devices[0].platform,
+            "dtype": model.dtype,
+            "quantization": model.quantization,
+            "weight_bytes": weight_bytes,
+            "weight_seconds": round(seconds, 3),
+            "kv_cache_bytes": kv_bytes,
+            "kv_cache_dtype": cache.kv_cache_dtype,
+            "kv_cache_tokens": kv_tokens,
+            "decode_context_parallel_size": shards,
+            "pipeline_parallel_size": len(stages),
             "attention_ranks": ranks,
-            "max_model_len": demand.max_model_len, "max_concurrency": round(concurrency, 2),
+            "max_model_len": demand.max_model_len,
+            "max_concurrency": round(concurrency, 2),
         },
-    )  # fmt: skip
+    )

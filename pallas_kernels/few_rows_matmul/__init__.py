@@ -48,8 +48,9 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtyp
     """
     wanted = WEIGHTS.get(str(x_TD.dtype))
     for name, x, fits in (
-        ("x_TD", x_TD, wanted is not None), ("weight_FD", weight_FD, str(weight_FD.dtype) == wanted),
-    ):  # fmt: skip
+        ("x_TD", x_TD, wanted is not None),
+        ("weight_FD", weight_FD, str(weight_FD.dtype) == wanted),
+    ):
         if x.ndim != 2 or not fits or x.shape[1] != x_TD.shape[1]:
             accepted = " or ".join(
                 f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items()
@@ -64,7 +65,7 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtyp
 
 def two_plane_matmul(
     x_TD: jax.Array, weight_FD: jax.Array, scale_F: jax.Array, *, dtype: Any, backend: str
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """x of a float type times the transposed int8 weight times an output's scale in float32 -> [T, F] in `dtype`.
 
     A row of x is taken as step * (high + low / 254), whole numbers of 8 bits: step = largest |x| of the row / 127, so x
@@ -74,8 +75,9 @@ def two_plane_matmul(
         raise ValueError(f"x_TD is {x_TD.dtype}{list(x_TD.shape)}; accepted are [rows, inputs] of a float type.")
     F, D = weight_FD.shape[0], x_TD.shape[1]
     for name, operand, wanted, shape in (
-        ("weight_FD", weight_FD, "int8", (F, D)), ("scale_F", scale_F, "float32", (F,)),
-    ):  # fmt: skip
+        ("weight_FD", weight_FD, "int8", (F, D)),
+        ("scale_F", scale_F, "float32", (F,)),
+    ):
         if operand.dtype != wanted or operand.shape != shape:
             raise ValueError(f"{name} is {operand.dtype}{list(operand.shape)}; accepted is {wanted}{list(shape)}.")
     return choosing.require(_OP, _BACKENDS, backend).two_plane_matmul(x_TD, weight_FD, scale_F, str(jnp.dtype(dtype)))

@@ -51,7 +51,10 @@ def _product(x_tD: jax.Array, values_FD: jax.Array, scale_CF: jax.Array | None) 
         values_FD, scale_1F = values_FC.reshape(F, D), jnp.ones((), jnp.float32)
     precision = lax.Precision.HIGHEST if x_tD.dtype == jnp.float32 else None
     out_tF = lax.dot_general(
-        x_tD, values_FD.astype(x_tD.dtype), (((1,), (1,)), ((), ())),
-        precision=precision, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        x_tD,
+        values_FD.astype(x_tD.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
     return (out_tF * scale_1F).astype(x_tD.dtype)

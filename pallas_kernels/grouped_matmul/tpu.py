@@ -82,18 +82,22 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
         interpret=interpret,
         name="grouped_matmul",
     )(
-        items.first_I // tokens, weight_I, items.expert_I, items.start_I, items.end_I,
-        x_TD, weights.values_EFD, *scales,
-    )  # fmt: skip
+        items.first_I // tokens,
+        weight_I,
+        items.expert_I,
+        items.start_I,
+        items.end_I,
+        x_TD,
+        weights.values_EFD,
+        *scales,
+    )
 
 
 def _num_groups(weights: Any) -> int:
     return 1 if weights.scale_ECF is None else weights.scale_ECF.shape[1]
 
 
-def _kernel(
-    tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_experts: int, piece: int, group: int
-):  # fmt: skip
+def _kernel(tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_experts: int, piece: int, group: int):
     *scales, out_TF, sum_TF = refs
     precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
     item, tile = pl.program_id(1), pl.program_id(2)

@@ -46,8 +46,9 @@ def int4_matmul(x_TD: jax.Array, packed_FB: jax.Array, scale_FC: jax.Array, *, b
         raise ValueError(f"x_TD is {_spelled(x_TD)}; accepted is {accepted}.")
     F, D = packed_FB.shape[0], x_TD.shape[1]
     for name, x, dtype, shape in (
-        ("packed_FB", packed_FB, "uint8", (F, D // 2)), ("scale_FC", scale_FC, "bfloat16", (F, D // GROUP)),
-    ):  # fmt: skip
+        ("packed_FB", packed_FB, "uint8", (F, D // 2)),
+        ("scale_FC", scale_FC, "bfloat16", (F, D // GROUP)),
+    ):
         if x.shape != shape or str(x.dtype) != dtype:
             raise ValueError(f"{name} is {_spelled(x)}; accepted is {dtype}{list(shape)}, for these inputs.")
     return choosing.require(_OP, _BACKENDS, backend, x_TD, packed_FB, scale_FC).int4_matmul(x_TD, packed_FB, scale_FC)

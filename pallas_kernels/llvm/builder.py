@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from llvmlite import ir
 
 I16, I32, I64, F32, VOID, PTR = (
-    ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType(), ir.PointerType(),
-)  # fmt: skip
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+    ir.VoidType(),
+    ir.PointerType(),
+)
 NULL = ir.Constant(PTR, None)
 LINE_BYTES = 64
 """What a cache moves at a time."""

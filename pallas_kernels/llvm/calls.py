@@ -14,8 +14,14 @@ from pallas_kernels.llvm.machine import this_machine, why_not
 _CALL = re.compile(rf'custom_call_target="({PREFIX}\.[^"]+)"')
 _NAME = re.compile(rf"{PREFIX}\.(\w+)((?:\.\w+)*)\.[0-9a-f]{{12}}")
 _OPS = (
-    "few_rows_matmul", "grouped_matmul", "int4_matmul", "ragged_paged_attention", "rms_norm", "sort_by_group", "top_k",
-)  # fmt: skip
+    "few_rows_matmul",
+    "grouped_matmul",
+    "int4_matmul",
+    "ragged_paged_attention",
+    "rms_norm",
+    "sort_by_group",
+    "top_k",
+)
 
 
 def calls_in(hlo_text: str) -> set[str]:

@@ -54,9 +54,15 @@ def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache_BSW: Any) -> str | None:
 
 
 def attend(
-    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any,
+    q_TNC: jax.Array,
+    q_rope_TNP: jax.Array,
+    cache_BSW: jax.Array,
+    metadata: Any,
+    *,
+    scale: float,
+    interpret: Any,
     undivided: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """out_TNC over a cache that holds this step's tokens already, or what is `undivided` of it: each part of a context
     as if it had one slot, whose value is the part's result and whose score is its weight."""
     T, N, C = q_TNC.shape
@@ -92,9 +98,19 @@ def num_parts(num_programs: int, max_slots: int) -> int:
 
 
 def _kernel(
-    row_T, position_T, tables_RM, q_TNC, q_rope_TNP, cache_BSW, out_TUNC, weight_TUN,
-    *, heads: int, parts: int, scale: float,
-):  # fmt: skip
+    row_T,
+    position_T,
+    tables_RM,
+    q_TNC,
+    q_rope_TNP,
+    cache_BSW,
+    out_TUNC,
+    weight_TUN,
+    *,
+    heads: int,
+    parts: int,
+    scale: float,
+):
     """Write one part's output, and the logarithm to the base of 2 of its weight."""
     token, part = pl.program_id(0), pl.program_id(2)
     tile_x = pl.ds(pl.program_id(1) * heads, heads)

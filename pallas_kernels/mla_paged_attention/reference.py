@@ -30,9 +30,15 @@ def cannot_take(*operands: Any) -> str | None:
 
 
 def attend(
-    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any,
+    q_TNC: jax.Array,
+    q_rope_TNP: jax.Array,
+    cache_BSW: jax.Array,
+    metadata: Any,
+    *,
+    scale: float,
+    interpret: Any,
     undivided: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """out_TNC over a cache that holds this step's tokens already; there is nothing to interpret. `undivided`: weighted
     latents, the sum of weights and what was subtracted from scores, in one array [T, N, C + 2]."""
     (T, N, C), width = q_TNC.shape, q_TNC.shape[2] + q_rope_TNP.shape[2]

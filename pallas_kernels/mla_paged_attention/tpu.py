@@ -55,9 +55,15 @@ def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache_BSW: Any) -> str | None:
 
 
 def attend(
-    q_TNC: jax.Array, q_rope_TNP: jax.Array, cache_BSW: jax.Array, metadata: Any, *, scale: float, interpret: Any,
+    q_TNC: jax.Array,
+    q_rope_TNP: jax.Array,
+    cache_BSW: jax.Array,
+    metadata: Any,
+    *,
+    scale: float,
+    interpret: Any,
     undivided: bool = False,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """out_TNC over a cache that holds this step's tokens already, or what is `undivided` of it."""
     (T, N, C), (_, S, W) = q_TNC.shape, cache_BSW.shape
     tokens = max(1, ROWS // N)
@@ -119,9 +125,7 @@ def _token_of_row(tokens: int, num_heads: int) -> jax.Array:
     return jnp.broadcast_to(token_X[:, None], (tokens * num_heads, LANES))
 
 
-def _kernel(
-    start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, tables_R1M, cache_BSW, out_XC, *scratch, **settings
-):  # fmt: skip
+def _kernel(start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, tables_R1M, cache_BSW, out_XC, *scratch, **settings):
     _attend_tile(
         start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, None, tables_R1M, cache_BSW, *scratch, **settings
     )
@@ -131,9 +135,22 @@ def _kernel(
 
 
 def _part_kernel(
-    start_R1, seq_lens_R, first_J, end_J, seen_T, q_XW, token_XL, seen_XL, tables_R1M, cache_BSW,
-    out_XC, top_XL, total_XL, *scratch, **settings,
-):  # fmt: skip
+    start_R1,
+    seq_lens_R,
+    first_J,
+    end_J,
+    seen_T,
+    q_XW,
+    token_XL,
+    seen_XL,
+    tables_R1M,
+    cache_BSW,
+    out_XC,
+    top_XL,
+    total_XL,
+    *scratch,
+    **settings,
+):
     """Where others hold a part of the context: the last slot that each token sees is data, and nothing is divided."""
     seen = seen_T, seen_XL
     _attend_tile(
@@ -144,9 +161,24 @@ def _part_kernel(
 
 
 def _attend_tile(
-    start_R1, seq_lens_R, first_J, end_J, q_XW, token_XL, seen, tables_R1M, cache_BSW,
-    chunks_2sW, table_1M, semaphores, sum_XC, state_2XL, *, num_heads: int, scale: float,
-):  # fmt: skip
+    start_R1,
+    seq_lens_R,
+    first_J,
+    end_J,
+    q_XW,
+    token_XL,
+    seen,
+    tables_R1M,
+    cache_BSW,
+    chunks_2sW,
+    table_1M,
+    semaphores,
+    sum_XC,
+    state_2XL,
+    *,
+    num_heads: int,
+    scale: float,
+):
     tile = pl.program_id(0)
     first_token, tokens = tile * (q_XW.shape[0] // num_heads), q_XW.shape[0] // num_heads
     sum_XC[...] = jnp.zeros_like(sum_XC)
@@ -204,7 +236,7 @@ def _over_context(table_hbm, cache_BSW, chunks_2sW, table_1M, semaphores, length
 
 def _add_chunk(
     q_XW, token_XL, seen_XL, sum_XC, state_2XL, begin, end, offset, scale: float, chunk_sW, position, rows
-) -> None:  # fmt: skip
+) -> None:
     """Let some rows of the tile attend to one chunk, those whose token is in [begin, end)."""
     slots, C, L = chunk_sW.shape[0], sum_XC.shape[1], state_2XL.shape[2]
     over_lanes, plain = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))

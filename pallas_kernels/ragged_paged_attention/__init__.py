@@ -162,9 +162,14 @@ def check(
             "Give a number of query heads that is a multiple."
         )
     reason = quantized.why_not(kv_dtype, kv_scales) or _module(backend).cannot_take(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-        q_dtype=jnp.dtype(q_dtype), kv_dtype=jnp.dtype(kv_dtype), kv_scales=kv_scales,
-    )  # fmt: skip
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        q_dtype=jnp.dtype(q_dtype),
+        kv_dtype=jnp.dtype(kv_dtype),
+        kv_scales=kv_scales,
+    )
     if reason is not None:
         raise ValueError(f"attention backend {backend!r} cannot take {reason}. Use 'reference'.")
 
@@ -199,18 +204,28 @@ def make_metadata(
     if chunk is not None:
         assert window is None, (window, chunk)
         num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM = rows_of_chunks(
-            query_start_loc_R1, seq_lens_R, block_tables_RM,
-            num_tokens=num_tokens, block_size=block_size, chunk=chunk, decodes_only=decodes_only,
-        )  # fmt: skip
+            query_start_loc_R1,
+            seq_lens_R,
+            block_tables_RM,
+            num_tokens=num_tokens,
+            block_size=block_size,
+            chunk=chunk,
+            decodes_only=decodes_only,
+        )
     spans: dict[str, Any] = {} if shared_6R is None or chunk is not None else {"shared_6R": shared_6R}
     if share is not None:
         assert backend != "invariant" and window is None and chunk is None, (backend, window, chunk)
         assert share.slots == block_size, (share, block_size)
         spans["share"] = share
     plan = _module(backend).make_plan(
-        query_start_loc_R1, seq_lens_R, block_tables_RM,
-        num_tokens=num_tokens, block_size=block_size, window=window, **spans,
-    )  # fmt: skip
+        query_start_loc_R1,
+        seq_lens_R,
+        block_tables_RM,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        window=window,
+        **spans,
+    )
     return AttentionMetadata(num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM, plan, decodes_only)
 
 
@@ -243,16 +258,30 @@ def ragged_paged_attention(
     """
     _, num_heads, head_dim = q_TNH.shape
     check(
-        backend, num_heads=num_heads, num_kv_heads=k_TKH.shape[1], head_dim=head_dim,
-        block_size=kv.arrays[0].shape[kv_layout(backend).slots_axis], q_dtype=q_TNH.dtype, kv_dtype=kv.arrays[0].dtype,
+        backend,
+        num_heads=num_heads,
+        num_kv_heads=k_TKH.shape[1],
+        head_dim=head_dim,
+        block_size=kv.arrays[0].shape[kv_layout(backend).slots_axis],
+        q_dtype=q_TNH.dtype,
+        kv_dtype=kv.arrays[0].dtype,
         kv_scales=quantized.kind_of(kv.scales),
-    )  # fmt: skip
+    )
     parts = {"undivided": True} if undivided else {}
     assert not undivided or (backend != "invariant" and sinks_N is None), (backend, sinks_N)
     out_TNH, arrays, scales = _module(backend).attention(
-        q_TNH, k_TKH, v_TKH, kv.arrays, metadata,
-        scale=scale, window=window, soft_cap=soft_cap, sinks_N=sinks_N, scales=kv.scales, **parts,
-    )  # fmt: skip
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        kv.arrays,
+        metadata,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks_N=sinks_N,
+        scales=kv.scales,
+        **parts,
+    )
     return out_TNH, KVTensor(arrays, scales)
 
 

@@ -90,9 +90,13 @@ def attention(
     """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
     if is_quantized(kv[0].dtype):
         settings = {
-            "scale": scale, "window": window, "soft_cap": soft_cap, "sinks_N": sinks_N, "numerics": numerics,
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "sinks_N": sinks_N,
+            "numerics": numerics,
             "undivided": undivided,
-        }  # fmt: skip
+        }
         return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
     k_BKSH, v_BKSH = written(kv, k_TKH, v_TKH, metadata.plan)

@@ -47,9 +47,12 @@ def load_teacher() -> tuple[Params, Tokenizer]:
 
 
 def distil(
-    params: Params, teacher: Params, tokenizer: Tokenizer, plan: Plan,
+    params: Params,
+    teacher: Params,
+    tokenizer: Tokenizer,
+    plan: Plan,
     divergence: Callable[[Params, Params, Batch], jax.Array],
-) -> tuple[Params, float]:  # fmt: skip
+) -> tuple[Params, float]:
     """(Parameters, seconds). `divergence` is a weighted sum over a batch."""
     optimizer = make_optimizer(learning_rate(plan, plan.matrix_rate), learning_rate(plan, plan.other_rate), 0.0)
     state = optimizer.init(params)

@@ -78,8 +78,10 @@ def drafting_logits(
     for nth in range(num_passes):
         both = jnp.concatenate([embedded, norm(feature, "hidden_norm")], -1)
         x = feature + attention(w, both, inner, batch.segments, seen, shape)
-        x = x + mlp(norm(x, "post_attention_layernorm"), {f"{part}_proj.weight": w[f"mlp.{part}_proj"]
-                                                          for part in ("gate", "up", "down")})  # fmt: skip
+        x = x + mlp(
+            norm(x, "post_attention_layernorm"),
+            {f"{part}_proj.weight": w[f"mlp.{part}_proj"] for part in ("gate", "up", "down")},
+        )
         logits.append(linear(norm(x, "norm"), w["lm_head"]))
         places.append(after_gap(inner, nth) & (after_gap(batch.segments, nth) == batch.segments))
         feature = after_gap(x, 1)
@@ -87,9 +89,13 @@ def drafting_logits(
 
 
 def attention(
-    w: Params, both: jax.Array, inner: jax.Array, segments: jax.Array, seen: list[tuple[jax.Array, jax.Array]],
+    w: Params,
+    both: jax.Array,
+    inner: jax.Array,
+    segments: jax.Array,
+    seen: list[tuple[jax.Array, jax.Array]],
     shape: HeadShape,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """One pass; `seen` has the keys and values of those before, and gets this one's."""
     batch, length, _ = both.shape
     rotation = rotation_table(length, shape.head_dim, shape.rope_theta)
@@ -146,7 +152,10 @@ def head_config(shape: HeadShape, model: Shape) -> dict:
 def rounded(params: Params) -> Params:
     """The parameters as a checkpoint keeps them."""
     return {
-        name: ((1.0 + value).astype(jnp.bfloat16).astype(jnp.float32) - 1.0 if "norm" in name
-               else value.astype(jnp.bfloat16).astype(jnp.float32))
+        name: (
+            (1.0 + value).astype(jnp.bfloat16).astype(jnp.float32) - 1.0
+            if "norm" in name
+            else value.astype(jnp.bfloat16).astype(jnp.float32)
+        )
         for name, value in params.items()
-    }  # fmt: skip
+    }

@@ -51,9 +51,13 @@ def dense_jax(step: ServingStep, implementation: str) -> Chain | None:
 
     def attend(q_RQNH, k_RPKH, v_RPKH):
         return jax.nn.dot_product_attention(
-            q_RQNH, k_RPKH, v_RPKH, is_causal=not step.is_decode, local_window_size=window,
+            q_RQNH,
+            k_RPKH,
+            v_RPKH,
+            is_causal=not step.is_decode,
+            local_window_size=window,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     return fed_back(attend, q_RQNH, *kv)
 
@@ -87,9 +91,14 @@ def paged_jax_tpu(step: ServingStep) -> Chain | None:
 
     def attend(q_TNH, kv, *where):
         return ragged_paged_attention(
-            q_TNH, kv, *where, jnp.asarray([len(step.rows)], jnp.int32), sm_scale=shape.head_dim**-0.5,
-            sliding_window=shape.window, soft_cap=shape.soft_cap,
-        )  # fmt: skip
+            q_TNH,
+            kv,
+            *where,
+            jnp.asarray([len(step.rows)], jnp.int32),
+            sm_scale=shape.head_dim**-0.5,
+            sliding_window=shape.window,
+            soft_cap=shape.soft_cap,
+        )
 
     return fed_back(attend, q_TNH, kv, *where)
 

@@ -49,20 +49,26 @@ def subjects(ops: list[str], sizes: str, platform: str) -> Iterator[Subject]:
 
 def _of_attention(step: Any, platform: str) -> Subject:
     return Subject(
-        ATTENTION, step.name, step.step_bytes, step.flops,
+        ATTENTION,
+        step.name,
+        step.step_bytes,
+        step.flops,
         choose=lambda name: rpa.choose_backend(name, platform),
         chain=lambda backend: attention_chain(step, backend),
         yardsticks=lambda: _yardsticks_of(ATTENTION)(step, platform),
-    )  # fmt: skip
+    )
 
 
 def _of_op(op: str, case: Any, platform: str) -> Subject:
     return Subject(
-        op, case.name, case.num_bytes, case.flops,
+        op,
+        case.name,
+        case.num_bytes,
+        case.flops,
         choose=lambda name: choose_backend(op, case, name, platform),
         chain=lambda backend: chain_of(op, case, backend),
         yardsticks=lambda: _yardsticks_of(op)(case, platform),
-    )  # fmt: skip
+    )
 
 
 def _yardsticks_of(op: str) -> Callable[[Any, str], Yardsticks]:

@@ -11,11 +11,13 @@ COLUMNS = ("case", "what", "ms", "GB", "TFLOP", "bandwidth", "matmul", "time")
 def figures(num_bytes: int, flops: int, seconds: float, own: float | None, report: dict[str, Any]) -> dict[str, Any]:
     """What a row says of a call that takes `seconds`, where ours takes `own`, on a device with the report's speeds."""
     return {
-        "milliseconds": seconds * 1e3, "bytes": num_bytes, "flops": flops,
+        "milliseconds": seconds * 1e3,
+        "bytes": num_bytes,
+        "flops": flops,
         "bandwidth_share": num_bytes / seconds / report["bandwidth"],
         "matmul_share": flops / seconds / report["matmul"],
         "times_ours": None if own is None else seconds / own,
-    }  # fmt: skip
+    }
 
 
 def header(report: dict[str, Any]) -> str:
@@ -48,6 +50,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
     times = "" if row["times_ours"] is None else f"{row['times_ours']:.2f} x"
     product = [f"{row['flops'] / 1e12:.4f}", f"{row['matmul_share']:.0%}"] if row["flops"] else ["", ""]
     return [
-        row["case"], row["what"], f"{row['milliseconds']:.3f}", f"{row['bytes'] / 1e9:.3f}",
-        product[0], f"{row['bandwidth_share']:.0%}", product[1], times,
-    ]  # fmt: skip
+        row["case"],
+        row["what"],
+        f"{row['milliseconds']:.3f}",
+        f"{row['bytes'] / 1e9:.3f}",
+        product[0],
+        f"{row['bandwidth_share']:.0%}",
+        product[1],
+        times,
+    ]

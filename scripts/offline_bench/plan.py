@@ -93,9 +93,12 @@ def peer_setting(name: str, peers_dir: Path) -> EngineSetting:
     if not peers.is_installed(peers_dir, peer.environment):
         missing = f"not installed. Run with --setup-peers {name}."
     return EngineSetting(
-        name, (python, str(ENGINES / peer.script)), missing=missing, gguf=peer.gguf,
+        name,
+        (python, str(ENGINES / peer.script)),
+        missing=missing,
+        gguf=peer.gguf,
         variables=tuple(peers.variables_of(peers_dir, peer.environment).items()),
-    )  # fmt: skip
+    )
 
 
 def describe(plan: Plan) -> str:

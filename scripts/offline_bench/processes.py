@@ -42,9 +42,15 @@ def run_process(
     with open(log, "wb") as errors:
         started = time.perf_counter()
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | variables,
-            start_new_session=True, text=True, encoding="utf-8",
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | variables,
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+        )
         runner, timed_out = Runner(process.pid, clock), threading.Event()
         watchdog = threading.Timer(timeout, lambda: (timed_out.set(), runner.end()))
         watchdog.start()

@@ -90,12 +90,18 @@ def start_table(results: Results, model: str) -> str:
         same, total = results.same_first_tokens(model, engine)
         peak = results.peak_bytes(model, engine)
         early, later = results.first_minute(model, engine) or (None, None)
-        rows.append([
-            engine, seconds(results.start_seconds(model, engine, True)), number(early),
-            percent(early / later if later else None), seconds(results.start_seconds(model, engine, False)),
-            *(seconds(results.first_token_seconds(model, engine, name)) for name in batches),
-            f"{peak / 2**30:.2f}" if peak else NOTHING, f"{same} of {total}" if total else NOTHING,
-        ])  # fmt: skip
+        rows.append(
+            [
+                engine,
+                seconds(results.start_seconds(model, engine, True)),
+                number(early),
+                percent(early / later if later else None),
+                seconds(results.start_seconds(model, engine, False)),
+                *(seconds(results.first_token_seconds(model, engine, name)) for name in batches),
+                f"{peak / 2**30:.2f}" if peak else NOTHING,
+                f"{same} of {total}" if total else NOTHING,
+            ]
+        )
     about = (
         "A start lasts from the process's own to the first token of a small request, cold with an empty compilation "
         "cache. In the minute after that one there are 4 requests at a time, of 256 tokens with answers of 32; then "

@@ -79,8 +79,10 @@ class Results:
 
     def same_first_tokens(self, model: str, engine: str) -> tuple[int, int]:
         """(how many, of how many) requests whose first token is the one that the first engine gave."""
-        expected = {(index, run["workload"]): run["first_token_ids"]
-                    for index, run in self.events(model, self.engines[0], "run")}  # fmt: skip
+        expected = {
+            (index, run["workload"]): run["first_token_ids"]
+            for index, run in self.events(model, self.engines[0], "run")
+        }
         pairs = [
             (mine, its)
             for index, run in self.events(model, engine, "run")

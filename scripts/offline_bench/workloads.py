@@ -51,10 +51,14 @@ WORKLOADS = {
         Workload("mixed", "32 requests, 32-512 in, 64-128 out", "output", lambda rng: mixed_sizes(rng, 32)),
         Workload("shared", "32 requests, 512 in common + 32, 32 out", "output", lambda rng: [(544, 32)] * 32, 512),
         Workload("short", "256 requests, 16-64 in, 16-32 out", "output", short_sizes),
-        Workload("long", "1 request of 8,192 in beside 31 mixed, 64-128 out", "output",
-                 lambda rng: [(8192, 96), *mixed_sizes(rng, 31)]),
+        Workload(
+            "long",
+            "1 request of 8,192 in beside 31 mixed, 64-128 out",
+            "output",
+            lambda rng: [(8192, 96), *mixed_sizes(rng, 31)],
+        ),
     )
-}  # fmt: skip
+}
 
 
 def make_requests(workload: Workload, vocab_size: int, round_index: int, scale: float = 1.0) -> list[Request]:

@@ -101,14 +101,17 @@ def test_bounds_of_latencies_are_between_buckets_that_exist():
             assert 0 < bound <= 80
 
 
-@pytest.mark.parametrize(("query", "problem"), [
-    ("sum(rate(h_bucket[5m]))", None),
-    ('histogram_quantile(0.9, sum by (le, instance) (rate(h_bucket{job="x"}[5m])))', None),
-    ("sum(rate(h[5m]))", "asks for h, which is not there"),
-    ("rate(h_sum[5m]) / (1 + rate(h_cuont[5m]))", "asks for h_cuont, which is not there"),
-    ('h_bucket{model="m"}', "asks for model of h_bucket, which it has not"),
-    ("sum by (handler) (rate(h_count[5m])) > 1 and up == 1", "asks for handler of h_count, which it has not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("sum(rate(h_bucket[5m]))", None),
+        ('histogram_quantile(0.9, sum by (le, instance) (rate(h_bucket{job="x"}[5m])))', None),
+        ("sum(rate(h[5m]))", "asks for h, which is not there"),
+        ("rate(h_sum[5m]) / (1 + rate(h_cuont[5m]))", "asks for h_cuont, which is not there"),
+        ('h_bucket{model="m"}', "asks for model of h_bucket, which it has not"),
+        ("sum by (handler) (rate(h_count[5m])) > 1 and up == 1", "asks for handler of h_count, which it has not"),
+    ],
+)
 def test_what_is_missing_is_found(query, problem):
     text = "".join(exposition([Histogram("h", {"a": "b"}, 1, 1.0, {"+Inf": 1})], {}))
     there = {"h_bucket": {"a", "le", "job", "instance"}, "h_sum": {"a", "job"}, "h_count": {"a", "job"}, "up": {"job"}}
@@ -116,13 +119,16 @@ def test_what_is_missing_is_found(query, problem):
     assert len(problems(text)) > 80, "that text has nothing that the dashboard asks for"
 
 
-@pytest.mark.parametrize(("query", "unknown"), [
-    ('rate(h_count{reason="stop"}[5m])', []),
-    ('rate(h_count{job="anything",reason!="stop",status="5xx"}[5m])', []),
-    ('h_count{reason=~".*"}', []),
-    ('sum(h_count{reason=~"stop|lenght"}) / 2', ["lenght"]),
-    ('h_count{status="500"}', ["500"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "unknown"),
+    [
+        ('rate(h_count{reason="stop"}[5m])', []),
+        ('rate(h_count{job="anything",reason!="stop",status="5xx"}[5m])', []),
+        ('h_count{reason=~".*"}', []),
+        ('sum(h_count{reason=~"stop|lenght"}) / 2', ["lenght"]),
+        ('h_count{status="500"}', ["500"]),
+    ],
+)
 def test_a_value_that_no_label_has_is_found(query, unknown):
     found = unknown_values("it", query, {("h_count", "reason", "stop")})
     assert [text.split("'")[1] for text in found] == unknown

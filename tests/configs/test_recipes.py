@@ -25,13 +25,52 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 DOCKERFILE = CONFIGS / "container/Dockerfile"
 OTHERS_FLAGS = {  # docker's, kubectl's, prometheus', ray's, systemctl's, useradd's, ...
-    "--accelerator", "--address", "--autoscaling-config", "--cluster", "--command", "--config.file", "--device",
-    "--disable-usage-stats", "--enable-autoscaling", "--fail", "--from", "--from-file", "--gid", "--gpus", "--group",
-    "--head", "--header", "--home-dir", "--interval", "--literal", "--location", "--machine-type", "--max-nodes",
-    "--max-time", "--min-nodes", "--network", "--no-create-home", "--no-install-recommends", "--now", "--port-forward",
-    "--privileged", "--retries", "--rm", "--show-error", "--silent", "--start-period", "--stop-timeout", "--target",
-    "--timeout", "--tmux", "--uid", "--user", "--user-group", "--worker", "--yes",
-}  # fmt: skip
+    "--accelerator",
+    "--address",
+    "--autoscaling-config",
+    "--cluster",
+    "--command",
+    "--config.file",
+    "--device",
+    "--disable-usage-stats",
+    "--enable-autoscaling",
+    "--fail",
+    "--from",
+    "--from-file",
+    "--gid",
+    "--gpus",
+    "--group",
+    "--head",
+    "--header",
+    "--home-dir",
+    "--interval",
+    "--literal",
+    "--location",
+    "--machine-type",
+    "--max-nodes",
+    "--max-time",
+    "--min-nodes",
+    "--network",
+    "--no-create-home",
+    "--no-install-recommends",
+    "--now",
+    "--port-forward",
+    "--privileged",
+    "--retries",
+    "--rm",
+    "--show-error",
+    "--silent",
+    "--start-period",
+    "--stop-timeout",
+    "--target",
+    "--timeout",
+    "--tmux",
+    "--uid",
+    "--user",
+    "--user-group",
+    "--worker",
+    "--yes",
+}
 ENDING = ABORT_SECONDS + CLOSING_TIMEOUT + LAST_STEP_SECONDS + 1 + SECONDS_TO_END + CLOSING_SECONDS
 """What a server may need to end after `shutdown_timeout`, if everything takes as long as it may."""
 
@@ -135,8 +174,10 @@ def test_probes_ask_what_is_answered_without_a_key():
 
     probes = {name: container()[f"{name}Probe"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["httpGet"]["path"] for name, probe in probes.items()} == {
-        "startup": "/startup", "liveness": "/health", "readiness": "/ready",
-    }  # fmt: skip
+        "startup": "/startup",
+        "liveness": "/health",
+        "readiness": "/ready",
+    }
     [check] = [json.loads(arguments.split("CMD ")[1]) for name, arguments in instructions() if name == "HEALTHCHECK"]
     assert "http://127.0.0.1:8000/health" in check[2]
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}

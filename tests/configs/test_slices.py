@@ -28,8 +28,12 @@ def test_the_pods_of_a_jobset_are_the_hosts_of_one_slice():
     count, template = job["template"]["spec"]["completions"], job["template"]["spec"]["template"]
     [server], selector = template["spec"]["containers"], template["spec"]["nodeSelector"]
     assert job["replicas"] == 1 and job["template"]["spec"] | {"template": 0} == {
-        "completionMode": "Indexed", "completions": count, "parallelism": count, "backoffLimit": 0, "template": 0,
-    }  # fmt: skip
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": 0,
+        "template": 0,
+    }
     options, engine = options_of([arg.replace("$(JOB_COMPLETION_INDEX)", "3") for arg in server["args"]])
     rows, columns = selector["cloud.google.com/gke-tpu-topology"].split("x")
     chips = int(server["resources"]["limits"]["google.com/tpu"])

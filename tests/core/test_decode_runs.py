@@ -99,8 +99,9 @@ def test_a_run_that_fails_half_way_hands_out_what_came_before():
         scheduled, answer(scheduled, [5, 6], [7] * 6, failed={"r0": "logits are not numbers"})
     )
     assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in outputs] == [
-        ("r0", [5, 6], "error"), ("r1", [7] * 6, None),
-    ]  # fmt: skip
+        ("r0", [5, 6], "error"),
+        ("r1", [7] * 6, None),
+    ]
     assert outputs[0].error == "logits are not numbers"
     engine.scheduler.check_integrity()
 

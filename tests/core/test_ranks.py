@@ -30,9 +30,10 @@ class RankedEngine(Engine):
         self.scheduler.check_integrity()
         parts = [each.runner.execute(part) for each, part in zip(self.engines, scheduled.ranks, strict=True)]
         output = ModelRunnerOutput(
-            scheduled.step_id, [name for part in parts for name in part.request_ids],
+            scheduled.step_id,
+            [name for part in parts for name in part.request_ids],
             [tokens for part in parts for tokens in part.sampled_token_ids],
-        )  # fmt: skip
+        )
         if scheduled.total_num_scheduled_tokens:
             self.in_flight.append((scheduled, output))
             self.check_cache()
@@ -74,9 +75,13 @@ def test_random_traffic_over_ranks_gives_every_request_its_own_tokens(windows, s
     """With so few blocks that requests are preempted, with aborts, failed steps, lost caches and ids used again."""
     chance = random.Random(seed)
     engine = RankedEngine(
-        1 + seed % 3, windows=windows, num_blocks=1 + 14 * len(windows), max_num_seqs=4, depth=1 + seed % 2,
+        1 + seed % 3,
+        windows=windows,
+        num_blocks=1 + 14 * len(windows),
+        max_num_seqs=4,
+        depth=1 + seed % 2,
         max_steps=max_steps,
-    )  # fmt: skip
+    )
     beginnings = [prompt_of(length, each) for each in range(3) for length in (0, 8, 13)]
     preemptions = 0
     for number in range(60):

@@ -424,12 +424,15 @@ class TestAbortAndFailure:
         assert [o.error for o in engine.scheduler.update_from_output(scheduled, output)] == ["why"]
         engine.check_idle()
 
-    @pytest.mark.parametrize(("values", "fields"), [
-        ({"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5]]}, ["allowed_token_ids", "bad_words"]),
-        ({"allowed_token_ids": [5], "min_tokens": 2}, ["allowed_token_ids", "min_tokens"]),
-        ({"extra_args": {"mine": 1}}, ["extra_args"]),
-        ({"logit_bias": {5: -100.0}}, []),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("values", "fields"),
+        [
+            ({"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5]]}, ["allowed_token_ids", "bad_words"]),
+            ({"allowed_token_ids": [5], "min_tokens": 2}, ["allowed_token_ids", "min_tokens"]),
+            ({"extra_args": {"mine": 1}}, ["extra_args"]),
+            ({"logit_bias": {5: -100.0}}, []),
+        ],
+    )
     def test_where_nothing_can_be_drawn_the_requests_fields_are_to_blame(self, values, fields):
         engine = Engine()
         engine.add("a", prompt_of(8), **values)

@@ -39,9 +39,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         kept=st.sampled_from([0, 0, 1, 2]),
     )
     def start(
-        self, windows, spare_blocks, budget, depth, policy, threshold, prefix_caching, max_steps, stingy, drafts,
-        stages, kept,
-    ):  # fmt: skip
+        self,
+        windows,
+        spare_blocks,
+        budget,
+        depth,
+        policy,
+        threshold,
+        prefix_caching,
+        max_steps,
+        stingy,
+        drafts,
+        stages,
+        kept,
+    ):
         self.engine = Engine(
             num_blocks=tuple(1 + most // 2 + spare_blocks for most in needs_of(windows, MAX_MODEL_LEN, budget)),
             windows=windows,

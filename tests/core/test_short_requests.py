@@ -17,9 +17,12 @@ ROWS = 4
 def overloaded(num_streams=12, kept=1, **options):
     """An engine in which streams of 40 tokens wait for rows."""
     engine = Engine(
-        num_blocks=400, max_num_seqs=ROWS, max_model_len=64, num_short_request_rows=kept,
+        num_blocks=400,
+        max_num_seqs=ROWS,
+        max_model_len=64,
+        num_short_request_rows=kept,
         **{"max_num_batched_tokens": 32, **options},
-    )  # fmt: skip
+    )
     for number in range(num_streams):
         stream(engine, number)
     return engine
@@ -111,9 +114,15 @@ def test_short_ones_alone_have_all_rows():
     engine.run()
 
 
-@pytest.mark.parametrize(("length", "max_tokens", "is_short"), [
-    (16, SHORT_ANSWER, True), (17, 1, False), (5, SHORT_ANSWER + 1, False), (1, 1, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "is_short"),
+    [
+        (16, SHORT_ANSWER, True),
+        (17, 1, False),
+        (5, SHORT_ANSWER + 1, False),
+        (1, 1, True),
+    ],
+)
 def test_short_is_a_short_answer_to_a_prompt_that_half_a_step_has_room_for(length, max_tokens, is_short):
     engine = overloaded()
     engine.step()
@@ -170,9 +179,12 @@ def test_everybody_is_served_with_the_right_tokens_whoever_goes_first(seed, kept
     )
     for number in range(25):
         engine.add(
-            f"r{number}", prompt_of(draw.randint(1, 20), draw.randint(0, 9)), float(number),
-            max_tokens=draw.choice([1, 3, 24]), priority=draw.randint(0, 1) if policy == "priority" else 0,
-        )  # fmt: skip
+            f"r{number}",
+            prompt_of(draw.randint(1, 20), draw.randint(0, 9)),
+            float(number),
+            max_tokens=draw.choice([1, 3, 24]),
+            priority=draw.randint(0, 1) if policy == "priority" else 0,
+        )
         for _ in range(draw.randint(0, 3)):
             engine.step()
         if draw.random() < 0.1:

@@ -33,15 +33,29 @@ class BanBelow:
 
 # Small enough that ordinary prompts take several chunks and that a batch of 64 waits for rows.
 OPTIONS = {
-    "max_num_seqs": 8, "max_num_batched_tokens": 128, "token_buckets": (2, 8, 128), "max_model_len": 2560,
-    "block_size": 16, "logits_processors": (BanBelow,),
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "token_buckets": (2, 8, 128),
+    "max_model_len": 2560,
+    "block_size": 16,
+    "logits_processors": (BanBelow,),
     "num_gpu_blocks_override": 8 * 160 + 1,  # what a CPU takes by itself; a GPU would take all that its memory holds
-}  # fmt: skip
+}
 # Servers have the same options, so that all but the first find their programs in the cache.
 SERVE = (
-    sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
-    "--token-buckets", "2,8,64",
-)  # fmt: skip
+    sys.executable,
+    "-m",
+    "jaxpaged",
+    "serve",
+    "--port",
+    "0",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "64",
+    "--token-buckets",
+    "2,8,64",
+)
 
 
 def started(*command, pattern=r"served at (http://\S+)"):

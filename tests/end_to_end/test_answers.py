@@ -11,10 +11,23 @@ from jaxpaged.sampling.noise import exponential_noise, position_keys
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 CAPITALS = {
-    "France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Egypt": "Cairo", "Canada": "Ottawa", "Spain": "Madrid",
-    "Germany": "Berlin", "Norway": "Oslo", "Greece": "Athens", "Peru": "Lima", "Kenya": "Nairobi", "Cuba": "Havana",
-    "Portugal": "Lisbon", "Austria": "Vienna", "Poland": "Warsaw", "Thailand": "Bangkok",
-}  # fmt: skip
+    "France": "Paris",
+    "Japan": "Tokyo",
+    "Italy": "Rome",
+    "Egypt": "Cairo",
+    "Canada": "Ottawa",
+    "Spain": "Madrid",
+    "Germany": "Berlin",
+    "Norway": "Oslo",
+    "Greece": "Athens",
+    "Peru": "Lima",
+    "Kenya": "Nairobi",
+    "Cuba": "Havana",
+    "Portugal": "Lisbon",
+    "Austria": "Vienna",
+    "Poland": "Warsaw",
+    "Thailand": "Bangkok",
+}
 
 
 def ask(llm, questions, params=GREEDY):
@@ -84,8 +97,12 @@ def test_a_prefix_hit_changes_nothing_but_the_work(llm):
 def test_preemption_and_recomputation_give_the_right_answers():
     questions, words = capital_questions(24)
     small = {
-        "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "max_model_len": 96, "block_size": 4,
-    }  # fmt: skip
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "token_buckets": (8, 64),
+        "max_model_len": 96,
+        "block_size": 4,
+    }
     with LLM("demo", num_gpu_blocks_override=150, enable_prefix_caching=False, **small) as llm:
         answers = ask(llm, questions, SamplingParams(temperature=0.0, max_tokens=24))
         assert llm.llm_engine.metrics.stats.num_preemptions > 0

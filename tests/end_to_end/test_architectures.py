@@ -19,9 +19,23 @@ from tests.models.draft_heads import write_eagle3
 from tests.models.paged import golden_of
 
 NAMES = (
-    "llama", "mistral_window", "qwen2", "qwen3", "mixtral", "qwen2_moe", "gemma2", "gemma3", "phi3", "glm4_moe",
-    "olmo3", "smollm3", "cohere", "gpt_oss", "deepseek_v3", "llama4",
-)  # fmt: skip
+    "llama",
+    "mistral_window",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "glm4_moe",
+    "olmo3",
+    "smollm3",
+    "cohere",
+    "gpt_oss",
+    "deepseek_v3",
+    "llama4",
+)
 # They have nothing that one of those has not.
 OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")
 ON_ONE_DEVICE = ("llama", "gemma3", "qwen2_moe")
@@ -29,9 +43,13 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "dee
 SPREAD = ("glm4_moe",)
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 8,
     "num_gpu_blocks_override": 64,
-}  # fmt: skip
+}
 
 
 def start(folder, num_devices, **options):
@@ -39,16 +57,22 @@ def start(folder, num_devices, **options):
     model = model_for(hf)
     decoder = model.config_from_hf(hf)
     facts = ModelFacts(
-        decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size,
+        decoder.max_position_embeddings,
+        decoder.dtype,
+        decoder.num_heads,
+        decoder.vocab_size,
         has_experts=decoder.experts is not None,
-    )  # fmt: skip
+    )
     given = EngineConfig.from_options(**OPTIONS, **options, tensor_parallel_size=num_devices)
     config, model = given.resolve(facts, "cpu"), with_draft_model(given, model, decoder, folder)
     executor = UniProcExecutor(config, model, decoder, folder)
     scheduler = Scheduler(
-        config.scheduler, executor.kv_cache_config, max_model_len=64, enable_prefix_caching=True,
+        config.scheduler,
+        executor.kv_cache_config,
+        max_model_len=64,
+        enable_prefix_caching=True,
         num_drafts=config.speculative.num_drafts,
-    )  # fmt: skip
+    )
     return scheduler, executor
 
 

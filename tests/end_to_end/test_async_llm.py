@@ -19,9 +19,13 @@ QUESTIONS = ["What is the capital of France?", "What is 27 + 45?", "Spell the wo
 def params(i):
     """Greedy and seeded requests, with log probabilities, stop strings and a custom processor among them."""
     return SamplingParams(
-        temperature=[0.0, 0.8][i % 2], seed=i, max_tokens=24, logprobs=2 if i % 3 == 0 else None,
-        stop=["."] if i == 2 else None, extra_args={"ban_below": 400} if i == 3 else None,
-    )  # fmt: skip
+        temperature=[0.0, 0.8][i % 2],
+        seed=i,
+        max_tokens=24,
+        logprobs=2 if i % 3 == 0 else None,
+        stop=["."] if i == 2 else None,
+        extra_args={"ban_below": 400} if i == 3 else None,
+    )
 
 
 async def ask(llm, question, request_id, wanted):

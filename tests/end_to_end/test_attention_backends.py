@@ -13,9 +13,16 @@ from tests.models.paged import golden_of
 
 # One forward program, and steps one by one: compiling a simulated kernel and running it once both take seconds.
 OPTIONS = {
-    "max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,), "max_model_len": 64, "block_size": 16,
-    "num_gpu_blocks_override": 20, "num_scheduler_steps": 1, "dtype": "float32", "skip_tokenizer_init": True,
-}  # fmt: skip
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (32,),
+    "max_model_len": 64,
+    "block_size": 16,
+    "num_gpu_blocks_override": 20,
+    "num_scheduler_steps": 1,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+}
 
 
 @pytest.mark.slow

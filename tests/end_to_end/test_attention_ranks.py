@@ -19,9 +19,15 @@ from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
 from tests.models.paged import golden_of
 
 OPTIONS = {
-    "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16,
-    "token_buckets": (16,), "compilation_cache_dir": "off", "enable_expert_parallel": True,
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "compilation_cache_dir": "off",
+    "enable_expert_parallel": True,
+}
 
 
 def answers(llm, *prompts, **params):

@@ -47,8 +47,20 @@ def bench(*arguments):
 @pytest.mark.parametrize("over", ["openai", "openai-chat", "grpc", "grpc-chat"])
 def test_a_served_model_is_measured(over, places, tmp_path):
     place = places[over.startswith("grpc")]
-    out = bench("serve", "--backend", over, "--base-url", place, *SMALL, "--request-rate", "20", "--save-result",
-                "--save-detailed", "--result-dir", str(tmp_path))  # fmt: skip
+    out = bench(
+        "serve",
+        "--backend",
+        over,
+        "--base-url",
+        place,
+        *SMALL,
+        "--request-rate",
+        "20",
+        "--save-result",
+        "--save-detailed",
+        "--result-dir",
+        str(tmp_path),
+    )
     [path] = tmp_path.glob("*.json")
     found = json.loads(path.read_text(encoding="utf-8"))
     assert (found["completed"], found["failed"], found["model_id"]) == (4, 0, "demo")
@@ -60,8 +72,18 @@ def test_a_served_model_is_measured(over, places, tmp_path):
 
 
 def test_a_sweep_writes_its_table_and_picture(places, tmp_path):
-    out = bench("sweep", "--base-url", places[0], *SMALL, "--max-concurrencies", "1,2", "-o", str(tmp_path),
-                "--experiment-name", "x")  # fmt: skip
+    out = bench(
+        "sweep",
+        "--base-url",
+        places[0],
+        *SMALL,
+        "--max-concurrencies",
+        "1,2",
+        "-o",
+        str(tmp_path),
+        "--experiment-name",
+        "x",
+    )
     assert "1 at a time" in out and "2 at a time" in out
     assert (tmp_path / "x" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "x").glob("*.json"))) == 2

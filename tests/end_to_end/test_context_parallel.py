@@ -9,9 +9,15 @@ from tests.models.paged import golden_of
 
 # Prompts of 40 tokens come in chunks, answers in runs of steps.
 OPTIONS = {
-    "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16,
-    "token_buckets": (16,), "num_scheduler_steps": 4, "compilation_cache_dir": "off",
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "num_scheduler_steps": 4,
+    "compilation_cache_dir": "off",
+}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 

@@ -18,15 +18,30 @@ from tests.models.checkpoints import write_checkpoint
 VOCAB = 211
 # A window and full attention; so few blocks that requests are preempted.
 OPTIONS = {
-    "max_num_seqs": 6, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 64, "block_size": 4,
-    "num_gpu_blocks_override": 50, "dtype": "float32", "max_logprobs": 3,
-}  # fmt: skip
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 8,
+    "token_buckets": (8,),
+    "max_model_len": 64,
+    "block_size": 4,
+    "num_gpu_blocks_override": 50,
+    "dtype": "float32",
+    "max_logprobs": 3,
+}
 LONGEST = 7
 CHOICES = {
-    "top_p": 0.8, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-    "repetition_penalty": 1.3, "logprobs": 3, "prompt_logprobs": 2, "logit_bias": {5: 4.0}, "min_tokens": 6,
-    "allowed_token_ids": list(range(20, 60)), "bad_words_token_ids": [[30], [31, 32], [5, 5]],
-}  # fmt: skip
+    "top_p": 0.8,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.3,
+    "logprobs": 3,
+    "prompt_logprobs": 2,
+    "logit_bias": {5: 4.0},
+    "min_tokens": 6,
+    "allowed_token_ids": list(range(20, 60)),
+    "bad_words_token_ids": [[30], [31, 32], [5, 5]],
+}
 
 
 @pytest.fixture(scope="module")

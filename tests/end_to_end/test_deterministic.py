@@ -20,9 +20,14 @@ from tests.models.checkpoints import write_checkpoint
 VOCAB = 211
 LONGEST_RUN = 5
 OPTIONS = {
-    "max_num_seqs": 6, "max_num_batched_tokens": 96, "token_buckets": (2, 8, 96), "max_model_len": 112, "block_size": 4,
-    "max_logprobs": 3, "num_scheduler_steps": LONGEST_RUN,
-}  # fmt: skip
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 96,
+    "token_buckets": (2, 8, 96),
+    "max_model_len": 112,
+    "block_size": 4,
+    "max_logprobs": 3,
+    "num_scheduler_steps": LONGEST_RUN,
+}
 # So few blocks that requests are preempted. Float32 shows what bfloat16 would round away.
 PER_MODEL = {
     "gemma3_new_spelling": {"dtype": "float32", "num_gpu_blocks_override": 86},  # two ropes, a window, a soft cap
@@ -34,9 +39,15 @@ PER_MODEL = {
 EXHAUSTIVE = ("gemma2", "qwen3", "phi3_partial", "llama_mqa_bias_tied")
 MARKS = {"gemma3_new_spelling": ()} | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
 CHOICES = {
-    "top_p": 0.8, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 3,
-    "prompt_logprobs": 2, "logit_bias": {5: 4.0},
-}  # fmt: skip
+    "top_p": 0.8,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.3,
+    "logprobs": 3,
+    "prompt_logprobs": 2,
+    "logit_bias": {5: 4.0},
+}
 
 
 def random_request(index: int) -> EngineCoreRequest:
@@ -95,9 +106,9 @@ def joined(outputs):
     return tokens, [(line.token_ids, line.logprobs, line.rank) for line in lines]
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in PER_MODEL
-])  # fmt: skip
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in PER_MODEL]
+)
 def engine(request, tmp_path_factory):
     name = request.param
     engine = Engine(write_checkpoint(name, tmp_path_factory.mktemp(name)), deterministic=True, **PER_MODEL[name])
@@ -109,13 +120,15 @@ def engine(request, tmp_path_factory):
 @given(
     company=st.permutations(range(len(REQUESTS))),
     seed=st.integers(0, 1000),
-    limits=st.fixed_dictionaries({
-        "max_num_batched_tokens": st.sampled_from([8, 23, 96]),
-        "long_prefill_token_threshold": st.sampled_from([0, 5]),
-        "num_scheduler_steps": st.sampled_from([1, LONGEST_RUN]),
-        "async_scheduling": st.booleans(),
-    }),
-)  # fmt: skip
+    limits=st.fixed_dictionaries(
+        {
+            "max_num_batched_tokens": st.sampled_from([8, 23, 96]),
+            "long_prefill_token_threshold": st.sampled_from([0, 5]),
+            "num_scheduler_steps": st.sampled_from([1, LONGEST_RUN]),
+            "async_scheduling": st.booleans(),
+        }
+    ),
+)
 def test_any_company_any_chunks_and_any_cached_prefix_give_the_same_bits(engine, company, seed, limits):
     answers = serve(engine.core(**limits), company, random.Random(seed))
     assert answers == {index: engine.alone[index] for index in company}

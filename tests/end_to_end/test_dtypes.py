@@ -23,19 +23,31 @@ BACKENDS = [name for name in choices(CompileConfig, "attention_backend") if back
 QUICK = [name for name in BACKENDS if not name.endswith("-interpret") and name != "auto"]
 # One forward program of one size: that a type is taken is seen in any.
 OPTIONS = {
-    "max_num_seqs": 1, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 16,
-    "num_gpu_blocks_override": 40, "num_scheduler_steps": 1, "skip_tokenizer_init": True, "async_scheduling": False,
-}  # fmt: skip
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 16,
+    "num_gpu_blocks_override": 40,
+    "num_scheduler_steps": 1,
+    "skip_tokenizer_init": True,
+    "async_scheduling": False,
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 # Model, options and drafts; heads of "wide" are of the sizes that kernels take, and those of others are not.
 KINDS = {
     **{backend: ("wide", {"attention_backend": backend}) for backend in QUICK},
-    **{f"{method} {backend}": ("wide", {"attention_backend": backend, "quantization": method})
-       for backend, method in zip(itertools.cycle(QUICK), choices(ModelConfig, "quantization"))},
+    **{
+        f"{method} {backend}": ("wide", {"attention_backend": backend, "quantization": method})
+        for backend, method in zip(itertools.cycle(QUICK), choices(ModelConfig, "quantization"))
+    },
     "deterministic": ("wide", {"deterministic": True}),
-    **{f"cache of {kv}": ("wide", {"kv_cache_dtype": kv})
-       for kv in choices(CacheConfig, "kv_cache_dtype") if kv != "auto"},
+    **{
+        f"cache of {kv}": ("wide", {"kv_cache_dtype": kv})
+        for kv in choices(CacheConfig, "kv_cache_dtype")
+        if kv != "auto"
+    },
     "small heads": ("llama", {}),
     "experts": ("mixtral", {}),
     "experts int8, ngram": ("mixtral", {"quantization": "int8", "speculative_config": NGRAM}),
@@ -45,7 +57,7 @@ KINDS = {
     "head": ("wide", {"speculative_config": {"method": "eagle3"}}),
     "runs of steps": ("wide", {"num_scheduler_steps": 2}),
     **{f"pages {form}": ("wide", {"kv_offload": f"host=4M,pages={form}"}) for form in ("int8", "fp8")},
-}  # fmt: skip
+}
 OF_DEVICES = {
     "two": ("wide", {"tensor_parallel_size": 2}),
     "two, int8": ("wide", {"tensor_parallel_size": 2, "quantization": "int8"}),
@@ -55,7 +67,7 @@ OF_DEVICES = {
     "spread experts": ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "attention ranks": ("mixtral", {"data_parallel_size": 2, "enable_expert_parallel": True}),
     "latents": ("deepseek_v3", {"tensor_parallel_size": 2, "quantization": "int8"}),
-}  # fmt: skip
+}
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 # All that the sampler can, and the log probabilities of prompts: programs of their own.

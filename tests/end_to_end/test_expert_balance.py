@@ -14,9 +14,10 @@ from tests.models.checkpoints import make_tensors, prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
 
 BALANCE = {
-    "enable_expert_parallel": True, "enable_eplb": True,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
     "eplb_config": {"step_interval": 6, "window_size": 5, "num_redundant_experts": 3, "log_balancedness": True},
-}  # fmt: skip
+}
 
 
 def write_skewed(folder):

@@ -24,9 +24,23 @@ from tests.end_to_end.test_kv_offload_together import BOUND
 openai = pytest.importorskip("openai", reason="comes with the extra test")
 pytestmark = pytest.mark.slow
 PAIR = (
-    sys.executable, "-m", "jaxpaged", "proxy", "--port", "0", "--start", "1p1d", "--min-prefill-tokens", "50", "--",
-    *SERVE[SERVE.index("--max-num-seqs"):], "--block-size", "16", "--max-model-len", "512",
-)  # fmt: skip
+    sys.executable,
+    "-m",
+    "jaxpaged",
+    "proxy",
+    "--port",
+    "0",
+    "--start",
+    "1p1d",
+    "--min-prefill-tokens",
+    "50",
+    "--",
+    *SERVE[SERVE.index("--max-num-seqs") :],
+    "--block-size",
+    "16",
+    "--max-model-len",
+    "512",
+)
 BOUND_PROMPT = "How many boats are in the harbour? " * 20
 
 
@@ -170,8 +184,14 @@ def test_two_servers_and_the_proxy_and_what_they_do_when_the_first_stops_and_die
     assert "".join(json.loads(each[6:])["choices"][0]["text"] for each in events if each[6:7] == "{") == expected[0]
     check_a_chat(prefill, decode, proxy)
 
-    ask = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-           "remote_host": None, "remote_port": None}  # fmt: skip
+    ask = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
     lent = [
         json.loads(post(prefill, {**body, "max_tokens": 1, "kv_transfer_params": ask}))["kv_transfer_params"]
         for body in bodies

@@ -19,9 +19,15 @@ pytestmark = pytest.mark.slow
 # Prompts in chunks of a page; layers without a window, and with one that begins inside a page where blocks are smaller;
 # 2 KV heads, which 4 devices share.
 OPTIONS = {
-    "max_model_len": 192, "token_buckets": (8, 32), "max_num_seqs": 2, "num_gpu_blocks_override": 60,
-    "num_scheduler_steps": 1, "dtype": "float32", "skip_tokenizer_init": True, "compilation_cache_dir": "off",
-}  # fmt: skip
+    "max_model_len": 192,
+    "token_buckets": (8, 32),
+    "max_num_seqs": 2,
+    "num_gpu_blocks_override": 60,
+    "num_scheduler_steps": 1,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "compilation_cache_dir": "off",
+}
 KINDS = {
     "one": {"block_size": 16, "num_scheduler_steps": 4},
     "two": {"block_size": 32, "tensor_parallel_size": 2},

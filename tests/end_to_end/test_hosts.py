@@ -33,10 +33,29 @@ def command(tmp_path, rank, port, seconds, secret="0123456789abcdef"):
     file.write_text(secret, encoding="ascii")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "token_buckets"]
     return [
-        sys.executable, "-m", "jaxpaged", "serve", str(tmp_path / "model"), "--port", "0", "--token-buckets", "16",
-        *[each.removesuffix("=True") for each in flags], "-tp", "2", "--nnodes", "2", "--node-rank", str(rank),
-        "--master-port", str(port), "--group-secret-file", str(file), "--distributed-timeout-seconds", str(seconds),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "jaxpaged",
+        "serve",
+        str(tmp_path / "model"),
+        "--port",
+        "0",
+        "--token-buckets",
+        "16",
+        *[each.removesuffix("=True") for each in flags],
+        "-tp",
+        "2",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(rank),
+        "--master-port",
+        str(port),
+        "--group-secret-file",
+        str(file),
+        "--distributed-timeout-seconds",
+        str(seconds),
+    ]
 
 
 def begun(*command):
@@ -62,8 +81,10 @@ def test_hosts_that_do_not_know_one_secret_wait_in_vain_and_say_for_whom(tmp_pat
 
 
 def ask(address):
-    body = json.dumps({"prompt": prompt_of(NAME), "max_tokens": 8, "temperature": 0, "ignore_eos": True} | {
-        "return_token_ids": True, "model": "small"})  # fmt: skip
+    body = json.dumps(
+        {"prompt": prompt_of(NAME), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        | {"return_token_ids": True, "model": "small"}
+    )
     request = urllib.request.Request(f"{address}/v1/completions", body.encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
         return json.load(answer)["choices"][0]["token_ids"]

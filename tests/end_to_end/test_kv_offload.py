@@ -5,9 +5,13 @@ import pytest
 from jaxpaged import LLM, SamplingParams
 
 OPTIONS = {
-    "max_model_len": 512, "token_buckets": (8, 128), "num_scheduler_steps": 1, "max_num_seqs": 4, "block_size": 16,
+    "max_model_len": 512,
+    "token_buckets": (8, 128),
+    "num_scheduler_steps": 1,
+    "max_num_seqs": 4,
+    "block_size": 16,
     "num_gpu_blocks_override": 200,
-}  # fmt: skip
+}
 STORY = "Once upon a time there was a small engine that could. " * 12
 PROMPTS = [STORY + "Who was it?", STORY + "Where did it go, and why?", "Tell me of the sea. " * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -9,8 +9,20 @@ from tests.end_to_end.test_kv_offload import GREEDY, OPTIONS, STORY, answers, wo
 
 pytestmark = pytest.mark.slow
 PROMPT = STORY + "Who was it?"
-FLAGS = ["--max-model-len", "512", "--token-buckets", "[8, 128]", "--num-scheduler-steps", "1", "--max-num-seqs", "4",
-         "--block-size", "16", "--num-gpu-blocks-override", "200"]  # fmt: skip
+FLAGS = [
+    "--max-model-len",
+    "512",
+    "--token-buckets",
+    "[8, 128]",
+    "--num-scheduler-steps",
+    "1",
+    "--max-num-seqs",
+    "4",
+    "--block-size",
+    "16",
+    "--num-gpu-blocks-override",
+    "200",
+]
 
 
 def test_a_beginning_is_saved_and_loaded_by_another_engine(tmp_path, capsys):

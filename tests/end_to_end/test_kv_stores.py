@@ -51,9 +51,10 @@ def test_a_bucket(s3_endpoint, monkeypatch):
 
 def test_a_store_of_ones_own_behind_host_memory(tmp_path):
     connector = {
-        "kv_connector": "SQLite", "kv_connector_module_path": "tests.kv_store.example_connector",
+        "kv_connector": "SQLite",
+        "kv_connector_module_path": "tests.kv_store.example_connector",
         "kv_connector_extra_config": {"file": str(tmp_path / "pages.sqlite")},
-    }  # fmt: skip
+    }
     check_that_the_next_engine_loads({"kv_offload": "host=64M", "kv_transfer_config": connector})
 
 

@@ -9,9 +9,13 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.worker.kv_transfer import programs, transfer
 
 OPTIONS = {
-    "max_model_len": 2048, "token_buckets": (8, 512), "num_scheduler_steps": 1, "max_num_seqs": 2, "block_size": 32,
+    "max_model_len": 2048,
+    "token_buckets": (8, 512),
+    "num_scheduler_steps": 1,
+    "max_num_seqs": 2,
+    "block_size": 32,
     "num_gpu_blocks_override": 500,
-}  # fmt: skip
+}
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 LENGTHS = (500, 968, 1900)
 

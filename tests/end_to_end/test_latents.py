@@ -12,10 +12,16 @@ from tests.models.paged import golden_of
 NAME = "deepseek_v3"
 # Prompts of 40 tokens come in chunks, answers in runs of steps; so few blocks that requests are preempted.
 OPTIONS = {
-    "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16,
-    "token_buckets": (16,), "num_gpu_blocks_override": 14, "num_scheduler_steps": 4,
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "num_gpu_blocks_override": 14,
+    "num_scheduler_steps": 4,
     "compilation_cache_dir": "off",
-}  # fmt: skip
+}
 
 
 def answers(llm, count):

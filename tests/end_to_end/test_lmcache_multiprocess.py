@@ -17,9 +17,14 @@ from tests.models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason=f"there is no {FOLDER} to share memory in")
 OPTIONS = {
-    "skip_tokenizer_init": True, "max_model_len": 128, "block_size": 8, "max_num_seqs": 4, "token_buckets": (8, 64),
-    "num_gpu_blocks_override": 60, "num_scheduler_steps": 1,
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "max_model_len": 128,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "token_buckets": (8, 64),
+    "num_gpu_blocks_override": 60,
+    "num_scheduler_steps": 1,
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 

@@ -16,9 +16,14 @@ from jaxpaged.worker.programs.table import ProgramKey
 from tests.models.checkpoints import write_checkpoint
 
 OPTIONS = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (8, 16, 32), "max_model_len": 96, "block_size": 8,
-    "dtype": "float32", "max_logprobs": 3,
-}  # fmt: skip
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "token_buckets": (8, 16, 32),
+    "max_model_len": 96,
+    "block_size": 8,
+    "dtype": "float32",
+    "max_logprobs": 3,
+}
 ORDINARY = {"zeros", "forward", "sample", "tables"}
 
 

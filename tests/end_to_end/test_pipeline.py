@@ -16,9 +16,14 @@ from tests.models.paged import GOLDEN, golden_of
 
 # Prompts of 40 tokens come in chunks.
 OPTIONS = {
-    "skip_tokenizer_init": True, "max_model_len": 64, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16,
-    "token_buckets": (16,), "compilation_cache_dir": "off",
-}  # fmt: skip
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "compilation_cache_dir": "off",
+}
 
 
 def answers(llm, *prompts, **params):

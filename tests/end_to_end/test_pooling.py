@@ -15,9 +15,13 @@ from tests.models.pooling_checkpoints import prompts, write
 
 # The longest prompt has 40 tokens: it takes three chunks.
 OPTIONS = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 8,
     "num_gpu_blocks_override": 64,
-}  # fmt: skip
+}
 
 
 def golden_of(name, key):

@@ -24,14 +24,37 @@ pytest.importorskip("uvicorn", reason="comes with the extra test")
 pytest.importorskip("grpc", reason="comes with the extra test")
 
 OPTIONS = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 8,
     "num_gpu_blocks_override": 64,
-}  # fmt: skip
+}
 SERVE = (
-    sys.executable, "-m", "jaxpaged", "serve", "--port", "0", "--grpc-port", "0", "--served-model-name", "pools",
-    "--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--token-buckets", "16", "--max-model-len", "64",
-    "--block-size", "8", "--num-gpu-blocks-override", "64",
-)  # fmt: skip
+    sys.executable,
+    "-m",
+    "jaxpaged",
+    "serve",
+    "--port",
+    "0",
+    "--grpc-port",
+    "0",
+    "--served-model-name",
+    "pools",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "16",
+    "--token-buckets",
+    "16",
+    "--max-model-len",
+    "64",
+    "--block-size",
+    "8",
+    "--num-gpu-blocks-override",
+    "64",
+)
 QUERY = "w5 w6 w7"
 DOCUMENTS = ["w9 w10 w11 w12", "w5 w6 w7", "w30 w31"]
 TEXTS = [QUERY, *DOCUMENTS]

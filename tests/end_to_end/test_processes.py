@@ -20,9 +20,15 @@ from tests.models.paged import golden_of
 NAME = "qwen3"
 # One bucket that the prompt does not fit: it takes several steps.
 OPTIONS = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
-    "num_gpu_blocks_override": 64, "skip_tokenizer_init": True, "num_scheduler_steps": 1,
-}  # fmt: skip
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 8,
+    "num_gpu_blocks_override": 64,
+    "skip_tokenizer_init": True,
+    "num_scheduler_steps": 1,
+}
 COUNT = 8
 
 

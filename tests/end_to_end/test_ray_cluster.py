@@ -94,9 +94,14 @@ def test_engine_cores_compute_over_nodes_and_outlive_one(tmp_path, monkeypatch):
     folder = write_checkpoint(NAME, tmp_path / "model")
     with cluster_of((2, 1, 1), monkeypatch) as (cluster, add):
         config = EngineConfig.from_options(
-            model=folder, distributed_executor_backend="ray", tensor_parallel_size=2, nnodes=2, data_parallel_size=2,
-            master_port=free_port_of_three(times=2), **OPTIONS,
-        )  # fmt: skip
+            model=folder,
+            distributed_executor_backend="ray",
+            tensor_parallel_size=2,
+            nnodes=2,
+            data_parallel_size=2,
+            master_port=free_port_of_three(times=2),
+            **OPTIONS,
+        )
         llm = AsyncLLM.from_config(config)
         try:
             asyncio.run(live(llm, cluster, add))

@@ -16,10 +16,23 @@ def random_params(rng: random.Random) -> SamplingParams:
     """Any mix of sampling parameters, those of the full sampling program included."""
     options = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0.0, 0.7, 1.3])}
     choices = {
-        "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5,
-        "repetition_penalty": 1.2, "logprobs": 3, "prompt_logprobs": 2, "logit_bias": {5: 4.0}, "min_tokens": 1,
-        "allowed_token_ids": [5, 6, 7, 8], "bad_words": ["w9"], "stop": ["w7"], "ignore_eos": True, "n": 2,
-    }  # fmt: skip
+        "top_p": 0.8,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+        "logit_bias": {5: 4.0},
+        "min_tokens": 1,
+        "allowed_token_ids": [5, 6, 7, 8],
+        "bad_words": ["w9"],
+        "stop": ["w7"],
+        "ignore_eos": True,
+        "n": 2,
+    }
     for name in rng.sample(sorted(choices), rng.choice([0, 0, 1, 2, 4])):
         options[name] = choices[name]
     if options.get("n") == 2 and options["temperature"] == 0.0:
@@ -39,9 +52,13 @@ def test_nothing_is_compiled_after_warm_up_in_random_steps(num_steps, tmp_path):
     rng = random.Random(0)
     shared = [rng.randrange(200) for _ in range(60)]
     options = {
-        "max_num_seqs": 8, "max_num_batched_tokens": 32, "token_buckets": (2, 8, 32), "max_model_len": 128,
-        "num_gpu_blocks_override": 80, "block_size": 8,
-    }  # fmt: skip
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "token_buckets": (2, 8, 32),
+        "max_model_len": 128,
+        "num_gpu_blocks_override": 80,
+        "block_size": 8,
+    }
     write_checkpoint("gemma2", tmp_path)
     write_tokenizer(tmp_path, CONFIGS["gemma2"]["vocab_size"])
     with LLM(str(tmp_path), **options) as llm:

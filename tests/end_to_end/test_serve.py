@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.installed import is_installed
+from jaxpaged.errors import is_installed
 from tests.end_to_end.conftest import SERVE, started, stop
 
 openai = pytest.importorskip("openai", reason="comes with the extra test")
@@ -21,18 +21,25 @@ ROOT = Path(__file__).parents[2]
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 OF_ENGINE = {"model_name"}
 HISTOGRAMS = (
-    "e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds",
-    "request_time_per_output_token_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
-    "request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "e2e_request_latency_seconds",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
     "request_max_num_generation_tokens",
-)  # fmt: skip
+)
 VLLM_DASHBOARD = {
     **{f"vllm:{name}_bucket": {"le", *OF_ENGINE} for name in HISTOGRAMS},
     **{f"vllm:{name}_{suffix}": OF_ENGINE for name in HISTOGRAMS for suffix in ("sum", "count")},
     **{f"vllm:{name}": OF_ENGINE for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")},
-    "vllm:prompt_tokens_total": OF_ENGINE, "vllm:generation_tokens_total": OF_ENGINE,
+    "vllm:prompt_tokens_total": OF_ENGINE,
+    "vllm:generation_tokens_total": OF_ENGINE,
     "vllm:request_success_total": {"finished_reason", *OF_ENGINE},
-}  # fmt: skip
+}
 """Samples, and their labels, that the dashboard which vLLM ships with asks for."""
 QUESTION = [{"role": "user", "content": "What is the capital of Portugal?"}]
 
@@ -98,9 +105,7 @@ def test_what_is_wrong_with_a_request_is_told_by_the_engine_too(client):
 def test_answers_have_the_shape_and_the_calls_that_were_asked_for(client):
     """The model's own text is held to a schema by the engine's grammar, at once, as a stream, and as a call."""
     properties = {"city": {"enum": ["Lisbon", "Rome"]}, "sunny": {"type": "boolean"}}
-    schema = {
-        "type": "object", "properties": properties, "required": ["city", "sunny"], "additionalProperties": False
-    }  # fmt: skip
+    schema = {"type": "object", "properties": properties, "required": ["city", "sunny"], "additionalProperties": False}
     asked = {"model": "demo", "messages": QUESTION, "temperature": 0, "max_tokens": 80}
     shape = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
     whole = client.chat.completions.create(**asked, response_format=shape).choices[0]

@@ -119,14 +119,19 @@ def test_a_stop_sequence_ends_a_message(server):
     assert "Portugal" not in message.content[0].text
 
 
-@pytest.mark.parametrize(("values", "fields"), [
-    ({"allowed_token_ids": [300], "bad_words": ["user"]}, ("allowed_token_ids", "bad_words")),
-    ({"allowed_token_ids": [300], "bad_words": ["useruser"]}, ("allowed_token_ids", "bad_words")),
-    ({"allowed_token_ids": [300], "structured_outputs": {"regex": "[0-9]+"}},
-     ("structured_outputs", "allowed_token_ids")),
-    ({"allowed_token_ids": [300], "min_tokens": 3, "stop_token_ids": [300]}, ("allowed_token_ids", "min_tokens")),
-    ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]}, ("structured_outputs", "bad_words")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "fields"),
+    [
+        ({"allowed_token_ids": [300], "bad_words": ["user"]}, ("allowed_token_ids", "bad_words")),
+        ({"allowed_token_ids": [300], "bad_words": ["useruser"]}, ("allowed_token_ids", "bad_words")),
+        (
+            {"allowed_token_ids": [300], "structured_outputs": {"regex": "[0-9]+"}},
+            ("structured_outputs", "allowed_token_ids"),
+        ),
+        ({"allowed_token_ids": [300], "min_tokens": 3, "stop_token_ids": [300]}, ("allowed_token_ids", "min_tokens")),
+        ({"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]}, ("structured_outputs", "bad_words")),
+    ],
+)
 def test_fields_that_contradict_each_other_are_a_bad_request_that_names_them(server, values, fields):
     """Also where this shows only when tokens are drawn."""
     create, body = server.openai.completions.create, {**GREEDY, **values}

@@ -23,9 +23,14 @@ pytest.importorskip("uvicorn", reason="comes with the extra test")
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {
-    "load_format": "dummy", "max_model_len": 64, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16,
-    "token_buckets": (16,), "num_gpu_blocks_override": 14,
-}  # fmt: skip
+    "load_format": "dummy",
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "num_gpu_blocks_override": 14,
+}
 FLAGS = (
     "--load-format dummy --max-model-len 64 --block-size 8 --max-num-seqs 4 --max-num-batched-tokens 16 "
     "--token-buckets 16 --num-gpu-blocks-override 14 --data-parallel-size 2 --enable-expert-parallel --port 0"

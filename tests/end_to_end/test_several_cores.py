@@ -12,9 +12,14 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import EngineRestartError
 
 OPTIONS = {
-    "model": "demo", "max_num_seqs": 2, "max_model_len": 256, "max_num_batched_tokens": 16, "token_buckets": (16,),
-    "num_scheduler_steps": 1, "data_parallel_size": 2,
-}  # fmt: skip
+    "model": "demo",
+    "max_num_seqs": 2,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "num_scheduler_steps": 1,
+    "data_parallel_size": 2,
+}
 
 
 async def lose_a_core(llm, prompt, wanted):

@@ -14,9 +14,14 @@ from tests.models import pooling_checkpoints
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 
 SMALL = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
-    "num_gpu_blocks_override": 64, "num_scheduler_steps": 1,
-}  # fmt: skip
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 8,
+    "num_gpu_blocks_override": 64,
+    "num_scheduler_steps": 1,
+}
 PROMPTS = [{"prompt_token_ids": [3 + (7 * i + j) % 200 for j in range(5 + 9 * i)]} for i in range(3)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),

@@ -26,9 +26,15 @@ pytestmark = pytest.mark.slow
 MOST = 4
 # A window and full attention; so few blocks that requests are preempted.
 OPTIONS = {
-    "max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (24,), "max_model_len": 64, "block_size": 4,
-    "dtype": "float32", "max_logprobs": 3, "deterministic": True,
-}  # fmt: skip
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 24,
+    "token_buckets": (24,),
+    "max_model_len": 64,
+    "block_size": 4,
+    "dtype": "float32",
+    "max_logprobs": 3,
+    "deterministic": True,
+}
 
 
 def started(folder, num_blocks=50, num_devices=1, sample_buckets=(8,), **speculation):
@@ -135,18 +141,28 @@ class Prophet:
 def requests_of(num_tokens):
     """Greedy and drawn, plain and with everything that looks at earlier tokens."""
     asked = [
-        {"temperature": 0.0}, {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 1.0},
         {"temperature": 1.0, "top_p": 0.8, "min_tokens": 21, "stop_token_ids": list(range(40))},
-        {"temperature": 1.0, "presence_penalty": 1.5, "repetition_penalty": 1.3, "logprobs": 2, "prompt_logprobs": 1,
-         "bad_words_token_ids": [[30], [31, 32], [5, 5]], "logit_bias": {5: 4.0}},
-    ]  # fmt: skip
+        {
+            "temperature": 1.0,
+            "presence_penalty": 1.5,
+            "repetition_penalty": 1.3,
+            "logprobs": 2,
+            "prompt_logprobs": 1,
+            "bad_words_token_ids": [[30], [31, 32], [5, 5]],
+            "logit_bias": {5: 4.0},
+        },
+    ]
     return [
         EngineCoreRequest(
-            f"r{i}", list(range(3, 12 + i)),
-            SamplingParams(seed=i, max_tokens=num_tokens, ignore_eos=True, **params), 0.0,
+            f"r{i}",
+            list(range(3, 12 + i)),
+            SamplingParams(seed=i, max_tokens=num_tokens, ignore_eos=True, **params),
+            0.0,
         )
         for i, params in enumerate(asked)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("wrong_at", range(MOST + 1))
@@ -257,11 +273,13 @@ def plain_requests(num_requests, num_tokens):
     asked = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 9}, {"temperature": 1.2}]
     return [
         EngineCoreRequest(
-            f"r{i}", [*range(3, 12 + i % 3), *range(40 + i, 44 + i)],
-            SamplingParams(seed=i, max_tokens=num_tokens, ignore_eos=True, **asked[i % len(asked)]), 0.0,
+            f"r{i}",
+            [*range(3, 12 + i % 3), *range(40 + i, 44 + i)],
+            SamplingParams(seed=i, max_tokens=num_tokens, ignore_eos=True, **asked[i % len(asked)]),
+            0.0,
         )
         for i in range(num_requests)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("asynchronous", "num_steps"), [(True, 5), (False, 1)])

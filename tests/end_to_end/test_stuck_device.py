@@ -17,9 +17,14 @@ from tests.models.pooling_checkpoints import write, write_tokenizer
 pytestmark = pytest.mark.slow
 FACTORY = f"{__name__}:build_with_stuck_device"
 SMALL = {
-    "max_num_seqs": 2, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 64, "block_size": 8,
-    "num_gpu_blocks_override": 16, "num_scheduler_steps": 1,
-}  # fmt: skip
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 64,
+    "block_size": 8,
+    "num_gpu_blocks_override": 16,
+    "num_scheduler_steps": 1,
+}
 
 
 def build_with_stuck_device(config, reports):

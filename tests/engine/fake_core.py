@@ -25,7 +25,7 @@ from jaxpaged.engine.process.wire import CoreFacts, Reports
 from jaxpaged.errors import CapacityError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
-from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params.features import Extra
 
 DEMO = Path(__file__).parents[2] / "jaxpaged" / "assets" / "demo"
 FACTORY = "tests.engine.fake_core:build"

@@ -28,8 +28,8 @@ from jaxpaged.messages import (
     SampledLogprobs,
     SchedulerOutput,
 )
-from jaxpaged.sampling_features import Extra, extras_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import Extra, extras_of
 from tests.engine.small_tokenizer import CHAT, make_tokenizer
 
 

@@ -65,9 +65,11 @@ def llm_with_process(**options):
 def params(max_tokens=5, kind=RequestOutputKind.DELTA, fake=None, **options):
     extra = {"fake": fake} if fake else None
     return SamplingParams(
-        max_tokens=max_tokens, output_kind=kind, extra_args=extra,
+        max_tokens=max_tokens,
+        output_kind=kind,
+        extra_args=extra,
         **{"ignore_eos": True, **options},
-    )  # fmt: skip
+    )
 
 
 async def outputs_of(llm, request_id="r", prompt=PROMPT, group=None, **options):
@@ -380,8 +382,9 @@ def test_debug_messages_follow_a_request(llm, caplog):
     caplog.set_level("DEBUG", "jaxpaged")
     asyncio.run(outputs_of(llm, "traced", n=2))
     assert [r.getMessage() for r in caplog.records if getattr(r, "request_id", None) == "traced"] == [
-        "request traced: 4 prompt tokens, 2 sequences of at most 5 tokens", "request traced is over",
-    ]  # fmt: skip
+        "request traced: 4 prompt tokens, 2 sequences of at most 5 tokens",
+        "request traced is over",
+    ]
 
 
 def test_one_event_loop_at_a_time(llm):

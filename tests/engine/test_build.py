@@ -62,9 +62,14 @@ def test_a_head_says_what_it_reads_and_what_it_knows(tmp_path):
 
 
 OF_MODELOPT = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, TAPS_KEY: [0, 1, 2],
-}  # fmt: skip
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    TAPS_KEY: [0, 1, 2],
+}
 
 
 @pytest.mark.parametrize(

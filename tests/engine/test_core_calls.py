@@ -5,6 +5,7 @@ import inspect
 import msgspec
 import pytest
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.control import AsyncEngineControl, EngineControl
 from jaxpaged.engine.core_calls import (
     CALLS,
@@ -18,7 +19,6 @@ from jaxpaged.engine.core_calls import (
 )
 from jaxpaged.engine.process import wire
 from jaxpaged.errors import UsageError
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 
 KEEP = KeepLease({"do_remote_prefill": True, "remote_port": 1}, is_needed=False)
 SPECIAL = [Sleep(2, "keep"), WakeUp(["weights"]), Snapshot(5), StartProfile("folder"), KEEP]

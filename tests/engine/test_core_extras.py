@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.errors import EngineError
-from jaxpaged.sampling_features import Extra, extras_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import Extra, extras_of
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config, make_engine
 from tests.engine.test_core import request, run
 

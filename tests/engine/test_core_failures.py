@@ -14,7 +14,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import ExecutorStats, StartProfile, StopProfile, WaitForPrograms
 from jaxpaged.errors import CapacityError, ConflictError, EngineDeadError, EngineError, ProgramError, RequestError
 from jaxpaged.pooling import PoolingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.fake_pooling import FakePoolingExecutor
 from tests.engine.test_core import request
@@ -273,10 +273,12 @@ def test_an_engine_that_failed_to_wake_can_be_woken_again(error, number):
 @pytest.mark.parametrize(
     ("method", "call"),
     [
-        ("stats", ExecutorStats()), ("start_profile", StartProfile()), ("stop_profile", StopProfile()),
+        ("stats", ExecutorStats()),
+        ("start_profile", StartProfile()),
+        ("stop_profile", StopProfile()),
         ("wait_for_programs", WaitForPrograms()),
     ],
-)  # fmt: skip
+)
 def test_a_question_that_fails_disturbs_nobody(method, call):
     for error in ERRORS:
         world = World("single steps", method, 0, error)

@@ -10,7 +10,7 @@ import pytest
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.input.thinking_markers import leaves_open
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.sampling_features import Extra
+from jaxpaged.sampling_params.features import Extra
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import request, run
 
@@ -166,9 +166,19 @@ def test_a_step_begins_before_the_last_one_is_awaited_and_draws_after_it():
     run(core)
     masked = [entry for entry in executor.diary if entry[1] <= 4]
     assert masked == [
-        ("forward", 1), ("draw", 1), ("forward", 2), ("result", 1), ("draw", 2), ("forward", 3), ("result", 2),
-        ("draw", 3), ("forward", 4), ("result", 3), ("draw", 4), ("result", 4),
-    ]  # fmt: skip
+        ("forward", 1),
+        ("draw", 1),
+        ("forward", 2),
+        ("result", 1),
+        ("draw", 2),
+        ("forward", 3),
+        ("result", 2),
+        ("draw", 3),
+        ("forward", 4),
+        ("result", 3),
+        ("draw", 4),
+        ("result", 4),
+    ]
 
 
 def test_only_steps_in_which_such_a_request_samples_are_masked():
@@ -376,8 +386,11 @@ START, END = 12, 90
 def thinking(name, budget, max_tokens=12, prompt=(10,), **params):
     is_thinking = leaves_open(prompt, START, END)
     params = {
-        "thinking_token_budget": budget, "thinking_token_ids": (START, END), "is_thinking": is_thinking, **params,
-    }  # fmt: skip
+        "thinking_token_budget": budget,
+        "thinking_token_ids": (START, END),
+        "is_thinking": is_thinking,
+        **params,
+    }
     return request(name, prompt, max_tokens, **params)
 
 

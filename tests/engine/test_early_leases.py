@@ -8,7 +8,7 @@ from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.engine.early_leases import lease_kept_meanwhile
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from tests.engine.fake_engine import make_engine
 from tests.engine.test_kv_transfer import BORROWS, LENDS
 

@@ -458,7 +458,7 @@ def test_a_step_that_computes_while_it_is_dispatched_takes_that_time_but_not_tha
     sizes = {"num_tokens": 100, "token_bucket": 128, "num_requests": 1, "num_sampled": 1, "sample_bucket": 8}
     record = StepRecord(
         step_id=1, full_sampler=False, num_unfinished=1, update_end=3.0, program_wait=1.0, **times, **sizes
-    )  # fmt: skip
+    )
     core.transfer.observe(record)
     assert core.transfer._half.rates.prefill_seconds == pytest.approx(0.5 / 100)
 
@@ -496,8 +496,15 @@ def test_a_slow_tier_keeps_nobody_from_a_fast_one():
 
 
 LENDS = {"kv_transfer_params": {"do_remote_decode": True}}
-BORROWS = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1,
-                                  "remote_request_id": "lease", "remote_num_tokens": 32}}  # fmt: skip
+BORROWS = {
+    "kv_transfer_params": {
+        "do_remote_prefill": True,
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "remote_request_id": "lease",
+        "remote_num_tokens": 32,
+    }
+}
 
 
 def handed_over(extra_args, max_tokens=3, prompt=PROMPT, name="a"):

@@ -222,9 +222,14 @@ def name_of(i, request):
 
 
 @given(
-    requests, st.booleans(), st.sampled_from([4, 16]), st.sampled_from([10, 12, 64]), st.booleans(), st.booleans(),
+    requests,
+    st.booleans(),
+    st.sampled_from([4, 16]),
+    st.sampled_from([10, 12, 64]),
+    st.booleans(),
+    st.booleans(),
     st.sampled_from([1, 2, 7, None]),
-)  # fmt: skip
+)
 def test_results_depend_on_nothing_but_the_request(
     batch, asynchronous, step_size, num_blocks, caching, aborts, num_steps
 ):

@@ -9,7 +9,7 @@ from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.entrypoints.http.generation.grammar_desk import Asker, GrammarDesk
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from tests.engine import fake_core
 from tests.engine.fake_engine import make_engine, run_to_end
 from tests.engine.small_tokenizer import make_tokenizer

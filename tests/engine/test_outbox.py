@@ -18,8 +18,10 @@ def test_what_several_steps_gave_is_one_output_a_request():
     outbox.add([said("a", finish_reason="abort"), said("c", 6)])
     assert len(outbox) == 3 and "c" in outbox and "d" not in outbox
     assert outbox.take() == [
-        said("a", 1, finish_reason="abort"), said("b", 2, 3, 4, num_preemptions=1), said("c", 5, 6),
-    ]  # fmt: skip
+        said("a", 1, finish_reason="abort"),
+        said("b", 2, 3, 4, num_preemptions=1),
+        said("c", 5, 6),
+    ]
     assert len(outbox) == 0 and outbox.take() == []
 
 
@@ -42,11 +44,20 @@ def test_a_request_that_has_ended_says_no_more():
 
 
 VALUES = {
-    "num_cached_tokens": 8, "num_preemptions": 2, "new_token_ids": [7], "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
-    "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)], "finish_reason": "error", "stop_reason": 7, "error": "bad",
-    "error_parameter": "prompt", "pooled": "a vector", "times": (1.0, 2.0),
-    "kv_transfer_params": {"remote_port": 7}, "loaded": {"host": 32},
-}  # fmt: skip
+    "num_cached_tokens": 8,
+    "num_preemptions": 2,
+    "new_token_ids": [7],
+    "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
+    "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)],
+    "finish_reason": "error",
+    "stop_reason": 7,
+    "error": "bad",
+    "error_parameter": "prompt",
+    "pooled": "a vector",
+    "times": (1.0, 2.0),
+    "kv_transfer_params": {"remote_port": 7},
+    "loaded": {"host": 32},
+}
 
 
 @pytest.mark.parametrize("name", EngineCoreOutput.__struct_fields__[1:])

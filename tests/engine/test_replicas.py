@@ -181,8 +181,9 @@ def two_processes(**options):
 
 def alive(pid):
     return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True).stdout.strip()[:1] not in (
-        b"", b"Z",
-    )  # fmt: skip
+        b"",
+        b"Z",
+    )
 
 
 @pytest.mark.slow

@@ -199,11 +199,14 @@ def test_a_tag_that_does_not_exist_is_refused_by_name(tags):
 @pytest.mark.parametrize(
     ("levels", "level", "parts"),
     [
-        ([0], 0, {"scheduling"}), ([0, 0], 0, {"scheduling"}), ([0, 2], 2, {"weights", "kv_cache"}),
-        ([2, 1], 2, {"weights", "kv_cache"}), ([1, 2], 2, {"weights", "kv_cache"}),
+        ([0], 0, {"scheduling"}),
+        ([0, 0], 0, {"scheduling"}),
+        ([0, 2], 2, {"weights", "kv_cache"}),
+        ([2, 1], 2, {"weights", "kv_cache"}),
+        ([1, 2], 2, {"weights", "kv_cache"}),
         ([1, 0], 1, {"weights", "kv_cache"}),
     ],
-)  # fmt: skip
+)
 def test_what_sleeps_deeper_goes_on_to_do_so(levels, level, parts):
     record = SleepRecord()
     for each in levels:

@@ -12,9 +12,22 @@ def records(count, dispatch, step, num_steps=1, num_tokens=None, num_unfinished=
     for i in range(count):
         begin = i * step * num_steps
         yield StepRecord(
-            i, num_tokens, 8, 1, num_steps, 8, False, num_unfinished, begin, begin, begin + dispatch, begin,
-            begin + step * num_steps, begin + step * num_steps, num_steps,
-        )  # fmt: skip
+            i,
+            num_tokens,
+            8,
+            1,
+            num_steps,
+            8,
+            False,
+            num_unfinished,
+            begin,
+            begin,
+            begin + dispatch,
+            begin,
+            begin + step * num_steps,
+            begin + step * num_steps,
+            num_steps,
+        )
 
 
 def pacer_after(*groups, fixed=None, depth=2):

@@ -7,9 +7,9 @@ import time
 import pytest
 import zmq
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.zmq_client import MESSAGES_AT_ONCE, MOST_GATHERED, MOST_GATHERED_BYTES, ZmqClient
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from jaxpaged.sampling_params import SamplingParams
 

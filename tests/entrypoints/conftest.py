@@ -26,8 +26,27 @@ def pem(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
     for name in ("server", "client"):
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-             "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / f"{name}.key",
-             "-out", folder / f"{name}.crt"], check=True, capture_output=True,
-        )  # fmt: skip
+            [
+                "openssl",
+                "req",
+                "-x509",
+                "-newkey",
+                "ec",
+                "-pkeyopt",
+                "ec_paramgen_curve:prime256v1",
+                "-nodes",
+                "-days",
+                "2",
+                "-subj",
+                f"/CN={name}",
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+                "-keyout",
+                folder / f"{name}.key",
+                "-out",
+                folder / f"{name}.crt",
+            ],
+            check=True,
+            capture_output=True,
+        )
     return lambda name: (str(folder / f"{name}.crt"), str(folder / f"{name}.key"))

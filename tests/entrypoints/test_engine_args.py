@@ -4,8 +4,8 @@ import pytest
 
 from jaxpaged import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
 from jaxpaged.config import EngineConfig, all_options
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
 from jaxpaged.errors import ConfigError
-from jaxpaged.vllm_options import FOREIGN_OPTIONS
 
 
 def parsed(*words, **defaults):
@@ -56,8 +56,11 @@ def test_flags_reach_the_engine_however_they_are_spelled():
     args = parsed("--max-num-seqs", "4", "--max_model_len=1k", "--seed", "7", "--no-enable-prefix-caching", "-tp", "1")
     options = EngineArgs.from_cli_args(args)
     assert (options.max_num_seqs, options.max_model_len, options.seed, options.enable_prefix_caching) == (
-        4, 1000, 7, False,
-    )  # fmt: skip
+        4,
+        1000,
+        7,
+        False,
+    )
     assert EngineConfig.from_options(**vars(args)) == options.create_engine_config()
     assert isinstance(AsyncEngineArgs.from_cli_args(args), AsyncEngineArgs)
 

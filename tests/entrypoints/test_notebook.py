@@ -39,18 +39,27 @@ def test_a_long_prompt_is_cut():
 @pytest.mark.parametrize(
     ("prompt", "markers", "shown"),
     [
-        ("<bos><start_of_turn>user\nHi\nyou<end_of_turn>\n<start_of_turn>model\n",
-         {"<bos>", "<start_of_turn>", "<end_of_turn>"}, "user: Hi\nyou"),
-        ("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-         {"<|im_start|>", "<|im_end|>"}, "system: Be brief\nuser: Hi"),
-        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-         "<|start_header_id|>assistant<|end_header_id|>\n\n",
-         {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, "user: Hi"),
+        (
+            "<bos><start_of_turn>user\nHi\nyou<end_of_turn>\n<start_of_turn>model\n",
+            {"<bos>", "<start_of_turn>", "<end_of_turn>"},
+            "user: Hi\nyou",
+        ),
+        (
+            "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+            {"<|im_start|>", "<|im_end|>"},
+            "system: Be brief\nuser: Hi",
+        ),
+        (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+            "user: Hi",
+        ),
         ("<s>[INST] Hi [/INST] Ho</s>[INST] Hm [/INST]", {"<s>", "</s>", "[INST]", "[/INST]"}, "Hi\nHo\nHm"),
         ("user\nis a word", {"<s>"}, "user\nis a word"),
         ("plain  text\n", set(), "plain  text\n"),
     ],
-)  # fmt: skip
+)
 def test_a_chat_is_shown_without_its_markup(prompt, markers, shown):
     assert notebook.readable_prompt(prompt, markers) == shown
     assert html.escape(shown) in notebook.output_html(result(prompt=prompt), markers)

@@ -77,8 +77,9 @@ class Engine:
         writer.close()
 
 
-def ask_all(*bodies, prefill=(), decode=(), path="/v1/completions", raw=None, keys=(), key=None, tls=None, ask=None,
-            **options):  # fmt: skip
+def ask_all(
+    *bodies, prefill=(), decode=(), path="/v1/completions", raw=None, keys=(), key=None, tls=None, ask=None, **options
+):
     """Start engines and the proxy, ask one after the other -> [(status, answer)], the proxy."""
 
     async def main():
@@ -201,9 +202,15 @@ def test_what_every_engine_says_alike_one_is_asked(path):
     assert answers[0][0] == 200 and f"get {path} " in decode.headers[0]
 
 
-@pytest.mark.parametrize(("verb", "path"), [("GET", "/v1/responses/resp_1?stream=true&starting_after=3"),
-                                            ("GET", "/v1/responses/resp_1"), ("DELETE", "/v1/responses/resp_1"),
-                                            ("POST", "/v1/responses/resp_1/cancel")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("verb", "path"),
+    [
+        ("GET", "/v1/responses/resp_1?stream=true&starting_after=3"),
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+    ],
+)
 def test_an_answer_that_one_engine_keeps_is_asked_for_there(verb, path):
     first, second = Engine(404), Engine()
 
@@ -309,8 +316,10 @@ def test_what_a_slow_client_does_not_take_waits_in_the_engine(stream):
 
     async def slowly(port, path, body):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
-        writer.write(b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
-                     % (path.encode(), len(body), body))  # fmt: skip
+        writer.write(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+            % (path.encode(), len(body), body)
+        )
         size, before = len(await reader.read(100)), -1
         while engine.num_sent != before:
             before = engine.num_sent
@@ -377,9 +386,10 @@ def test_the_command_serves_over_tls_and_asks_for_keys(pem):
         for given, status in (({}, 401), ({"Authorization": "Bearer k"}, 503)):
             with pytest.raises(urllib.error.HTTPError) as refusal:
                 urllib.request.urlopen(
-                    urllib.request.Request(f"{url}/v1/models", headers=given), timeout=20,
+                    urllib.request.Request(f"{url}/v1/models", headers=given),
+                    timeout=20,
                     context=ssl.create_default_context(cafile=certificate),
-                )  # fmt: skip
+                )
             assert refusal.value.code == status
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -390,10 +400,14 @@ def test_the_command_serves_over_tls_and_asks_for_keys(pem):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(["--engine-keyfile", "/x"], "--engine-certfile"), (["--engine-ca-certs", "/x"], "none is at https"),
-     (["--engine-key-file", "/no/file"], "cannot read /no/file"), (["--ssl-keyfile", "/x"], "without a certificate"),
-     (["--api-key", ""], "api_key is empty")],
-)  # fmt: skip
+    [
+        (["--engine-keyfile", "/x"], "--engine-certfile"),
+        (["--engine-ca-certs", "/x"], "none is at https"),
+        (["--engine-key-file", "/no/file"], "cannot read /no/file"),
+        (["--ssl-keyfile", "/x"], "without a certificate"),
+        (["--api-key", ""], "api_key is empty"),
+    ],
+)
 def test_flags_that_do_not_serve_are_refused(flags, words, capsys):
     assert main(["proxy", "--decode", "http://127.0.0.1:1", "--port", "0", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -401,11 +415,16 @@ def test_flags_that_do_not_serve_are_refused(flags, words, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [([], "no engine is named"), (["demo"], "'demo' stands there"), (["--start", "1p0d"], "such as 1p1d"),
-     (["--start", "p1d"], "such as 1p1d"), (["--start", "1p1d", "--decode", "http://x"], "engines are named"),
-     (["--start", "1p1d", "--", "--port=1"], "--port=1 is given for the engines"),
-     (["--start", "0p1d", "--", "/no/model"], "decode engine 0 ended with status 1 before it served")],
-)  # fmt: skip
+    [
+        ([], "no engine is named"),
+        (["demo"], "'demo' stands there"),
+        (["--start", "1p0d"], "such as 1p1d"),
+        (["--start", "p1d"], "such as 1p1d"),
+        (["--start", "1p1d", "--decode", "http://x"], "engines are named"),
+        (["--start", "1p1d", "--", "--port=1"], "--port=1 is given for the engines"),
+        (["--start", "0p1d", "--", "/no/model"], "decode engine 0 ended with status 1 before it served"),
+    ],
+)
 def test_engines_that_cannot_be_started_are_told(flags, words, capsys):
     assert main(["proxy", "--port", "0", *flags]) == 2
     assert words in capsys.readouterr().err
@@ -462,13 +481,17 @@ def test_who_is_chosen():
 
 @pytest.mark.parametrize(
     ("path", "body", "splits"),
-    [("/v1/completions", {"prompt": ["a", "b"]}, False), ("/v1/completions", {"prompt": [1, 2]}, True),
-     ("/v1/completions", {"prompt": "a", "use_beam_search": True}, False),
-     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, False),
-     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": None, "use_beam_search": False}, True),
-     ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}, False), ("/v1/completions", {}, False),
-     ("/v1/chat/completions", {"messages": [{}]}, True)],
-)  # fmt: skip
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}, False),
+        ("/v1/completions", {"prompt": [1, 2]}, True),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, False),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, False),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": None, "use_beam_search": False}, True),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}, False),
+        ("/v1/completions", {}, False),
+        ("/v1/chat/completions", {"messages": [{}]}, True),
+    ],
+)
 def test_what_is_handed_over(path, body, splits):
     asked = read(path, json.dumps(body).encode())
     assert asked.may_be_split is splits

@@ -7,16 +7,19 @@ import pytest
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.executor.program_choice import DECODES_THAT_PAY, RUN_SAVES_SECONDS, ProgramChoice, StepSizes
 from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
-from jaxpaged.sampling_features import Extra, features_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import Extra, features_of
 from jaxpaged.worker.programs.table import Programs
 
 SIZES = (2, 8, 16)
 RUNS = {ProgramKey(kind, size): 32 for kind in ("decode", "decode_full") for size in SIZES[:2]}
 EVERY = [
     *(ProgramKey(kind, size) for kind in ("forward", "sample", "sample_masked", "sample_full") for size in SIZES),
-    ProgramKey("prompt_logprobs"), ProgramKey("load_row"), ProgramKey("load_tokens"), *RUNS,
-]  # fmt: skip
+    ProgramKey("prompt_logprobs"),
+    ProgramKey("load_row"),
+    ProgramKey("load_tokens"),
+    *RUNS,
+]
 NEEDED = {
     Extra.MASKS: {("sample_masked", 16)},
     Extra.PROMPT_LOGPROBS: {("prompt_logprobs", 0)},
@@ -107,9 +110,12 @@ def test_an_engine_that_drafts_calls_other_programs_only_in_steps_with_drafts():
     _, plain = compiled()
     new = [("a", PLAIN), ("b", FULL)]
     for scheduled in (
-        step(["a", "b"], [7, 1], [0, 1], new), step(["a", "b"], [1, 1], [1, 1]), step(["a"], [1], [1]),
-        step(["a", "b"], [1, 1], [1, 1], masked=True), step(["a"], [4], [4], num_steps=4),
-    ):  # fmt: skip
+        step(["a", "b"], [7, 1], [0, 1], new),
+        step(["a", "b"], [1, 1], [1, 1]),
+        step(["a"], [1], [1]),
+        step(["a", "b"], [1, 1], [1, 1], masked=True),
+        step(["a"], [4], [4], num_steps=4),
+    ):
         assert chosen(drafts, scheduled) == chosen(plain, scheduled)
     with_drafts = step(["a", "b"], [4, 1], [4, 1])
     assert chosen(drafts, with_drafts) == (("draft", 2), ("forward", 8), ("verify_full", 2))

@@ -25,8 +25,10 @@ echo "jaxpaged chat" | jaxpaged generate && jaxpaged kv \\
   ls /tmp > out
 """
     assert list(commands_of(script)) == [
-        ["jaxpaged", "serve", "--a", '{"b": 1,\n  "c": 2}'], ["jaxpaged", "generate"], ["jaxpaged", "kv", "ls", "/tmp"]
-    ]  # fmt: skip
+        ["jaxpaged", "serve", "--a", '{"b": 1,\n  "c": 2}'],
+        ["jaxpaged", "generate"],
+        ["jaxpaged", "kv", "ls", "/tmp"],
+    ]
 
 
 @pytest.mark.parametrize("guide", [guide for guide in GUIDES if guide.parent == FOLDER], ids=lambda guide: guide.stem)

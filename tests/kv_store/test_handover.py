@@ -41,8 +41,17 @@ def put(store, key, secret=None):
 @contextlib.contextmanager
 def lending(secret=None, lease_s=30.0, capacity=1 << 20, keys=KEYS, tls=None, shares=True):
     store = HostTier(1 << 20)
-    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=lease_s, capacity=capacity, secret=secret, tls=tls,
-                    shares=shares, page_tokens=32)  # fmt: skip
+    lender = Lender(
+        store,
+        ("127.0.0.1", 0),
+        SPACE,
+        lease_s=lease_s,
+        capacity=capacity,
+        secret=secret,
+        tls=tls,
+        shares=shares,
+        page_tokens=32,
+    )
     for key in keys:
         put(store, key, secret)
     try:
@@ -158,9 +167,10 @@ def test_two_leases_of_one_page_end_apart():
 
 
 @pytest.mark.parametrize(
-    ("space", "secret", "most"), [(OTHER, None, MOST), (SPACE, SECRET, MOST), (SPACE, None, 100)],
+    ("space", "secret", "most"),
+    [(OTHER, None, MOST), (SPACE, SECRET, MOST), (SPACE, None, 100)],
     ids=["namespace", "secret", "size"],
-)  # fmt: skip
+)
 def test_peers_that_differ_refuse_each_other_and_nothing_is_used(space, secret, most, caplog):
     with lending() as (lender, _), borrowing(lender, space, secret, most) as (borrower, _):
         assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None

@@ -40,18 +40,50 @@ def folder(tmp_path_factory):
 
     new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     for name in ("ca", "stranger"):
-        openssl("req", "-x509", *new, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}",
-                "-addext", "subjectAltName=IP:127.0.0.1")  # fmt: skip
+        openssl(
+            "req",
+            "-x509",
+            *new,
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        )
     (folder / "ca.cnf").write_text(CA_CONFIG)
     (folder / "index.txt").touch()
     (folder / "serial").write_text("01")
-    for name, host, end in (("here", "IP:127.0.0.1", "20991231"), ("elsewhere", "DNS:elsewhere", "20991231"),
-                            ("expired", "IP:127.0.0.1", "20210101")):  # fmt: skip
+    for name, host, end in (
+        ("here", "IP:127.0.0.1", "20991231"),
+        ("elsewhere", "DNS:elsewhere", "20991231"),
+        ("expired", "IP:127.0.0.1", "20210101"),
+    ):
         (folder / "names").write_text(f"subjectAltName={host}")
         openssl("req", *new, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        openssl("ca", "-batch", "-config", "ca.cnf", "-cert", "ca.pem", "-keyfile", "ca.key", "-in", f"{name}.csr",
-                "-out", f"{name}.pem", "-notext", "-startdate", "20200101000000Z", "-enddate", f"{end}000000Z",
-                "-extfile", "names")  # fmt: skip
+        openssl(
+            "ca",
+            "-batch",
+            "-config",
+            "ca.cnf",
+            "-cert",
+            "ca.pem",
+            "-keyfile",
+            "ca.key",
+            "-in",
+            f"{name}.csr",
+            "-out",
+            f"{name}.pem",
+            "-notext",
+            "-startdate",
+            "20200101000000Z",
+            "-enddate",
+            f"{end}000000Z",
+            "-extfile",
+            "names",
+        )
     return folder
 
 

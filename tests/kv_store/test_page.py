@@ -9,7 +9,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.cbor import encode_cbor
+from jaxpaged.encoding.cbor import encode_cbor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store import page
 from jaxpaged.kv_store.buffers import aligned_empty, joined
@@ -203,7 +203,7 @@ def set_tensor(name, value):
         lambda fields: fields.pop("kv"),
         lambda fields: fields.__setitem__("__metadata__", {"check": "0" * 64}),
     ],
-)  # fmt: skip
+)
 def test_headers_with_a_right_check_and_wrong_content(change):
     key, _, whole = page_of(4)
     assert forged(whole, lambda fields: None) == whole
@@ -221,10 +221,16 @@ def test_arbitrary_bytes_are_no_page(content, begins_well):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"namespace": "../x"}, {"key": PageKey(b"", 0)}, {"key": PageKey(b"x" * 65, 0)}, {"key": PageKey(b"x", -1)},
-        {"parent": b""}, {"token_ids": (1, 2, 3)}, {"token_ids": (1, 2, 3, -4)}, {"token_ids": ()},
+        {"namespace": "../x"},
+        {"key": PageKey(b"", 0)},
+        {"key": PageKey(b"x" * 65, 0)},
+        {"key": PageKey(b"x", -1)},
+        {"parent": b""},
+        {"token_ids": (1, 2, 3)},
+        {"token_ids": (1, 2, 3, -4)},
+        {"token_ids": ()},
     ],
-)  # fmt: skip
+)
 def test_a_page_that_no_reader_would_take_is_not_written(wrong):
     fields = {"namespace": SPACE, "key": key_of(1), "parent": None, "token_ids": (1, 2, 3, 4)} | wrong
     with pytest.raises(PageError, match="cannot have"):

@@ -26,9 +26,15 @@ def context(num_devices: int) -> AttentionContext:
 def attend_layers(context: AttentionContext, q_TNH, kvs, sinks_N=None):
     """Several layers, each attending from the output of the one before: a prompt, a decode, padding."""
     metadata = make_metadata(
-        jnp.int32(2), jnp.array([0, 9, 10, 10]), jnp.array([9, 30, 0]), jnp.arange(1, 16).reshape(3, 5),
-        num_tokens=T, block_size=S, window=None, backend=context.backend,
-    )  # fmt: skip
+        jnp.int32(2),
+        jnp.array([0, 9, 10, 10]),
+        jnp.array([9, 30, 0]),
+        jnp.arange(1, 16).reshape(3, 5),
+        num_tokens=T,
+        block_size=S,
+        window=None,
+        backend=context.backend,
+    )
     kvs_after = []
     for kv in kvs:
         k_TKH, v_TKH = q_TNH[:, :K] * 2, q_TNH[:, K:]

@@ -21,9 +21,15 @@ def attended(backend, num_devices, num_heads=4):
     """What 20 and 1 tokens see, after 3 and 17 others, and the numbers of a slot."""
     context = AttentionContext(make_mesh(num_devices), backend)
     metadata = make_metadata(
-        2, jnp.array([0, 20, 21]), jnp.array([23, 18]), jnp.array([[3, 1], [2, 4]]),
-        num_tokens=24, block_size=16, window=None, backend="reference",
-    )  # fmt: skip
+        2,
+        jnp.array([0, 20, 21]),
+        jnp.array([23, 18]),
+        jnp.array([[3, 1], [2, 4]]),
+        num_tokens=24,
+        block_size=16,
+        window=None,
+        backend="reference",
+    )
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     operands = normal(24, num_heads, 128), normal(24, num_heads, 32), normal(24, 128), normal(24, 32)

@@ -111,9 +111,15 @@ def test_cos_and_sin_carry_the_attention_factor():
 @pytest.mark.parametrize("rope_type", FREQUENCIES)
 def test_frequencies_are_float32_whatever_the_scaling(rope_type):
     rope = RopeConfig(
-        500.0, 8, rope_type, factor=2.0, max_position=16, original_max_position=16,
-        short_factor=(1.0,) * 4, long_factor=(2.0,) * 4,
-    )  # fmt: skip
+        500.0,
+        8,
+        rope_type,
+        factor=2.0,
+        max_position=16,
+        original_max_position=16,
+        short_factor=(1.0,) * 4,
+        long_factor=(2.0,) * 4,
+    )
     frequencies = inverse_frequencies(rope, 40)
     assert (frequencies.dtype, frequencies.shape) == (np.float32, (4,))
     assert np.all(frequencies > 0)

@@ -24,7 +24,7 @@ EAGLE3 = {
     "draft_vocab_size": DRAFT_VOCAB,
     TAPS_KEY: TAPS,
     "rope_theta": 700.0,
-}  # fmt: skip
+}
 """config.json of a head for the tiny Llama."""
 
 Tensors = dict[str, np.ndarray]

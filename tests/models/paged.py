@@ -48,9 +48,13 @@ class PagedModel:
     """A checkpoint on `num_shards` devices; `logits` feeds tokens and returns their logits."""
 
     def __init__(
-        self, folder: Path, num_shards: int = 1, max_model_len: int | None = None, quantization: str | None = None,
+        self,
+        folder: Path,
+        num_shards: int = 1,
+        max_model_len: int | None = None,
+        quantization: str | None = None,
         spreads_experts: bool = False,
-    ):  # fmt: skip
+    ):
         hf = json.loads((folder / "config.json").read_text())
         self.model = model_for(hf)
         config = self.model.config_from_hf(hf)
@@ -104,11 +108,18 @@ class PagedModel:
         tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
         metadata = [
             make_metadata(
-                1, starts, seq_lens, tables,
-                num_tokens=CHUNK, block_size=BLOCK_SIZE, window=window, backend=BACKEND, chunk=chunk,
+                1,
+                starts,
+                seq_lens,
+                tables,
+                num_tokens=CHUNK,
+                block_size=BLOCK_SIZE,
+                window=window,
+                backend=BACKEND,
+                chunk=chunk,
             )
             for window, chunk in self.kinds
-        ]  # fmt: skip
+        ]
         attention = map(AttentionBatch, metadata, [self.context] * len(metadata), [window for window, _ in self.kinds])
         caches = tuple((self.kinds.index(kind_of(layer)), i) for i, layer in enumerate(self.config.layers))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches)

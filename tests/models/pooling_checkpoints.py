@@ -12,8 +12,10 @@ from tests.models.checkpoints import CONFIGS, make_tensors, prompt_of, seed_of
 
 
 def labels(*names):
-    return {"id2label": {str(i): name for i, name in enumerate(names)},
-            "label2id": {name: i for i, name in enumerate(names)}}  # fmt: skip
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
 
 
 CHECKPOINTS = {

@@ -34,8 +34,11 @@ from tests.models.checkpoints import (
 
 ROOT = Path(__file__).parents[2] / "jaxpaged"
 READERS = (
-    "models/config.py", "models/registry.py", "engine/pooling/pooler.py", "engine/input/generation_config.py",
-)  # fmt: skip
+    "models/config.py",
+    "models/registry.py",
+    "engine/pooling/pooler.py",
+    "engine/input/generation_config.py",
+)
 
 
 def parse(hf):
@@ -60,14 +63,25 @@ def test_configs_are_hashable_and_equal_when_made_twice(name):
 
 
 def test_a_wrapper_of_a_model_with_images_gives_the_text_model():
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
-            "model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+        "model_type": "gemma3_text",
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
     config = parse(
         {
-            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
-            "text_config": text, "vision_config": {"x": 1}, "eos_token_id": [1, 106], "boi_token_index": 255999,
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "torch_dtype": "bfloat16",
+            "text_config": text,
+            "vision_config": {"x": 1},
+            "eos_token_id": [1, 106],
+            "boi_token_index": 255999,
         }
-    )  # fmt: skip
+    )
     assert (config.vocab_size, config.num_heads, config.head_dim) == (262_208, 8, 256)
     assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
     assert [layer.window for layer in config.layers[:6]] == [1024] * 5 + [None]
@@ -94,9 +108,11 @@ def test_one_base_serves_all_layers_of_an_olmo_3_and_only_those_without_a_window
 
 def test_a_published_gpt_oss_says_nothing_of_its_type_and_half_of_its_layers_has_a_window():
     hf = without(GPT_OSS, "torch_dtype", "rope_scaling", "rope_theta", "swiglu_limit", "head_dim") | {
-        "max_position_embeddings": 131_072, "initial_context_length": 4096, "experts_per_token": 2,
+        "max_position_embeddings": 131_072,
+        "initial_context_length": 4096,
+        "experts_per_token": 2,
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-    }  # fmt: skip
+    }
     config = parse(hf)
     assert (config.dtype, config.max_position_embeddings, config.head_dim) == ("bfloat16", 131_072, 64)
     assert [layer.window for layer in config.layers] == [9, None]
@@ -180,15 +196,30 @@ def test_harmless_fields_pass():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("is_causal", False), ("use_rope", False), ("pruned_heads", {"0": [1]}), ("prefix", "Once "), ("min_length", 5),
-        ("num_beams", 4), ("typical_p", 0.9), ("no_repeat_ngram_size", 3), ("bad_words_ids", [[5]]),
-        ("suppress_tokens", [7]), ("begin_suppress_tokens", [7]), ("forced_bos_token_id", 5),
-        ("forced_eos_token_id", 2), ("length_penalty", 2.0), ("diversity_penalty", 0.5), ("num_return_sequences", 2),
-        ("exponential_decay_length_penalty", [1, 1.1]), ("encoder_no_repeat_ngram_size", 2),
-        ("cache_implementation", "quantized"), ("_rotary_style", "half"), ("_sliding_window_pattern", 3),
+        ("is_causal", False),
+        ("use_rope", False),
+        ("pruned_heads", {"0": [1]}),
+        ("prefix", "Once "),
+        ("min_length", 5),
+        ("num_beams", 4),
+        ("typical_p", 0.9),
+        ("no_repeat_ngram_size", 3),
+        ("bad_words_ids", [[5]]),
+        ("suppress_tokens", [7]),
+        ("begin_suppress_tokens", [7]),
+        ("forced_bos_token_id", 5),
+        ("forced_eos_token_id", 2),
+        ("length_penalty", 2.0),
+        ("diversity_penalty", 0.5),
+        ("num_return_sequences", 2),
+        ("exponential_decay_length_penalty", [1, 1.1]),
+        ("encoder_no_repeat_ngram_size", 2),
+        ("cache_implementation", "quantized"),
+        ("_rotary_style", "half"),
+        ("_sliding_window_pattern", 3),
         ("full_attn_mod", 2),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_changes_results_is_never_passed_over(name, value):
     for hf in (LLAMA, QWEN2_MOE, GPT_OSS):
         with pytest.raises(CheckpointError, match=f"{name} is .*Nothing is known of this field"):
@@ -216,17 +247,20 @@ REFUSED = {
     "unknown field": ({**LLAMA, "residual_multiplier": 0.22}, ["residual_multiplier", "0.22"]),
     "experts": ({**MISTRAL, "num_local_experts": 8}, ["num_local_experts", "8"]),
     "quantisation": (
-        {**LLAMA, "quantization_config": {"quant_method": "awq"}}, ["quantised with AWQ", "16-bit version"]
+        {**LLAMA, "quantization_config": {"quant_method": "awq"}},
+        ["quantised with AWQ", "16-bit version"],
     ),
     "rope type": ({**LLAMA, "rope_scaling": {"type": "spiral", "factor": 2.0}}, ["'spiral'", "llama3"]),
     "rope parameter": ({**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
     "rope parameter missing": ({**LLAMA, "rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
     "rope parameter of a wrong type": (
-        {**LLAMA, "rope_scaling": {"type": "linear", "factor": "two"}}, ["factor", "'two'"]
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": "two"}},
+        ["factor", "'two'"],
     ),
     "rope is a list": ({**LLAMA, "rope_scaling": [1]}, ["rope_scaling", "[1]"]),
     "divisors do not fit": (
-        {**LLAMA, "rope_scaling": {"type": "longrope", **LONGROPE_DIVISORS}}, ["short_factor", "3", "6"]
+        {**LLAMA, "rope_scaling": {"type": "longrope", **LONGROPE_DIVISORS}},
+        ["short_factor", "3", "6"],
     ),
     "odd rotary part": ({**PHI3, "partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3", "8"]),
     "activation": ({**LLAMA, "hidden_act": "relu"}, ["hidden_act", "'relu'", "silu"]),
@@ -241,9 +275,7 @@ REFUSED = {
     "token id is text": ({**LLAMA, "eos_token_id": ["</s>"]}, ["eos_token_id", "</s>"]),
     "layer types": ({**GEMMA3, "layer_types": ["full_attention"]}, ["layer_types", "3 entries"]),
     "unknown layer type": ({**QWEN2, "layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
-    "mixed mistral": (
-        {**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "Mistral"]
-    ),
+    "mixed mistral": ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "Mistral"]),
     "both directions": ({**GEMMA3, "use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
     "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["LlamaForCausalLM", "models.md"]),
     "more experts than there are": ({**MIXTRAL, "num_experts_per_tok": 6}, ["num_experts_per_tok", "6", "5"]),
@@ -255,13 +287,14 @@ REFUSED = {
     "letters of layers": ({**EXAONE4, "sliding_window_pattern": "LLLG"}, ["sliding_window_pattern", "layer_types"]),
     "windows of experts": ({**QWEN2_MOE, "use_sliding_window": True}, ["use_sliding_window", "not supported"]),
     "4 bits in halves of groups": (
-        {**GPT_OSS, "intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}}, ["80", "32", "mxfp4"]
+        {**GPT_OSS, "intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}},
+        ["80", "32", "mxfp4"],
     ),
     "8 bits of gpt-oss": ({**GPT_OSS, "quantization_config": {"quant_method": "fp8"}}, ["with FP8", "16-bit"]),
     "chunks of other layers": ({**LLAMA4, "layer_types": ["sliding_attention"] * 3}, ["layer_types", "chunked_att"]),
     "experts of other layers": ({**LLAMA4, "moe_layers": [3]}, ["moe_layers", "[3]"]),
     "no architecture": (without(LLAMA, "architectures"), ["architectures", "None"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", REFUSED)

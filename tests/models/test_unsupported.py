@@ -42,25 +42,32 @@ QUANTISED = {
     "GPTQ to 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": -1, "dynamic": {"-:.*gate.*": {}}},
     "AWQ to 4 bits": {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules": ["x"] * 99},
     "compressed-tensors to 4 bits": {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4A16, "input_activations": None}},
     },
     "compressed-tensors to 8 bits": {
-        "quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": W8A8}},
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": W8A8}},
     },
     "bitsandbytes to 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "bitsandbytes to 8 bits": {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
     "FP8 .* to 8 bits": {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
     "FBGEMM FP8 to 8 bits": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
     "HQQ": {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}},
-    "AQLM": {"quant_method": "aqlm"}, "Quanto": {"quant_method": "quanto", "weights": "int4"},
+    "AQLM": {"quant_method": "aqlm"},
+    "Quanto": {"quant_method": "quanto", "weights": "int4"},
     "torchao": {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
-    "AutoRound to 4 bits": {"quant_method": "auto-round", "bits": 4}, "MXFP4": {"quant_method": "mxfp4"},
-    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ExLlamaV2": {"quant_method": "exl2", "bits": 4.5},
+    "AutoRound to 4 bits": {"quant_method": "auto-round", "bits": 4},
+    "MXFP4": {"quant_method": "mxfp4"},
+    "ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "ExLlamaV2": {"quant_method": "exl2", "bits": 4.5},
     "MLX to 4 bits": {"group_size": 64, "bits": 4, "mode": "affine"},
     "something new": {"quant_method": "something new"},
-    "an unnamed method": {"compression": [1]}, "unnamed": ["what"],
-}  # fmt: skip
+    "an unnamed method": {"compression": [1]},
+    "unnamed": ["what"],
+}
 
 
 @pytest.mark.parametrize("kind", QUANTISED)

@@ -142,10 +142,14 @@ def test_progress_ends_at_the_bytes_of_the_model(tmp_path):
 
 def test_names_of_a_model_with_images_are_those_of_its_text_model(tmp_path):
     hf = {
-        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106],
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
         "text_config": {name: value for name, value in CONFIGS["gemma3"].items() if name != "architectures"},
-        "vision_config": {"hidden_size": 8}, "mm_tokens_per_image": 4, "image_token_index": 5,
-    }  # fmt: skip
+        "vision_config": {"hidden_size": 8},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 5,
+    }
     text = load("gemma3", write_checkpoint("gemma3", tmp_path / "text"))
     model = model_for(hf)
     config = model.config_from_hf(hf)
@@ -186,33 +190,41 @@ NORM = "model.norm.weight"
 DAMAGE = {
     "missing tensor": (lambda f: change(f, lambda t: t.pop(NORM)), ["1 of 21 tensors are missing", NORM]),
     "misnamed tensor": (
-        lambda f: change(f, lambda t: t.update({"model.nrom.weight": t.pop(NORM)})), [NORM, "'model.nrom.weight'"]
+        lambda f: change(f, lambda t: t.update({"model.nrom.weight": t.pop(NORM)})),
+        [NORM, "'model.nrom.weight'"],
     ),
     "wrong shape": (
-        lambda f: change(f, lambda t: t.update({NORM: t[NORM][:-1]})), [NORM, "(47,)", "(48,)", "config.json"]
+        lambda f: change(f, lambda t: t.update({NORM: t[NORM][:-1]})),
+        [NORM, "(47,)", "(48,)", "config.json"],
     ),
     "extra tensor": (
-        lambda f: change(f, lambda t: t.update(bonus=t[NORM].copy())), ["1 tensors are not part", "bonus"]
+        lambda f: change(f, lambda t: t.update(bonus=t[NORM].copy())),
+        ["1 tensors are not part", "bonus"],
     ),
     "truncated": (cut_file, ["truncated", "tensor", "Download it again"]),
     "no file": (lambda f: (f / "model.safetensors").unlink(), ["holds no *.safetensors"]),
     "only pickle": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "only safetensors"]
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        ["pytorch_model.bin", "only safetensors"],
     ),
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"PK\3\4" * 9), ["too short"]),
     "header is no JSON": (
-        lambda f: (f / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{{{{"), ["no readable"]
+        lambda f: (f / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"{{{{"),
+        ["no readable"],
     ),
     "offsets are text": (
-        lambda f: rewrite_header(f, lambda h: h[NORM].update(data_offsets=["a", "b"])), [NORM, "malformed"]
+        lambda f: rewrite_header(f, lambda h: h[NORM].update(data_offsets=["a", "b"])),
+        [NORM, "malformed"],
     ),
     "bytes do not fit the shape": (
-        lambda f: rewrite_header(f, lambda h: h[NORM].update(shape=[49])), [NORM, "(49,)", "bytes"]
+        lambda f: rewrite_header(f, lambda h: h[NORM].update(shape=[49])),
+        [NORM, "(49,)", "bytes"],
     ),
     "quantised type": (
-        lambda f: rewrite_header(f, lambda h: h[NORM].update(dtype="F8_E5M2")), [NORM, "F8_E5M2", "bfloat16"]
+        lambda f: rewrite_header(f, lambda h: h[NORM].update(dtype="F8_E5M2")),
+        [NORM, "F8_E5M2", "bfloat16"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -21,7 +21,7 @@ from jaxpaged.params.quantized import (
     packed_rows,
     quantize,
     quantized_specs,
-)  # fmt: skip
+)
 from jaxpaged.params.sharding import param_shapes
 from pallas_kernels import int4_matmul
 from tests.models.checkpoints import CONFIGS, write_checkpoint

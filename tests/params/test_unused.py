@@ -154,10 +154,14 @@ def test_what_belongs_to_another_model_is_not_passed_over(tmp_path):
     """A classifier in a model that generates, eyes in one of text only, layers that predict further in one without, and
     tables of a head that drafts."""
     foreign = {
-        "score.weight": "llama", "vision_tower.patch.weight": "llama", "multi_modal_projector.weight": "gemma3",
-        "model.mtp_layers.0.input_proj.weight": "qwen2", "t2d": "llama", "d2t": "llama",
+        "score.weight": "llama",
+        "vision_tower.patch.weight": "llama",
+        "multi_modal_projector.weight": "gemma3",
+        "model.mtp_layers.0.input_proj.weight": "qwen2",
+        "t2d": "llama",
+        "d2t": "llama",
         "model.layers.9.self_attn.rotary_emb.inv_freq": "llama",
-    }  # fmt: skip
+    }
     for i, (tensor, name) in enumerate(foreign.items()):
         folder = write_checkpoint(name, tmp_path / str(i))
         add_tensors(folder / "model.safetensors", **{tensor: np.zeros((3, 48), np.float32)})
@@ -167,8 +171,10 @@ def test_what_belongs_to_another_model_is_not_passed_over(tmp_path):
 
 def test_the_eyes_of_a_model_are_left_out_and_that_is_said_once(tmp_path, caplog):
     hf = {
-        "architectures": ["Gemma3ForConditionalGeneration"], "text_config": CONFIGS["gemma3"], "vision_config": {},
-    }  # fmt: skip
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": CONFIGS["gemma3"],
+        "vision_config": {},
+    }
     folder, model = write_checkpoint("gemma3", tmp_path), model_for(hf)
     add_tensors(folder / "model.safetensors", **{f"vision_tower.{i}.weight": np.zeros(3, np.float32) for i in range(3)})
     config = model.config_from_hf(hf)

@@ -111,14 +111,14 @@ RENDER = {
     "deepseek_v3": sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", deepseek_v3),
     "deepseek_v31": sections("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", deepseek_v31),
     "deepseek_v32": parameters(
-        "<｜DSML｜function_calls>\n", '<｜DSML｜invoke name="{}">\n',
-        '<｜DSML｜parameter name="{}">{}</｜DSML｜parameter>\n', "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls>\n",
+        '<｜DSML｜invoke name="{}">\n',
+        '<｜DSML｜parameter name="{}">{}</｜DSML｜parameter>\n',
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     ),
     "functiongemma": gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
-    "glm45": parameters(
-        "", "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"
-    ),
+    "glm45": parameters("", "<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
     "glm47": parameters("", "<tool_call>{}", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "</tool_call>"),
     "granite": tagged_list("<|tool_call|>"),
     "hermes": tagged("<tool_call>", "</tool_call>"),
@@ -129,7 +129,9 @@ RENDER = {
     "llama4_pythonic": pythonic,
     "longcat": tagged("<longcat_tool_call>", "</longcat_tool_call>"),
     "minimax_m2": parameters(
-        "<minimax:tool_call>\n", '<invoke name="{}">\n', '<parameter name="{}">{}</parameter>\n',
+        "<minimax:tool_call>\n",
+        '<invoke name="{}">\n',
+        '<parameter name="{}">{}</parameter>\n',
         "</invoke>\n</minimax:tool_call>",
     ),
     "mistral": mistral,
@@ -142,6 +144,6 @@ RENDER = {
     "qwen3_xml": parameters(
         "<tool_call>\n", "<function={}>\n", "<parameter={}>\n{}\n</parameter>\n", "</function>\n</tool_call>\n"
     ),
-}  # fmt: skip
+}
 CALLS_ALONE = {"llama3_json", "llama4_json", "llama4_pythonic", "pythonic"}
 """Formats in which an answer is calls or content, not both."""

@@ -31,17 +31,52 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["city", "days", "zone_1"]), VALUES,
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), max_size=3)
 
 PIECES = [
-    "{", "}", "[", "]", '"', "'", "\\", ",", ":", ";", "=", "(", ")", " ", "\n", "é", "漢🙂", "f(",
-    'a="x"', "1", "-2.5e3",
-    "true", "None", "call:f", "[f(a=1)]",
-    '{"name": "f", ', '"arguments": {"a": "}"}', '"parameters": {}', '"name"', '"f"',
-    '[{"name": "f", "arguments": {"a": 1}}]', '{"name": "f", "parameters": {"a": [1, "]"]}}', "<", "</", "```",
-]  # fmt: skip
-MARKERS = sorted({
-    marker
-    for format_name in FORMATS
-    for marker in re.findall(r"</?[^<>{}\s]+>|\[/?[A-Z_]{3,}\]|functools", RENDER[format_name]("", [("f", {"a": "x"})]))
-} | {"[TOOL_CALLS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<parameter=", "<function="})  # fmt: skip
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "'",
+    "\\",
+    ",",
+    ":",
+    ";",
+    "=",
+    "(",
+    ")",
+    " ",
+    "\n",
+    "é",
+    "漢🙂",
+    "f(",
+    'a="x"',
+    "1",
+    "-2.5e3",
+    "true",
+    "None",
+    "call:f",
+    "[f(a=1)]",
+    '{"name": "f", ',
+    '"arguments": {"a": "}"}',
+    '"parameters": {}',
+    '"name"',
+    '"f"',
+    '[{"name": "f", "arguments": {"a": 1}}]',
+    '{"name": "f", "parameters": {"a": [1, "]"]}}',
+    "<",
+    "</",
+    "```",
+]
+MARKERS = sorted(
+    {
+        marker
+        for format_name in FORMATS
+        for marker in re.findall(
+            r"</?[^<>{}\s]+>|\[/?[A-Z_]{3,}\]|functools", RENDER[format_name]("", [("f", {"a": "x"})])
+        )
+    }
+    | {"[TOOL_CALLS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<parameter=", "<function="}
+)
 
 
 def schemas_of(calls) -> dict:

@@ -109,8 +109,11 @@ def test_python_literals_become_json():
     text = """[f(a='it\\'s\\n', b=[True, None, (1, 0x10, .5)], c={'k': -1_000}, d="\\u00e9\\d")]"""
     (call,) = parse(text, "pythonic").tool_calls
     assert json.loads(call.arguments) == {
-        "a": "it's\n", "b": [True, None, [1, 16, 0.5]], "c": {"k": -1000}, "d": "é\\d",
-    }  # fmt: skip
+        "a": "it's\n",
+        "b": [True, None, [1, 16, 0.5]],
+        "c": {"k": -1000},
+        "d": "é\\d",
+    }
 
 
 def test_a_call_that_is_complete_is_handed_out_before_the_list_ends():
@@ -128,8 +131,14 @@ def test_parameters_are_typed_by_the_tools_schema():
     text += "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     (call,) = parse(text + "</function>\n</tool_call>", "qwen3_coder", tools={"f": schema}).tool_calls
     assert json.loads(call.arguments) == {
-        "n": 3, "s": "3", "o": {"k": [1]}, "b": True, "u": None, "unknown": "3", "bad": "{",
-    }  # fmt: skip
+        "n": 3,
+        "s": "3",
+        "o": {"k": [1]},
+        "b": True,
+        "u": None,
+        "unknown": "3",
+        "bad": "{",
+    }
 
 
 def test_a_parameters_tag_may_say_that_it_is_text():

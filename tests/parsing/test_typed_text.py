@@ -13,10 +13,13 @@ from jaxpaged.parsing.typed_text import MOST_STEPS, argument_json, parameter_sch
 NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 DEFS = {
     "$defs": {
-        "zip": {"type": "string"}, "count": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}, "a b": {"const": 5},
+        "zip": {"type": "string"},
+        "count": {"type": "integer"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "a b": {"const": 5},
         "both": {"oneOf": [{"$ref": "#/$defs/count"}, {"$ref": "#/$defs/zip"}]},
     }
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ DEFS = {
         ({"$ref": "#/$defs/gone"}, "5", "5"),
         ({"$ref": "#/$defs/loop"}, "5", "5"),
     ],
-)  # fmt: skip
+)
 def test_a_text_becomes_what_the_schema_allows(schema, text, value):
     made = json.loads(argument_json(text, schema, DEFS))
     assert made == value and type(made) is type(value)
@@ -102,14 +105,22 @@ def test_the_schema_of_a_parameter_is_found_wherever_it_stands(root):
     ("name", "text"),
     [
         ("qwen3_coder", "<function=f>\n<parameter=zip>\n10115</parameter>\n<parameter=n>3</parameter>\n</function>"),
-        ("glm45", "<tool_call>f\n<arg_key>zip</arg_key>\n<arg_value>10115</arg_value>\n<arg_key>n</arg_key>\n"
-                  "<arg_value>3</arg_value>\n</tool_call>"),
-        ("minimax_m2", '<invoke name="f"><parameter name="zip">10115</parameter><parameter name="n">3</parameter>'
-                       "</invoke>"),
-        ("deepseek_v32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="zip">10115</｜DSML｜parameter>'
-                         '<｜DSML｜parameter name="n">3</｜DSML｜parameter></｜DSML｜invoke>'),
+        (
+            "glm45",
+            "<tool_call>f\n<arg_key>zip</arg_key>\n<arg_value>10115</arg_value>\n<arg_key>n</arg_key>\n"
+            "<arg_value>3</arg_value>\n</tool_call>",
+        ),
+        (
+            "minimax_m2",
+            '<invoke name="f"><parameter name="zip">10115</parameter><parameter name="n">3</parameter></invoke>',
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="f"><｜DSML｜parameter name="zip">10115</｜DSML｜parameter>'
+            '<｜DSML｜parameter name="n">3</｜DSML｜parameter></｜DSML｜invoke>',
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_format_whose_values_are_texts_asks_the_schema(name, text):
     schema = {"properties": {"zip": {"$ref": "#/$defs/z"}, "n": {"enum": [3]}}, "$defs": {"z": NULLABLE}}
     [call] = parse(text, name, tools={"f": schema}).tool_calls
@@ -117,17 +128,33 @@ def test_every_format_whose_values_are_texts_asks_the_schema(name, text):
 
 
 def schemas():
-    leaves = st.sampled_from([
-        {"type": "string"}, {"type": "integer"}, {"type": "null"}, {"type": "boolean"}, {"type": ["string", "null"]},
-        {"type": "number"}, {"enum": ["5", None]}, {"enum": [5, "x"]}, {"const": "null"}, {"const": 5},
-        {"$ref": "#/$defs/zip"}, {"$ref": "#/$defs/both"}, {"type": "object"}, {"type": "array"}, {},
-        {"not": {"type": "string"}},
-    ])  # fmt: skip
+    leaves = st.sampled_from(
+        [
+            {"type": "string"},
+            {"type": "integer"},
+            {"type": "null"},
+            {"type": "boolean"},
+            {"type": ["string", "null"]},
+            {"type": "number"},
+            {"enum": ["5", None]},
+            {"enum": [5, "x"]},
+            {"const": "null"},
+            {"const": 5},
+            {"$ref": "#/$defs/zip"},
+            {"$ref": "#/$defs/both"},
+            {"type": "object"},
+            {"type": "array"},
+            {},
+            {"not": {"type": "string"}},
+        ]
+    )
     return st.recursive(
-        leaves, lambda inner: st.builds(
+        leaves,
+        lambda inner: st.builds(
             lambda keyword, parts: {keyword: parts}, st.sampled_from(["anyOf", "allOf"]), st.lists(inner, min_size=1)
-        ), max_leaves=5,
-    )  # fmt: skip
+        ),
+        max_leaves=5,
+    )
 
 
 @given(schemas(), st.sampled_from(["5", "null", "true", "x", "[]", "{}", "1.5"]))

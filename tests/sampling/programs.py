@@ -67,14 +67,24 @@ class Engine:
             self.state = write_tokens(self.state, tokens)
 
     def sample(
-        self, logits_SV: np.ndarray, rows: Sequence[int], requests: Sequence[Request], *, bucket: int = 4,
-        logprobs_mode: str = "processed_logits", mask_bits_SW: np.ndarray | None = None,
-    ) -> SampleOutput:  # fmt: skip
+        self,
+        logits_SV: np.ndarray,
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        *,
+        bucket: int = 4,
+        logprobs_mode: str = "processed_logits",
+        mask_bits_SW: np.ndarray | None = None,
+    ) -> SampleOutput:
         self.state, output = full(
-            padded(logits_SV, bucket), self.state, pack(self.table, rows, requests, bucket),
-            logprobs_mode=logprobs_mode, max_logprobs=self.layout.vocab_size, custom=self.custom,
+            padded(logits_SV, bucket),
+            self.state,
+            pack(self.table, rows, requests, bucket),
+            logprobs_mode=logprobs_mode,
+            max_logprobs=self.layout.vocab_size,
+            custom=self.custom,
             mask_bits_SW=mask_bits_SW,
-        )  # fmt: skip
+        )
         return output
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.sampling.custom import MAX_CUSTOM, load_processors
-from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import features_of
 from tests.sampling.programs import Engine, Request, vector_of
 
 V = 37

@@ -17,10 +17,19 @@ from tests.sampling.programs import Request, pack, padded, sample_plainly
 V = 37
 LOGITS = np.random.default_rng(7).normal(size=(12, V)).astype(np.float32) * 2
 LIMITS = (
-    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 20}, {"top_p": 0.3}, {"top_p": 0.9}, {"top_p": 0.99}, {"min_p": 0.1},
-    {"top_k": 12, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0}, {"temperature": 0.4, "top_p": 0.95},
+    {},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 20},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.99},
+    {"min_p": 0.1},
+    {"top_k": 12, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0},
+    {"temperature": 0.4, "top_p": 0.95},
     {"temperature": 2.0, "top_k": 30},
-)  # fmt: skip
+)
 REQUESTS = [Request(SamplingParams(seed=11 + i, **limits), prompt=[0] * i) for i, limits in enumerate(LIMITS)]
 
 

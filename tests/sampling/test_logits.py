@@ -126,9 +126,17 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been():
 def test_a_row_that_was_not_written_ignores_its_last_owner():
     """Rows that need nothing of the full program are not uploaded, and may sample beside rows that need it."""
     owner = Request(
-        params(presence_penalty=2.0, logit_bias={1: 50.0}, allowed_token_ids=[1, 2], bad_words_token_ids=[[2]],
-               min_tokens=9, stop_token_ids=[3]), prompt=[1, 2], output=[2],
-    )  # fmt: skip
+        params(
+            presence_penalty=2.0,
+            logit_bias={1: 50.0},
+            allowed_token_ids=[1, 2],
+            bad_words_token_ids=[[2]],
+            min_tokens=9,
+            stop_token_ids=[3],
+        ),
+        prompt=[1, 2],
+        output=[2],
+    )
     engine = Engine(V)
     engine.add(4, owner)
     newcomer = Request(params())

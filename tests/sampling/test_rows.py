@@ -5,13 +5,20 @@ import numpy as np
 import pytest
 
 from jaxpaged.sampling.rows import NUM_COLUMNS, RowParams, SamplingRows, unpack_rows
-from jaxpaged.sampling_features import Feature, features_of
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.features import Feature, features_of
 
 FIRST = SamplingParams(
-    seed=2**64 - 3, temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, presence_penalty=-1.5, frequency_penalty=0.25,
-    repetition_penalty=1.3, min_tokens=7,
-)  # fmt: skip
+    seed=2**64 - 3,
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+    presence_penalty=-1.5,
+    frequency_penalty=0.25,
+    repetition_penalty=1.3,
+    min_tokens=7,
+)
 SECOND = SamplingParams(seed=2**31, temperature=0)
 
 

@@ -158,9 +158,11 @@ def test_a_draw_does_not_depend_on_the_padding_of_the_vocabulary(limits):
 
 def test_the_full_program_draws_what_the_plain_one_draws():
     requests = [
-        Request(params(seed=1)), Request(params(seed=2, top_p=0.8)), Request(params(seed=3, top_k=3)),
+        Request(params(seed=1)),
+        Request(params(seed=2, top_p=0.8)),
+        Request(params(seed=3, top_k=3)),
         Request(params(temperature=0)),
-    ]  # fmt: skip
+    ]
     engine = Engine(V)
     for row, request in enumerate(requests):
         engine.table.set(row, request.params)

@@ -24,9 +24,16 @@ from tests.sampling.programs import write_row, write_tokens
 V, R = 37, 4
 LAYOUT = StateLayout(R, V, num_custom_params=2)
 EVERYTHING = SamplingParams(
-    seed=1, presence_penalty=0.5, logit_bias={3: 1.5, 36: -2.0}, allowed_token_ids=[0, 31, 32, 36], min_tokens=2,
-    stop_token_ids=[5, 6], bad_words_token_ids=[[1, 2, 3], [4]], logprob_token_ids=[9, 8], max_tokens=9,
-)  # fmt: skip
+    seed=1,
+    presence_penalty=0.5,
+    logit_bias={3: 1.5, 36: -2.0},
+    allowed_token_ids=[0, 31, 32, 36],
+    min_tokens=2,
+    stop_token_ids=[5, 6],
+    bad_words_token_ids=[[1, 2, 3], [4]],
+    logprob_token_ids=[9, 8],
+    max_tokens=9,
+)
 
 record = jax.jit(lambda state, packed_SF, tokens_S: record_tokens(state, unpack_rows(packed_SF), tokens_S))
 
@@ -82,9 +89,13 @@ def test_the_end_of_sequence_id_is_masked_only_where_it_would_end_the_text_too_e
 def test_the_largest_parameters_fit_a_row():
     layout = StateLayout(R, 2000)
     params = SamplingParams(
-        seed=1, logit_bias=dict.fromkeys(range(1024), 1.0), min_tokens=1, stop_token_ids=list(range(127)),
-        bad_words_token_ids=[[1] * 8] * 128, logprob_token_ids=list(range(128)),
-    )  # fmt: skip
+        seed=1,
+        logit_bias=dict.fromkeys(range(1024), 1.0),
+        min_tokens=1,
+        stop_token_ids=list(range(127)),
+        bad_words_token_ids=[[1] * 8] * 128,
+        logprob_token_ids=list(range(128)),
+    )
     packed = pack_row(layout, 0, params, eos_token_id=1999, output_token_ids=list(range(1000)))
     assert packed.shape == (layout.packed_size,)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.params.sharding import kv_heads_on_devices
-from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.memory import forward_bytes
 from jaxpaged.worker.planning.targets import parse_target
 from jaxpaged.worker.programs.table import ProgramKey

@@ -25,8 +25,12 @@ def test_the_sampler_is_measured_both_ways_and_draws_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_with_all_changes_undone_gives_every_token(tmp_path):
-    changes = ("a kernel finds the sampler's limits", "no launches for spans that nobody shares",
-               "decodes are dispatched step by step", "runs from the first decode on")  # fmt: skip
+    changes = (
+        "a kernel finds the sampler's limits",
+        "no launches for spans that nobody shares",
+        "decodes are dispatched step by step",
+        "runs from the first decode on",
+    )
     done = run("--out", tmp_path / "speed.json", "--model", "tiny", "--measure", "speed", "--undo", *changes)
     assert done.returncode == 0, done.stderr
     lines = json.loads((tmp_path / "speed.json").read_text())

@@ -10,9 +10,13 @@ from tests.mutants import Mutant
 
 SELECTED, ALL = "reference", ""
 MUTANT = Mutant(
-    "a test", "pallas_kernels/kv_copy/reference.py", "fill_value=0", "fill_value=1", ("tests/pallas_kernels/kv_copy",),
+    "a test",
+    "pallas_kernels/kv_copy/reference.py",
+    "fill_value=0",
+    "fill_value=1",
+    ("tests/pallas_kernels/kv_copy",),
     SELECTED,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{mutant.module}: {mutant.what}" for mutant in MUTANTS])

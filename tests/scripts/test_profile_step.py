@@ -36,8 +36,11 @@ def test_what_an_operation_calls_is_taken_from_its_time_and_a_call_that_was_inte
     costs = collections.defaultdict(list)
     script.add_own_times([script.Event(name, "m", *time) for name, *time in reversed(times)], costs)
     assert {name: sorted(calls) for (_, name), calls in costs.items()} == {
-        "loop": [45], "inner": [25, 25, 25], "inmost": [5], "next": [10, 10, 900],
-    }  # fmt: skip
+        "loop": [45],
+        "inner": [25, 25, 25],
+        "inmost": [5],
+        "next": [10, 10, 900],
+    }
     lines = list(script.table(costs, {"m": {"inner": "norms"}}, steps=1, ops=1))
     assert lines[0].split()[-2:] == ["0.2", "us"] and len(lines) == 5
     assert "48.4%" in lines[2] and "m: inner" in lines[-1] and "norms" in lines[-1]

@@ -24,8 +24,9 @@ def state(server=100.0, core=500.0, files=40, **metrics):
 def faults():
     made = Faults(None, None, Places(0, []), 0, 8, random.Random(0))
     made.done += [
-        Fault("killed core", frozenset(CORE_FAULT), 10.0, 20.0), Fault("full queue", frozenset(NO_ROOM), 30.0, 31.0)
-    ]  # fmt: skip
+        Fault("killed core", frozenset(CORE_FAULT), 10.0, 20.0),
+        Fault("full queue", frozenset(NO_ROOM), 30.0, 31.0),
+    ]
     return made
 
 
@@ -59,23 +60,38 @@ def test_wrong_sums_tracebacks_and_faults_without_an_end_are_told(soak):
     soak.faults.problems.append("full queue: nobody was served again")
     found = soak.judge(state(), state(), "a\nTraceback (most recent call last):\nboom")
     assert [each.partition(",")[0].partition(":")[0] for each in found] == [
-        "full queue", "10 of 100 sums are wrong", "the log has tracebacks"
-    ]  # fmt: skip
+        "full queue",
+        "10 of 100 sums are wrong",
+        "the log has tracebacks",
+    ]
 
 
-@pytest.mark.parametrize(("status", "begin", "end", "excused"), [
-    ("503", 5.0, 11.0, True), ("503", 19.0, 50.0, True), ("503", 21.0, 29.0, False), ("500", 12.0, 13.0, False),
-    ("UNAVAILABLE", 12.0, 13.0, True), ("429", 12.0, 13.0, False), ("RESOURCE_EXHAUSTED", 30.5, 40.0, True),
-    ("late", 12.0, 13.0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "begin", "end", "excused"),
+    [
+        ("503", 5.0, 11.0, True),
+        ("503", 19.0, 50.0, True),
+        ("503", 21.0, 29.0, False),
+        ("500", 12.0, 13.0, False),
+        ("UNAVAILABLE", 12.0, 13.0, True),
+        ("429", 12.0, 13.0, False),
+        ("RESOURCE_EXHAUSTED", 30.5, 40.0, True),
+        ("late", 12.0, 13.0, False),
+    ],
+)
 def test_errors_are_excused_only_by_a_fault_of_that_time(faults, status, begin, end, excused):
     assert faults.excuse(status, begin, end) == excused
 
 
-@pytest.mark.parametrize(("error", "word"), [
-    (Refused("503"), "503"), (ConnectionResetError(), "closed"), (ValueError("the stream has no end"), "torn"),
-    (KeyError("choices"), "torn"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (Refused("503"), "503"),
+        (ConnectionResetError(), "closed"),
+        (ValueError("the stream has no end"), "torn"),
+        (KeyError("choices"), "torn"),
+    ],
+)
 def test_what_a_client_got_is_a_word(monkeypatch, error, word):
     async def fail(client):
         raise error

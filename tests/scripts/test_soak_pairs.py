@@ -11,9 +11,14 @@ from soak_faults import Fault
 from soak_pair_faults import BROKEN, PairFaults, Pairs
 
 FAULTS = {
-    "killed prefill", "stopped prefill", "killed decode", "stopped decode", "killed core", "damaged pages",
+    "killed prefill",
+    "stopped prefill",
+    "killed decode",
+    "stopped decode",
+    "killed core",
+    "damaged pages",
     "lost pages",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -31,8 +36,9 @@ def test_only_a_killed_decode_engine_may_be_noticed(soak):
     assert kinds.keys() == FAULTS
     assert {name for name, (_, excuses) in kinds.items() if excuses} == {"killed decode", "killed core"}
     soak.faults.done += [
-        Fault("killed prefill", frozenset(), 0.0, 100.0), Fault("killed decode", frozenset(BROKEN), 10.0, 20.0)
-    ]  # fmt: skip
+        Fault("killed prefill", frozenset(), 0.0, 100.0),
+        Fault("killed decode", frozenset(BROKEN), 10.0, 20.0),
+    ]
     assert soak.faults.excuse("502", 5.0, 11.0) and soak.faults.excuse("closed", 19.0, 30.0)
     assert not soak.faults.excuse("502", 21.0, 30.0) and not soak.faults.excuse("late", 11.0, 12.0)
 
@@ -55,8 +61,9 @@ def test_what_is_left_behind_is_told(pairs):
     unfinished, folder, traceback = sorted(pairs.left_behind(), key=lambda line: "decode" in line or "proxy" in line)
     assert "x.1.2 was left unfinished" in unfinished
     assert {"decode 1 was killed 0 times and left jaxpaged-x", "boom"} <= {folder, traceback[-4:]} | {
-        traceback, folder[-4:]
-    }  # fmt: skip
+        traceback,
+        folder[-4:],
+    }
     decode.num_kills = 1
     assert len(pairs.left_behind()) == 2, "one that was killed can remove nothing"
 

@@ -20,9 +20,12 @@ def blueprint(name, devices, shards, **options):
     hf = CONFIGS[name]
     model = model_for(hf)
     given = EngineConfig.from_options(
-        tensor_parallel_size=devices, decode_context_parallel_size=shards, max_model_len=64,
-        attention_backend="reference", **options,
-    )  # fmt: skip
+        tensor_parallel_size=devices,
+        decode_context_parallel_size=shards,
+        max_model_len=64,
+        attention_backend="reference",
+        **options,
+    )
     return Blueprint(given.resolve(FACTS, "cpu"), model, model.config_from_hf(hf), make_mesh(devices))
 
 

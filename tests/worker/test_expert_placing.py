@@ -61,8 +61,11 @@ def test_devices_exchange_experts_bit_for_bit(dtype, shape, tile):
     source_e = rng.integers(0, 8, 8).astype(np.int32)
     move = jax.shard_map(
         lambda own, source_e: moved(own, source_e, 4, tile),
-        mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )
     there = jax.jit(move)(jax.device_put(weights, NamedSharding(mesh, spec)), source_e)
     np.testing.assert_array_equal(np.asarray(there), weights[source_e])
 

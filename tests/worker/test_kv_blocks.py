@@ -62,8 +62,10 @@ def bytes_per_block(groups, shards):
 def test_layers_of_one_kind_share_a_group_and_unequal_kinds_get_groups_of_the_smaller_count():
     groups = group_layers([WINDOW, WINDOW, FULL, WINDOW, WINDOW, FULL])
     assert [(group.spec.window, group.layer_idxs) for group in groups] == [
-        (None, (2, 5)), (100, (0, 1)), (100, (3, 4)),
-    ]  # fmt: skip
+        (None, (2, 5)),
+        (100, (0, 1)),
+        (100, (3, 4)),
+    ]
     caches = KVCacheConfig((10,), groups).layer_caches()
     assert dict(enumerate(caches)) == {2: (0, 0), 5: (0, 1), 0: (1, 0), 1: (1, 1), 3: (2, 0), 4: (2, 1)}
 
@@ -97,14 +99,25 @@ MIXED = group_layers([STATE, STATE, FULL, STATE, LATENT, STATE, WINDOW, STATE, S
 def test_layers_that_store_alike_share_a_pool_and_others_do_not():
     kinds = [(type(group.spec).__name__, group.layer_idxs) for group in MIXED]
     assert kinds == [
-        ("AttentionSpec", (2,)), ("LatentSpec", (4,)), ("AttentionSpec", (6,)), ("StateSpec", (0, 1, 3, 5, 7, 8)),
-    ]  # fmt: skip
+        ("AttentionSpec", (2,)),
+        ("LatentSpec", (4,)),
+        ("AttentionSpec", (6,)),
+        ("StateSpec", (0, 1, 3, 5, 7, 8)),
+    ]
     cache = KVCacheConfig((10, 20, 30), MIXED)
     assert [pool.group_idxs for pool in cache.pools] == [(0, 2), (1,), (3,)]
     assert [n for _, n in cache.tensors] == [10, 20, 30, 30, 30, 30, 30, 30]
     assert dict(enumerate(cache.layer_caches())) == {
-        2: (0, 0), 6: (2, 0), 4: (1, 1), 0: (3, 2), 1: (3, 3), 3: (3, 4), 5: (3, 5), 7: (3, 6), 8: (3, 7),
-    }  # fmt: skip
+        2: (0, 0),
+        6: (2, 0),
+        4: (1, 1),
+        0: (3, 2),
+        1: (3, 3),
+        3: (3, 4),
+        5: (3, 5),
+        7: (3, 6),
+        8: (3, 7),
+    }
 
 
 def test_blocks_of_equal_bytes_and_another_shape_have_a_pool_of_their_own():

@@ -157,8 +157,9 @@ def test_what_finds_no_room_is_handed_back_and_goes_later(made):
 
 
 def test_room_is_counted_by_the_bytes_of_copies(made):
-    piece_bytes = sum(page.nbytes for page in made.device.call(SimpleNamespace(kind="kv_gather"), made.device.state.kv,
-                                                               np.array([1])))  # fmt: skip
+    piece_bytes = sum(
+        page.nbytes for page in made.device.call(SimpleNamespace(kind="kv_gather"), made.device.state.kv, np.array([1]))
+    )
     sizes = made.worker._copies._sizes[0]
     assert [made.worker._copies.num_bytes(0, size) for size in sizes] == [size * piece_bytes for size in sizes]
     made.save((7, content(1), 3))

@@ -16,9 +16,15 @@ from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
 
 OPTIONS = {
-    "max_num_seqs": 2, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 64, "block_size": 8,
-    "num_gpu_blocks_override": 19, "dtype": "float32", "num_scheduler_steps": 1,
-}  # fmt: skip
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "token_buckets": (8,),
+    "max_model_len": 64,
+    "block_size": 8,
+    "num_gpu_blocks_override": 19,
+    "dtype": "float32",
+    "num_scheduler_steps": 1,
+}
 
 
 def small_windows(attention_specs):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.json_schema import subschemas, target
+from jaxpaged.sampling_params.json_schema import subschemas, target
 
 NAMING = ("properties", "patternProperties")
 SAYS_IT = ("additionalProperties", "unevaluatedProperties")

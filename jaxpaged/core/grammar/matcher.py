@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpaged.core.grammar.text import error_of, grammar_text, import_llguidance, limits
 from jaxpaged.errors import RequestError
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 STACK_BYTES = 64 * 2**20
 """Of a compiling thread. The compiler follows chains of rules by recursion; checkers have far smaller stacks, so what

@@ -11,16 +11,18 @@ from typing import Any
 
 from jaxpaged.core.grammar.closed_schema import texts, together
 from jaxpaged.core.grammar.plain_schema import NOTES, TYPES, is_same, kind_of, require, without
-from jaxpaged.json_schema import subschemas
+from jaxpaged.sampling_params.json_schema import subschemas
 
 MAX_DEPTH = 8
 """Of properties in properties, by which objects are told apart."""
 MOST_STEPS = 20_000
 """Comparisons of two schemas, for one `oneOf`."""
 BOUNDS = {
-    "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems"), "number": ("minimum", "maximum"),
+    "string": ("minLength", "maxLength"),
+    "array": ("minItems", "maxItems"),
+    "number": ("minimum", "maximum"),
     "integer": ("minimum", "maximum"),
-}  # fmt: skip
+}
 
 
 def settle(root: dict[str, Any], closed: Collection[int]) -> set[int]:
@@ -84,9 +86,13 @@ class View:
     """What schemas that apply together allow, as far as that is easily seen: perhaps less is allowed, never more."""
 
     def __init__(
-        self, root: dict[str, Any], schemas: Iterable[Any], closed: Collection[int], steps: Iterator[int],
+        self,
+        root: dict[str, Any],
+        schemas: Iterable[Any],
+        closed: Collection[int],
+        steps: Iterator[int],
         depth: int = 0,
-    ):  # fmt: skip
+    ):
         self._root, self._closed, self._steps, self._depth = root, closed, steps, depth
         schemas = list(schemas)
         self.parts = [part for each in schemas for part in together(root, each)]

@@ -8,12 +8,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxpaged.core.grammar.closed_schema import FURTHER, is_never, same_object, texts, together
-from jaxpaged.json_schema import subschemas, target
-from jaxpaged.text_checks import shown
+from jaxpaged.errors import shown
+from jaxpaged.sampling_params.json_schema import subschemas, target
 
-FORMATS = frozenset({
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
-})  # fmt: skip
+FORMATS = frozenset(
+    {
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "unknown",
+    }
+)
 """The formats that llguidance makes texts follow."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
@@ -21,12 +33,11 @@ EVERYTHING: tuple[Any, ...] = ({}, True)
 NUMBER = ((int, float), "a number")
 LIST = (list, "a list")
 VALUES: dict[str, tuple[Any, str]] = {
-    "type": ((str, list), "the name of a type, or a list of names"), "properties": (dict, "an object"),
+    "type": ((str, list), "the name of a type, or a list of names"),
+    "properties": (dict, "an object"),
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "enum"), LIST),
-    **dict.fromkeys(
-        ("minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties"), NUMBER
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties"), NUMBER),
+}
 """Keyword -> the types of its value, and their name."""
 
 

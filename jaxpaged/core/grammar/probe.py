@@ -17,7 +17,7 @@ import msgspec
 
 from jaxpaged.core.grammar.text import error_of, grammar_text, import_llguidance, limits
 from jaxpaged.errors import RequestError
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 STACK_BYTES = 4 * 2**20
 MEMORY_BYTES = 2 * 2**30

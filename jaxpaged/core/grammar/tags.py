@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from jaxpaged import structural_tags as tags
 from jaxpaged.core.grammar.thinking import grammars_of
+from jaxpaged.sampling_params import structural_tags as tags
 
 GrammarOf = Callable[[Literal["json", "regex", "grammar"], object], str]
 """A schema, a regular expression or a grammar -> a grammar of llguidance."""

@@ -16,8 +16,8 @@ from jaxpaged.core.grammar.schema_problems import in_our_words
 from jaxpaged.core.grammar.tags import TagGrammar
 from jaxpaged.core.grammar.thinking import after_thinking
 from jaxpaged.errors import RequestError
-from jaxpaged.structural_tags import read_structural_tag
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structural_tags import read_structural_tag
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 WHITESPACE = r"([ \t]{1,2}|\r?\n[ \t]{0,40})"
 """White space between the parts of JSON unless the request says otherwise: a space or two, or a new line and its

@@ -6,7 +6,7 @@ This module knows how grammars of llguidance are put together, and compiles none
 import json
 from collections.abc import Mapping
 
-from jaxpaged.structured_outputs import Thinking
+from jaxpaged.sampling_params.structured_outputs import Thinking
 
 
 def after_thinking(answer: str, thinking: Thinking, added_tokens: Mapping[str, int]) -> str:

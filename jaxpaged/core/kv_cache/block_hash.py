@@ -16,8 +16,8 @@ Nothing here knows where a block is, or whether it is cached.
 
 import hashlib
 
-from jaxpaged.cbor import encode_cbor, item_start
 from jaxpaged.core.request import Request
+from jaxpaged.encoding.cbor import encode_cbor, item_start
 
 ExtraKeys = tuple[tuple[str | int, ...], ...]
 

@@ -58,7 +58,12 @@ class PageEvents:
     def _stored(self, medium: str, g: int, hashes: list[bytes], page: PageContent | None) -> BlockStored:
         spec = self._groups[g].spec
         return BlockStored(
-            block_hashes=hashes, parent_block_hash=None if page is None else page.parent,
-            token_ids=[] if page is None else list(page.token_ids), block_size=self._page_tokens, medium=medium,
-            group_idx=g, kv_cache_spec_kind=spec.kind, kv_cache_spec_sliding_window=getattr(spec, "window", None),
-        )  # fmt: skip
+            block_hashes=hashes,
+            parent_block_hash=None if page is None else page.parent,
+            token_ids=[] if page is None else list(page.token_ids),
+            block_size=self._page_tokens,
+            medium=medium,
+            group_idx=g,
+            kv_cache_spec_kind=spec.kind,
+            kv_cache_spec_sliding_window=getattr(spec, "window", None),
+        )

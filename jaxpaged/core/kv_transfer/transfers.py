@@ -83,9 +83,14 @@ class KVTransfers:
     `expect` is told which ones another engine lends, `chunk_tiers` of texts."""
 
     def __init__(
-        self, manager: KVCacheManager, page_tokens: int, lookup: LookUp, where: Where, expect: Expect | None = None,
+        self,
+        manager: KVCacheManager,
+        page_tokens: int,
+        lookup: LookUp,
+        where: Where,
+        expect: Expect | None = None,
         chunk_tiers: ChunkTiers | None = None,
-    ):  # fmt: skip
+    ):
         self._manager, self._lookup, self._where, self._expect = manager, lookup, where, expect
         self._pieces, self._chunks = Pieces(manager, page_tokens), None
         if chunk_tiers is not None and chunk_tiers.chunk_tokens is not None:
@@ -292,8 +297,9 @@ class KVTransfers:
             for g, group in enumerate(self._groups.groups):
                 lacking = [idx for idx in range(*read_range(group, end)) if (g, idx) in lost]
                 if lacking:  # with a window the run may begin behind a lost block, but not hold one
-                    end = self._groups.align((lacking[0] if group.spec.num_read_blocks is None else lacking[-1])
-                                             * group.block_size)  # fmt: skip
+                    end = self._groups.align(
+                        (lacking[0] if group.spec.num_read_blocks is None else lacking[-1]) * group.block_size
+                    )
             if end == wanted:
                 return end
 

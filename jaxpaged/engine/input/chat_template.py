@@ -19,8 +19,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from jaxpaged.engine.input.tokenizer import read_json
-from jaxpaged.errors import CheckpointError, ConfigError, RequestError
-from jaxpaged.text_checks import check_unicode
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError, check_unicode
 
 Message = Mapping[str, Any]
 
@@ -68,9 +67,10 @@ class ChatTemplate:
         check_messages(messages, add_generation_prompt, continue_final_message)
         self._check_roles(messages)
         return self._rendered(
-            [self._prepared(message) for message in messages], continue_final_message,
+            [self._prepared(message) for message in messages],
+            continue_final_message,
             {**variables, "tools": tools, "add_generation_prompt": add_generation_prompt},
-        )  # fmt: skip
+        )
 
     def ending(self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **variables: Any) -> str:
         """What the template itself writes behind the words of the last message, of the text that `render` gives for

@@ -24,7 +24,7 @@ import msgspec
 
 from jaxpaged.core.grammar.probe import CPU_SECONDS
 from jaxpaged.errors import RequestError
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 

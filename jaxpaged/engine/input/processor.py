@@ -23,14 +23,13 @@ from jaxpaged.engine.input.thinking_markers import budget_tokens, leaves_open, t
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
-from jaxpaged.errors import RequestError, did_you_mean
+from jaxpaged.errors import RequestError, check_unicode, did_you_mean, shown
 from jaxpaged.kv_store.handover import check_request
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
-from jaxpaged.sampling_checks import check_bool, check_int, checked_float, nothing_to_draw
-from jaxpaged.sampling_limits import MAX_MASKED_STOP_IDS
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
-from jaxpaged.text_checks import check_unicode, shown
+from jaxpaged.sampling_params.checks import check_bool, check_int, checked_float, nothing_to_draw
+from jaxpaged.sampling_params.limits import MAX_MASKED_STOP_IDS
 
 WHOLE = Truncation()
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority", "ending")
@@ -291,9 +290,12 @@ class InputProcessor:
             )
         template = self.chat_templates.choose(chat_template, with_tools=bool(tools))
         given = {
-            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
-            "tools": tools, **self.tokenizer.named_tokens, **variables,
-        }  # fmt: skip
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **self.tokenizer.named_tokens,
+            **variables,
+        }
         text = template.render(messages, **given)
         check_unicode("messages", text)
         token_ids = self._encode(text, add_special_tokens, truncation, most)
@@ -377,9 +379,12 @@ def check_without_text(params: SamplingParams) -> None:
 def one_token(params: PoolingParams) -> SamplingParams:
     """What a pooling request is to the scheduler: a prompt, and one token, which is never drawn."""
     return SamplingParams(
-        max_tokens=1, seed=0, ignore_eos=True, detokenize=False,
+        max_tokens=1,
+        seed=0,
+        ignore_eos=True,
+        detokenize=False,
         skip_reading_prefix_cache=params.skip_reading_prefix_cache,
-    )  # fmt: skip
+    )
 
 
 def check_identity(request_id: Any, arrival_time: Any, add_special_tokens: Any) -> None:

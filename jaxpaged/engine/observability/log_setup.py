@@ -19,8 +19,13 @@ ERASE_LINE = "\r\x1b[2K"
 """In a terminal a progress line may stand where the event goes."""
 
 
-REPEATED = ("asyncio", "jaxpaged.engine.process.core_server", "jaxpaged.engine.observability.kv_event_publisher",
-            "jaxpaged.entrypoints.http.transport.connections", "uvicorn.error")  # fmt: skip
+REPEATED = (
+    "asyncio",
+    "jaxpaged.engine.process.core_server",
+    "jaxpaged.engine.observability.kv_event_publisher",
+    "jaxpaged.entrypoints.http.transport.connections",
+    "uvicorn.error",
+)
 """Loggers that whoever reaches a socket can make say the same as often as it likes."""
 REPEAT_SECONDS = 60.0
 
@@ -86,9 +91,12 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, Any] = {
-            "time": time_of(record), "level": record.levelname.lower(), **self._process, "logger": record.name,
+            "time": time_of(record),
+            "level": record.levelname.lower(),
+            **self._process,
+            "logger": record.name,
             "message": record.getMessage(),
-        }  # fmt: skip
+        }
         event |= {name: value for name, value in vars(record).items() if name not in STANDARD_FIELDS}
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)

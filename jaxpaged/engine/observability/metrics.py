@@ -27,12 +27,53 @@ from jaxpaged.messages import SchedulerStats
 logger = logging.getLogger(__name__)
 
 TTFT_BUCKETS = (
-    .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
 TOKEN_LATENCY_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_LATENCY_BUCKETS = (
-    .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+    7680,
+)
 STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
 SLEEP_STATES = (("awake", None), ("weights_offloaded", 1), ("discard_all", 2))
@@ -136,8 +177,9 @@ class EngineMetrics:
         if self._num_unwarned and time.monotonic() >= self._next_warning:
             logger.warning(
                 "%d requests failed: what the model computed for them were no finite numbers. Check its weights, and "
-                "dtype: float16 overflows where bfloat16 does not.", self._num_unwarned,
-            )  # fmt: skip
+                "dtype: float16 overflows where bfloat16 does not.",
+                self._num_unwarned,
+            )
             self._num_unwarned, self._next_warning = 0, time.monotonic() + WARNING_SECONDS
 
     def record_finished_prompt(self, lengths: Sequence[int]) -> None:

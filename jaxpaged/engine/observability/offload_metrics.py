@@ -16,9 +16,15 @@ SOURCES = (DEVICE, "host", "p2p", "disk", UNSPECIFIED)
 """vLLM's words for where cached tokens came from. Redis and S3 are the last."""
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 LENT = (
-    "kv_leases", "kv_lease_bytes", "kv_leases_granted", "kv_leases_released", "kv_leases_expired", "kv_lent_pages",
-    "kv_lent_bytes", "kv_lent_refused",
-)  # fmt: skip
+    "kv_leases",
+    "kv_lease_bytes",
+    "kv_leases_granted",
+    "kv_leases_released",
+    "kv_leases_expired",
+    "kv_lent_pages",
+    "kv_lent_bytes",
+    "kv_lent_refused",
+)
 """Of a lender; the first two may shrink again."""
 BORROWED = ("kv_borrowed_pages", "kv_borrowed_bytes")
 """Of a borrower, by transport."""
@@ -35,15 +41,14 @@ def source_metrics(prompt_tokens: int, cached: int, by_source: Mapping[str, int]
     """Tokens of prompts by where their keys and values came from. `by_source` has those that were cached."""
     loaded = cached - by_source.get(DEVICE, 0)
     kinds = {
-        "local_compute": prompt_tokens - cached, "local_cache_hit": cached - loaded, "external_kv_transfer": loaded,
-    }  # fmt: skip
+        "local_compute": prompt_tokens - cached,
+        "local_cache_hit": cached - loaded,
+        "external_kv_transfer": loaded,
+    }
     return [
         *(Counter("vllm:prompt_tokens_by_source", {"source": name}, value) for name, value in kinds.items()),
-        *(
-            Counter("vllm:prompt_tokens_cached_by_source", {"source": name}, by_source.get(name, 0))
-            for name in SOURCES
-        ),
-    ]  # fmt: skip
+        *(Counter("vllm:prompt_tokens_cached_by_source", {"source": name}, by_source.get(name, 0)) for name in SOURCES),
+    ]
 
 
 def transfer_metrics(stats: SchedulerStats, executor: Mapping[str, Any]) -> Iterator[Metric]:

@@ -44,10 +44,19 @@ class StepLog:
             num_steps = max(lengths, default=0)
         buckets = output.buckets or StepBuckets(num_tokens, num_sampled)
         record = StepRecord(
-            scheduled.step_id, num_tokens, buckets.token_bucket, len(scheduled.request_ids), num_sampled,
-            buckets.sample_bucket, buckets.full_sampler, num_unfinished, *times, time.perf_counter(), num_steps,
+            scheduled.step_id,
+            num_tokens,
+            buckets.token_bucket,
+            len(scheduled.request_ids),
+            num_sampled,
+            buckets.sample_bucket,
+            buckets.full_sampler,
+            num_unfinished,
+            *times,
+            time.perf_counter(),
+            num_steps,
             buckets.program_wait,
-        )  # fmt: skip
+        )
         self._put_away()
         self._num_added += 1
         self._newest = record

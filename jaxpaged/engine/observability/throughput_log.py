@@ -62,7 +62,12 @@ def write_line(
     logger.info(
         "%sprompt throughput: %.1f tokens/s, generation throughput: %.1f tokens/s, running: %d requests, waiting: %d "
         "requests, KV cache usage: %.1f %%, prefix cache hit rate: %.1f %%",
-        whose, prompt_rate, generation_rate, stats.num_running_reqs, stats.num_waiting_reqs, 100 * stats.kv_cache_usage,
+        whose,
+        prompt_rate,
+        generation_rate,
+        stats.num_running_reqs,
+        stats.num_waiting_reqs,
+        100 * stats.kv_cache_usage,
         100 * hit_rate,
         extra={
             "prompt_tokens_per_second": round(prompt_rate, 3),
@@ -72,12 +77,16 @@ def write_line(
             "kv_cache_usage": round(stats.kv_cache_usage, 5),
             "prefix_cache_hit_rate": round(hit_rate, 5),
         },
-    )  # fmt: skip
+    )
 
 
 def log_arrival(request: EngineCoreRequest, num_sequences: int) -> None:
     num_tokens, longest = len(request.prompt_token_ids), request.sampling_params.max_tokens
     logger.debug(
         "request %s: %d prompt tokens, %d sequences of at most %d tokens",
-        request.request_id, num_tokens, num_sequences, longest, extra={"request_id": request.request_id},
-    )  # fmt: skip
+        request.request_id,
+        num_tokens,
+        num_sequences,
+        longest,
+        extra={"request_id": request.request_id},
+    )

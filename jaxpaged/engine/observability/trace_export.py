@@ -13,9 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jaxpaged import __version__
-from jaxpaged.errors import ConfigError
-from jaxpaged.installed import how_to_install, is_installed
-from jaxpaged.text_checks import shown_option
+from jaxpaged.errors import ConfigError, how_to_install, is_installed, shown_option
 
 logger = logging.getLogger(__name__)
 

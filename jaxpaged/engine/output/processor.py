@@ -32,9 +32,14 @@ class OutputProcessor:
     """The front end's record of every prompt that is under way."""
 
     def __init__(
-        self, tokenizer: Tokenizer, metrics: EngineMetrics, pooler: Pooler | None = None,
-        tracer: RequestTracer | None = None, *, late: bool = False,
-    ):  # fmt: skip
+        self,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        pooler: Pooler | None = None,
+        tracer: RequestTracer | None = None,
+        *,
+        late: bool = False,
+    ):
         """`pooler` is there when the engine is for pooling, `tracer` when prompts are traced. `late`: who gets a result
         makes its prompt log probabilities by `LatePromptLogprobs.read`, where that holds up nobody."""
         self._prompt_logprobs = LatePromptLogprobs if late else prompt_logprob_dicts
@@ -61,9 +66,12 @@ class OutputProcessor:
         return len(self._sequences)
 
     def add_request(
-        self, request: EngineCoreRequest, text: str | None, engine_id: str | None = None,
+        self,
+        request: EngineCoreRequest,
+        text: str | None,
+        engine_id: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
-    ) -> list[EngineCoreRequest]:  # fmt: skip
+    ) -> list[EngineCoreRequest]:
         """Expect the results of a request; returns what the engine is to compute for it, a request per sequence.
 
         `engine_id` is what the engine is to call it, if that is not the request's own id; `trace_headers` put its spans

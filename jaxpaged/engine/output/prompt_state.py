@@ -171,9 +171,17 @@ class PromptState:
         else:
             completions = [sequence.whole() for sequence in self.sequences]
         return RequestOutput(
-            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, completions, finished, self.metrics,
-            self.num_cached_tokens, self.error, kv_transfer_params=self.kv_transfer_params,
-        )  # fmt: skip
+            self.request_id,
+            self.text,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            completions,
+            finished,
+            self.metrics,
+            self.num_cached_tokens,
+            self.error,
+            kv_transfer_params=self.kv_transfer_params,
+        )
 
     def grow(self, sequence: SequenceState, output: EngineCoreOutput) -> RequestOutput | None:
         """`push` to the only sequence of a prompt that `only_grows`, and what the user sees of it now.
@@ -196,9 +204,15 @@ class PromptState:
                 return None
             completion, prompt_logprobs = sequence.whole(), self.prompt_logprobs
         return RequestOutput(
-            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
+            self.request_id,
+            self.text,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            [completion],
+            False,
+            self.metrics,
             self.num_cached_tokens,
-        )  # fmt: skip
+        )
 
     def _grow_with_more(self, sequence: SequenceState, output: EngineCoreOutput) -> RequestOutput | None:
         """The same with log probabilities, with stop strings to look for, and where several tokens come together."""
@@ -210,6 +224,12 @@ class PromptState:
         completion = sequence.take_new() if self._by_delta else sequence.whole()
         prompt_logprobs = None if self._by_delta else self.prompt_logprobs
         return RequestOutput(
-            self.request_id, self.text, self._prompt_token_ids, prompt_logprobs, [completion], False, self.metrics,
+            self.request_id,
+            self.text,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            [completion],
+            False,
+            self.metrics,
             self.num_cached_tokens,
-        )  # fmt: skip
+        )

@@ -18,9 +18,12 @@ class TokenTexts:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True,
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
-    ):  # fmt: skip
+    ):
         self._stream = TextStream(tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
         self._names = {i: tokenizer.added_tokens[i] for i in tokenizer.special_ids} if skip_special_tokens else {}
 

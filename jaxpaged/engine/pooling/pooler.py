@@ -18,8 +18,10 @@ from jaxpaged.errors import CheckpointError, RequestError
 from jaxpaged.pooling import TASKS, PoolingParams
 
 SENTENCE_TRANSFORMERS_MODES = {
-    "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS",
-}  # fmt: skip
+    "pooling_mode_lasttoken": "LAST",
+    "pooling_mode_mean_tokens": "MEAN",
+    "pooling_mode_cls_token": "CLS",
+}
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -120,8 +122,10 @@ def label_names(hf: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 PROBLEM_TYPES = {
-    "regression": "none", "multi_label_classification": "sigmoid", "single_label_classification": "softmax"
-}  # fmt: skip
+    "regression": "none",
+    "multi_label_classification": "sigmoid",
+    "single_label_classification": "softmax",
+}
 ACTIVATION_CLASSES = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 """What torch calls activations."""
 

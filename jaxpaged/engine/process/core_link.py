@@ -30,9 +30,12 @@ class CoreLink(EngineCoreClient):
     """
 
     def __init__(
-        self, client: ZmqClient, supervisor: CoreSupervisor | None, handlers: Handlers,
+        self,
+        client: ZmqClient,
+        supervisor: CoreSupervisor | None,
+        handlers: Handlers,
         on_loss: Callable[[EngineError], None],
-    ):  # fmt: skip
+    ):
         self.address = client.address
         self._client = client
         self._supervisor = supervisor

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import CoreCall, ExecutorStats, Sleep, WakeUp, call_named
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.heartbeat import CALL, TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
 from jaxpaged.errors import EngineDeadError, JaxpagedError, ProgramError, RequestError, UsageError
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from jaxpaged.sampling_params import RANDOM_SEED
 

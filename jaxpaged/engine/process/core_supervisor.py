@@ -61,9 +61,16 @@ class CoreSupervisor:
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Progress | None = None, *, step_timeout: float, max_restarts: int,
-        factory: str = FACTORY, name: str = "the engine core", devices: DeviceSlice = ALL_DEVICES,
-    ):  # fmt: skip
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        step_timeout: float,
+        max_restarts: int,
+        factory: str = FACTORY,
+        name: str = "the engine core",
+        devices: DeviceSlice = ALL_DEVICES,
+    ):
         self._name, self._devices = name, devices
         self._progress = progress or (lambda stage, done, total: None)
         self._step_timeout = step_timeout

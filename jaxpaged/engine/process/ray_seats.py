@@ -15,9 +15,8 @@ import msgspec
 
 from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.engine.process.follower_process import FollowerChild, FollowerStart, versions
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.executor.device_slices import Host, this_host
-from jaxpaged.installed import how_to_install, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +137,7 @@ def opened_ray(num_cores: int = 1) -> Any:
                 f"data_parallel_size is {num_cores}, so several engine cores ask Ray for devices, but this machine is "
                 "in no Ray cluster. Run `ray start --head` first, or set RAY_ADDRESS."
             ) from error
-    ray.init(
-        address="local", include_dashboard=False, logging_level=logging.WARNING, _node_ip_address=LOOPBACK
-    )  # fmt: skip
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _node_ip_address=LOOPBACK)
     logger.info("there is no Ray cluster here, so one of this machine alone was started")
     return ray
 
@@ -175,9 +172,7 @@ def shortage(
     share: Mapping[str, float], size: int, own: str, nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]
 ) -> str:
     """What is needed, what each node has, and what is free, as a few sentences."""
-    has = [
-        f"{node['NodeManagerAddress']} has {amounts(share, node['Resources'])}" for node in nodes if node["Alive"]
-    ]  # fmt: skip
+    has = [f"{node['NodeManagerAddress']} has {amounts(share, node['Resources'])}" for node in nodes if node["Alive"]]
     return (
         f"each needs {amounts(share, share)}, and the first must be on this node, {own}. Of the cluster's nodes, "
         f"{'; '.join(has) or 'none is alive'}; free are {amounts(share, free)} of the "

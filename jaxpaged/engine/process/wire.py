@@ -1,7 +1,7 @@
 """What front ends and an engine core in another process say to each other.
 
-A message is a frame with its kind, followed by the frames of a value (`jaxpaged/frames.py`). This module knows no
-sockets.
+A message is a frame with its kind, followed by the frames of a value (`jaxpaged/encoding/frames.py`). This module
+knows no sockets.
 """
 
 from collections.abc import Callable

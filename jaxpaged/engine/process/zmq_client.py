@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.rest import Rest
 from jaxpaged.errors import EngineDeadError, EngineError, error_named
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
 
 HELLO_INTERVAL, LONGEST_HELLO_INTERVAL = 0.1, 1.0

@@ -82,8 +82,19 @@ def command_line() -> Parser:
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}", help=argparse.SUPPRESS)
     commands = parser.add_commands(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
     for command in (
-        generate, chat, serve, proxy, bench, compile_command, plan, convert, buckets, kv, models, collect_env,
-    ):  # fmt: skip
+        generate,
+        chat,
+        serve,
+        proxy,
+        bench,
+        compile_command,
+        plan,
+        convert,
+        buckets,
+        kv,
+        models,
+        collect_env,
+    ):
         command.add_parser(commands)
     parser.epilog = overview({each.dest: each.help or "" for each in commands._choices_actions})
     return parser
@@ -93,10 +104,17 @@ def overview(commands: Mapping[str, str]) -> str:
     """What there is, by name: first what one needs first."""
     line = "  {:<12} {}".format
     further = [line(name, help) for name, help in commands.items() if name not in FIRST_COMMANDS]
-    return "\n".join([
-        "first steps:", *(line(name, commands[name]) for name in FIRST_COMMANDS), "", "further commands:", *further, "",
-        "jaxpaged COMMAND --help tells more of one; jaxpaged --version tells the version.",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "first steps:",
+            *(line(name, commands[name]) for name in FIRST_COMMANDS),
+            "",
+            "further commands:",
+            *further,
+            "",
+            "jaxpaged COMMAND --help tells more of one; jaxpaged --version tells the version.",
+        ]
+    )
 
 
 def explanation(error: Exception) -> str:

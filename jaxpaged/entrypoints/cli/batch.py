@@ -28,9 +28,12 @@ class Batch:
     """The prompts of one command. A request's id is the index of its prompt."""
 
     def __init__(
-        self, engine: Engine, results: Results, progress: ProgressLine,
+        self,
+        engine: Engine,
+        results: Results,
+        progress: ProgressLine,
         params_of: Callable[[Mapping[str, Any], bool], Any],
-    ):  # fmt: skip
+    ):
         """`params_of` makes of the given sampling parameters what the engine takes, for a chat or for a text."""
         self.engine = engine
         self.results = results
@@ -105,8 +108,11 @@ class Batch:
         if self.num_cut:
             limits = " or ".join(map(str, sorted(set(self.limits.values()))))
             were = "1 answer was" if self.num_cut == 1 else f"{self.num_cut} answers were"
-            complain("jaxpaged generate", f"{were} cut after {limits} tokens. For longer ones: --max-tokens N, or none "
-                     "for as many as the context holds.")  # fmt: skip
+            complain(
+                "jaxpaged generate",
+                f"{were} cut after {limits} tokens. For longer ones: --max-tokens N, or none "
+                "for as many as the context holds.",
+            )
 
     def _fail(self, index: int, error: str) -> None:
         self.progress.close()

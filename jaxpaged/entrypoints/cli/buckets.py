@@ -30,14 +30,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--log", required=True, metavar="FILE", help="a step log of jaxpaged generate --step-log")
     parser.add_argument("--programs", required=True, type=whole_number, metavar="N", help="how many sizes at most")
     parser.add_argument(
-        "--largest", type=whole_number, metavar="N",
+        "--largest",
+        type=whole_number,
+        metavar="N",
         help="the largest size, as max_num_batched_tokens (default: that of the log)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--multiple-of", type=whole_number, metavar="N",
+        "--multiple-of",
+        type=whole_number,
+        metavar="N",
         help="sizes are multiples of this: matrix units work in tiles (default: 8, or what the log's own sizes "
         "share with it)",
-    )  # fmt: skip
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     parser.set_defaults(run=run, command_parser=parser)
 

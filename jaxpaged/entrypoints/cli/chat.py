@@ -46,10 +46,16 @@ def add_parser(commands: Any) -> None:
     )
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message for the conversation")
-    parser.add_argument("--url", metavar="URL", help="address of a server with OpenAI's API; MODEL is then a name that "
-                        "it knows (default: its first)")  # fmt: skip
-    parser.add_argument("--api-key", metavar="KEY", help="API key for --url or --server (default for --url: "
-                        "OPENAI_API_KEY of the environment)")  # fmt: skip
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="address of a server with OpenAI's API; MODEL is then a name that it knows (default: its first)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="API key for --url or --server (default for --url: OPENAI_API_KEY of the environment)",
+    )
     parser.add_argument("--no-history", action="store_true", help="do not keep what is typed for the next time")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_server_flags(parser)

@@ -68,8 +68,10 @@ def command(conversation: Conversation, word: str, rest: str) -> bool:
         case "/bye":
             raise Leave
         case "/help":
-            say(*(f"{name:<9} {text}" for name, text in COMMANDS.items()), f'{QUOTES:<9} begins and ends a message of '
-                "several lines")  # fmt: skip
+            say(
+                *(f"{name:<9} {text}" for name, text in COMMANDS.items()),
+                f"{QUOTES:<9} begins and ends a message of several lines",
+            )
         case "/clear":
             conversation.clear(conversation.system)
         case "/system":

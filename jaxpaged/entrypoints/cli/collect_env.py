@@ -19,15 +19,53 @@ from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes, output_of
 
 PACKAGES = (
-    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "llvmlite", "flax", "numpy", "ml_dtypes",
-    "transformers", "tokenizers", "safetensors", "huggingface_hub", "orbax-checkpoint", "llguidance", "msgspec",
-    "pyzmq", "starlette", "uvicorn", "httptools", "uvloop", "grpcio", "protobuf", "ray", "redis", "obstore",
-    "matplotlib", "jax-triton", "triton", "torch",
-)  # fmt: skip
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "llvmlite",
+    "flax",
+    "numpy",
+    "ml_dtypes",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "orbax-checkpoint",
+    "llguidance",
+    "msgspec",
+    "pyzmq",
+    "starlette",
+    "uvicorn",
+    "httptools",
+    "uvloop",
+    "grpcio",
+    "protobuf",
+    "ray",
+    "redis",
+    "obstore",
+    "matplotlib",
+    "jax-triton",
+    "triton",
+    "torch",
+)
 VARIABLES = (
-    "JAX_", "XLA_", "TPU_", "LIBTPU_", "CUDA_VISIBLE", "CUDA_HOME", "LD_LIBRARY_PATH", "NVIDIA_VISIBLE", "OMP_",
-    "HF_HOME", "HF_HUB_", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_OFFLINE", "XDG_CACHE_HOME",
-)  # fmt: skip
+    "JAX_",
+    "XLA_",
+    "TPU_",
+    "LIBTPU_",
+    "CUDA_VISIBLE",
+    "CUDA_HOME",
+    "LD_LIBRARY_PATH",
+    "NVIDIA_VISIBLE",
+    "OMP_",
+    "HF_HOME",
+    "HF_HUB_",
+    "HUGGINGFACE_HUB_CACHE",
+    "TRANSFORMERS_OFFLINE",
+    "XDG_CACHE_HOME",
+)
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY")
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 DEVICES = """

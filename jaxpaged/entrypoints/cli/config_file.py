@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import all_options
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
 from jaxpaged.entrypoints.cli.values import converter, spelled
 from jaxpaged.errors import ConfigError, did_you_mean
-from jaxpaged.vllm_options import FOREIGN_OPTIONS
 
 
 def read_config_file(

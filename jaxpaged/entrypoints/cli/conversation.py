@@ -117,8 +117,11 @@ class Conversation:
         """What there is to say about an answer, on standard error."""
         limit = self.answers.default_max_tokens
         if answer.finish_reason == "length" and "max_tokens" not in self.given and limit is not None:
-            complain("jaxpaged chat", f"the answer was cut after {limit} tokens. For longer ones: /set max_tokens N, "
-                     "or none for as many as the context holds (--max-tokens).")  # fmt: skip
+            complain(
+                "jaxpaged chat",
+                f"the answer was cut after {limit} tokens. For longer ones: /set max_tokens N, "
+                "or none for as many as the context holds (--max-tokens).",
+            )
         if sys.stdin.isatty() and answer.speed():
             print(styled(f"({answer.speed()})", "dim", sys.stderr), file=sys.stderr, flush=True)
 

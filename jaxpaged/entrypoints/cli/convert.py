@@ -20,11 +20,16 @@ def add_parser(commands: Any) -> None:
         epilog="The folder is a model by itself: jaxpaged generate --model FOLDER.",
     )
     add_model_argument(parser)
-    parser.add_argument("-m", "--model", default=argparse.SUPPRESS, metavar="TEXT",
-                        help=f"the same (default: {EMBEDDED_MODEL})")  # fmt: skip
+    parser.add_argument(
+        "-m", "--model", default=argparse.SUPPRESS, metavar="TEXT", help=f"the same (default: {EMBEDDED_MODEL})"
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="a new or empty folder to write to")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
-                        help="type of the written weights (default: the model's)")  # fmt: skip
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="type of the written weights (default: the model's)",
+    )
     parser.add_argument("--revision", help="branch, tag or commit of the model on the hub")
     parser.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")

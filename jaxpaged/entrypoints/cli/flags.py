@@ -13,24 +13,41 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxpaged.config import all_options
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS, ForeignOption
 from jaxpaged.entrypoints.cli.command_words import plain_words
 from jaxpaged.entrypoints.cli.help_pages import WORD_FLAG, HelpAbout, page
 from jaxpaged.entrypoints.cli.values import SUFFIXES, converter, essential_type, json_or_text, spelled
 from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
-from jaxpaged.vllm_options import FOREIGN_OPTIONS, ForeignOption
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 SHORT_FLAGS = {
-    "model": ["-m"], "tensor_parallel_size": ["-tp"], "quantization": ["-q"], "n": ["-n"],
-    "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"], "decode_context_parallel_size": ["-dcp"],
-    "prefill_context_parallel_size": ["-pcp"], "enable_expert_parallel": ["-ep"], "optimization_level": ["-O"],
-    "data_parallel_rank": ["-dpn"], "data_parallel_start_rank": ["-dpr"], "data_parallel_size_local": ["-dpl"],
-    "data_parallel_address": ["-dpa"], "data_parallel_rpc_port": ["-dpp"], "data_parallel_backend": ["-dpb"],
-    "data_parallel_hybrid_lb": ["-dph"], "data_parallel_external_lb": ["-dpe"],
-    "data_parallel_multi_port_external_lb": ["-dpm"], "speculative_config": ["-sc"], "compilation_config": ["-cc"],
-    "attention_config": ["-ac"], "diffusion_config": ["-dc"], "api_server_count": ["-asc"], "node_rank": ["-r"],
-}  # fmt: skip
+    "model": ["-m"],
+    "tensor_parallel_size": ["-tp"],
+    "quantization": ["-q"],
+    "n": ["-n"],
+    "pipeline_parallel_size": ["-pp"],
+    "data_parallel_size": ["-dp"],
+    "decode_context_parallel_size": ["-dcp"],
+    "prefill_context_parallel_size": ["-pcp"],
+    "enable_expert_parallel": ["-ep"],
+    "optimization_level": ["-O"],
+    "data_parallel_rank": ["-dpn"],
+    "data_parallel_start_rank": ["-dpr"],
+    "data_parallel_size_local": ["-dpl"],
+    "data_parallel_address": ["-dpa"],
+    "data_parallel_rpc_port": ["-dpp"],
+    "data_parallel_backend": ["-dpb"],
+    "data_parallel_hybrid_lb": ["-dph"],
+    "data_parallel_external_lb": ["-dpe"],
+    "data_parallel_multi_port_external_lb": ["-dpm"],
+    "speculative_config": ["-sc"],
+    "compilation_config": ["-cc"],
+    "attention_config": ["-ac"],
+    "diffusion_config": ["-dc"],
+    "api_server_count": ["-asc"],
+    "node_rank": ["-r"],
+}
 # Every sampling parameter but `output_kind`, which the command decides, `stream_interval`, which is the engine's flag,
 # and those that the engine fills in.
 SAMPLING_HELP = {
@@ -125,14 +142,20 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """MODEL as an argument, which means what --model means; `engine_options` reads both."""
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL",
-                        help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model")  # fmt: skip
+    parser.add_argument(
+        "model_argument",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder in Hugging Face format, a hub id, or 'demo'; the same as --model",
+    )
 
 
 def add_engine_flags(
-    parser: argparse._ActionsContainer, *, file_holds: str | None = "engine options",
+    parser: argparse._ActionsContainer,
+    *,
+    file_holds: str | None = "engine options",
     own_names: Mapping[str, str] = FLAGS_OF_THEIR_OWN,
-) -> None:  # fmt: skip
+) -> None:
     """A flag for every option of the engine, called by `own_names` if it is there, and --config, unless `file_holds`
     nothing."""
     if file_holds is not None:
@@ -147,9 +170,14 @@ def add_engine_flags(
             name = own_names.get(option.name, option.name)
             is_free = name != option.name and "--" + option.name not in parser._option_string_actions
             add_flag(
-                group, name, option.type, help, choices and (*choices, *map(str, aliases)), aliases,
+                group,
+                name,
+                option.type,
+                help,
+                choices and (*choices, *map(str, aliases)),
+                aliases,
                 synonyms=[option.name] if is_free else (),
-            )  # fmt: skip
+            )
     add_foreign_flags(parser)
 
 
@@ -194,9 +222,16 @@ class Several(argparse.Action):
 
 
 def add_flag(
-    group: Any, name: str, annotation: Any, help: str, choices: tuple[str, ...] | None,
-    aliases: Mapping[Any, Any] | None = None, *, several: bool = False, synonyms: Sequence[str] = (),
-) -> None:  # fmt: skip
+    group: Any,
+    name: str,
+    annotation: Any,
+    help: str,
+    choices: tuple[str, ...] | None,
+    aliases: Mapping[Any, Any] | None = None,
+    *,
+    several: bool = False,
+    synonyms: Sequence[str] = (),
+) -> None:
     """One option as a flag, with further names of it. With `several` a list may be given as words too, as vLLM's server
     takes it."""
     flags = [*SHORT_FLAGS.get(name, []), *("--" + each.replace("_", "-") for each in (name, *synonyms))]

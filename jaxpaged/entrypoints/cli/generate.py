@@ -59,10 +59,16 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; standard input if there is none")
-    parser.add_argument("--file", metavar="FILE",
-                        help="file with one prompt a line, or with JSON lines; - is standard input")  # fmt: skip
-    parser.add_argument("--prompt-file", metavar="FILE", action="append", default=[],
-                        help="file whose whole text is one prompt; - is standard input; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--file", metavar="FILE", help="file with one prompt a line, or with JSON lines; - is standard input"
+    )
+    parser.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="file whose whole text is one prompt; - is standard input; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for every answer")
     parser.add_argument("--raw", action="store_true", help="continue the text, without the model's chat template")
     parser.add_argument("--json-schema", metavar="FILE", help="file with a JSON schema that every answer follows")

@@ -88,8 +88,11 @@ def is_about(group: argparse._ArgumentGroup, option: argparse.Action, word: str)
 
 def way_to_others(groups: Mapping[argparse._ArgumentGroup, Collection[argparse.Action]], total: int) -> str:
     """How the options are seen that are not shown."""
-    topics = [f"{topic_of(group)} ({len(options)})" for group, options in groups.items() if options and group.title
-              not in ("positional arguments", "options")]  # fmt: skip
+    topics = [
+        f"{topic_of(group)} ({len(options)})"
+        for group, options in groups.items()
+        if options and group.title not in ("positional arguments", "options")
+    ]
     return f"--help=all shows all {total} options, --help=WORD those about a word. Topics: {', '.join(topics)}."
 
 

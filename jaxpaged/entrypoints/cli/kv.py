@@ -50,9 +50,12 @@ def add_parser(commands: Any) -> None:
     add_actions(actions)
     for parser in (verifying, pruning):
         parser.add_argument(
-            "--namespace", action="append", default=[], metavar="DIGITS",
+            "--namespace",
+            action="append",
+            default=[],
+            metavar="DIGITS",
             help="this one only, by its first digits; may be given several times (default: all)",
-        )  # fmt: skip
+        )
 
 
 def add_action(

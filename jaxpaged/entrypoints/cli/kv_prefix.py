@@ -30,25 +30,37 @@ example:
 
 def add_actions(actions: Any) -> None:
     """`export` and `import` among the actions of `jaxpaged kv`."""
-    export: Parser = actions.add_parser("export", help="compute a prompt and write its keys and values to a file",
-                                        epilog=EXPORT_EPILOG)  # fmt: skip
+    export: Parser = actions.add_parser(
+        "export", help="compute a prompt and write its keys and values to a file", epilog=EXPORT_EPILOG
+    )
     export.add_argument("prompts", nargs="*", metavar="PROMPT", help="the prompt; standard input if there is none")
     export.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="a .safetensors file")
     export.add_argument(
         "--file", metavar="FILE", help='a line of JSON with "prompt" or "messages"; - is standard input'
     )
-    export.add_argument("--prompt-file", metavar="FILE", action="append", default=[],
-                        help="the prompt is the whole text of a file; - is standard input")  # fmt: skip
+    export.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="the prompt is the whole text of a file; - is standard input",
+    )
     export.add_argument("--raw", action="store_true", help="continue the text without the model's chat template")
     export.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_engine_flags(export)
     export.set_defaults(run=run_export, command_parser=export)
-    importing: Parser = actions.add_parser("import", help="put such a file into the folder of a disk tier",
-                                           epilog=IMPORT_EPILOG)  # fmt: skip
+    importing: Parser = actions.add_parser(
+        "import", help="put such a file into the folder of a disk tier", epilog=IMPORT_EPILOG
+    )
     importing.add_argument("file", metavar="FILE", type=Path, help="what export wrote")
     importing.add_argument("path", metavar="PATH", type=Path, help="the folder of a disk tier")
-    importing.add_argument("--max-size", type=whole_number, metavar="BYTES", default=NO_LIMIT,
-                           help="what the folder may hold, such as 100G (default: no limit)")  # fmt: skip
+    importing.add_argument(
+        "--max-size",
+        type=whole_number,
+        metavar="BYTES",
+        default=NO_LIMIT,
+        help="what the folder may hold, such as 100G (default: no limit)",
+    )
     importing.add_argument(
         "--secret-file", metavar="FILE", help="a file with the secret that the pages are signed with"
     )

@@ -12,9 +12,9 @@ from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_a
 from jaxpaged.entrypoints.cli.values import whole_number
 
 if TYPE_CHECKING:
+    from jaxpaged.config.plan import Plan
     from jaxpaged.entrypoints.pictures.kv_trace_report import TraceResult
     from jaxpaged.kv_store.trace import TracedRequest
-    from jaxpaged.plan import Plan
 
 SIZES = [1 << power for power in (30, 32, 34, 36, 38, 40)]
 BANDWIDTH = 10 * 2**30
@@ -46,21 +46,38 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     add_model_argument(parser)
-    parser.add_argument("--target", required=True, metavar="TARGET",
-                        help="a TPU slice such as v6e-8 or v6e:2x4, or GPUs such as h100:8")  # fmt: skip
+    parser.add_argument(
+        "--target", required=True, metavar="TARGET", help="a TPU slice such as v6e-8 or v6e:2x4, or GPUs such as h100:8"
+    )
     parser.add_argument("--no-compile", action="store_true", help="estimate from shapes, in a second")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     parser.add_argument("--chart", metavar="FILE", help="draw the memory of a device as a picture (.png, .svg, .pdf)")
-    parser.add_argument("--save", metavar="FOLDER",
-                        help="compile all programs and keep them as a bundle for the target's --bundle")  # fmt: skip
-    parser.add_argument("--kv-trace", metavar="FILE", type=Path,
-                        help="simulate tiers of kv_offload under a trace in Mooncake's format")  # fmt: skip
-    parser.add_argument("--kv-sizes", metavar="BYTES,...", type=sizes, default=argparse.SUPPRESS,
-                        help="with --kv-trace: sizes of the tier (default: 1G,4G,16G,64G,256G,1024G)")  # fmt: skip
-    parser.add_argument("--kv-bandwidth", metavar="BYTES", type=whole_number, default=argparse.SUPPRESS,
-                        help="with --kv-trace: bytes a second that a load brings (default: 10G)")  # fmt: skip
-    parser.add_argument("--kv-chart", metavar="FILE", default=argparse.SUPPRESS,
-                        help="with --kv-trace: draw hit rate and saved time by size (.png, .svg, .pdf)")  # fmt: skip
+    parser.add_argument(
+        "--save", metavar="FOLDER", help="compile all programs and keep them as a bundle for the target's --bundle"
+    )
+    parser.add_argument(
+        "--kv-trace", metavar="FILE", type=Path, help="simulate tiers of kv_offload under a trace in Mooncake's format"
+    )
+    parser.add_argument(
+        "--kv-sizes",
+        metavar="BYTES,...",
+        type=sizes,
+        default=argparse.SUPPRESS,
+        help="with --kv-trace: sizes of the tier (default: 1G,4G,16G,64G,256G,1024G)",
+    )
+    parser.add_argument(
+        "--kv-bandwidth",
+        metavar="BYTES",
+        type=whole_number,
+        default=argparse.SUPPRESS,
+        help="with --kv-trace: bytes a second that a load brings (default: 10G)",
+    )
+    parser.add_argument(
+        "--kv-chart",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="with --kv-trace: draw hit rate and saved time by size (.png, .svg, .pdf)",
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     add_engine_flags(parser)
     parser.set_defaults(run=run, command_parser=parser)
@@ -82,10 +99,13 @@ def run(args: argparse.Namespace) -> int:
     progress = ProgressLine()
     try:
         plan = plan_engine(
-            EngineConfig.from_options(**options), args.target,
-            compile=not args.no_compile, output=output, progress=progress.update,
+            EngineConfig.from_options(**options),
+            args.target,
+            compile=not args.no_compile,
+            output=output,
+            progress=progress.update,
             choose_split="tensor_parallel_size" not in options,
-        )  # fmt: skip
+        )
     finally:
         progress.close()
     result = trace_result(args, plan, requests) if requests else None

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from jaxpaged.entrypoints.proxy.backends import Backends
 
 SERVER_OPTIONS = (
-    "host", "port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs", "api_key", "api_key_file",
-    "max_body_bytes", "max_connections",
-)  # fmt: skip
+    "host",
+    "port",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "api_key",
+    "api_key_file",
+    "max_body_bytes",
+    "max_connections",
+)
 """Those of the server's options that the proxy has too."""
 EPILOG = """\
 Prompts of completions and chats are computed by prefill engines. Short ones go to a decode engine straight away, and so
@@ -43,23 +51,32 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prefill", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_producer")
     parser.add_argument("--decode", nargs="+", default=[], metavar="URL", help="engines with --kv-role kv_consumer")
     parser.add_argument(
-        "--start", metavar="XPYD",
+        "--start",
+        metavar="XPYD",
         help="in place of both: start X engines for prompts and Y that generate here, such as 1p1d, which end with the "
         "proxy",
-    )  # fmt: skip
-    parser.add_argument("serve", nargs="*", metavar="-- ARGUMENT",
-                        help="what each engine of --start is given: arguments of jaxpaged serve")  # fmt: skip
+    )
     parser.add_argument(
-        "--min-prefill-tokens", type=int, default=256, metavar="N",
+        "serve",
+        nargs="*",
+        metavar="-- ARGUMENT",
+        help="what each engine of --start is given: arguments of jaxpaged serve",
+    )
+    parser.add_argument(
+        "--min-prefill-tokens",
+        type=int,
+        default=256,
+        metavar="N",
         help="shorter prompts, at about 4 bytes a token, go to decode engines straight away (default: 256)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="seconds an answer may take (default: 3600)"
     )
     parser.add_argument(
-        "--wait-for-prefill", action="store_true",
+        "--wait-for-prefill",
+        action="store_true",
         help="ask a decode engine once a prompt is computed; by default it fetches what there is of it meanwhile",
-    )  # fmt: skip
+    )
     add_server_flags(parser)
     group = parser.add_argument_group("engines at https://")
     group.add_argument(
@@ -81,8 +98,14 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     for option in dataclasses.fields(ServerOptions):
         if option.name in SERVER_OPTIONS:
-            add_flag(group, option.name, option.type, option.metadata["help"] + shown_default(option.default),
-                     option.metadata.get("choices"), several=True)  # fmt: skip
+            add_flag(
+                group,
+                option.name,
+                option.type,
+                option.metadata["help"] + shown_default(option.default),
+                option.metadata.get("choices"),
+                several=True,
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,10 +139,14 @@ def serve(args: argparse.Namespace) -> int:
 
     async def run_until_stopped() -> None:
         proxy = Proxy(
-            prefill, decode, least=args.min_prefill_tokens, timeout=args.timeout,
-            has_key=args.engine_key_file is not None, max_body_bytes=options.max_body_bytes,
+            prefill,
+            decode,
+            least=args.min_prefill_tokens,
+            timeout=args.timeout,
+            has_key=args.engine_key_file is not None,
+            max_body_bytes=options.max_body_bytes,
             waits=args.wait_for_prefill,
-        )  # fmt: skip
+        )
         listener = Listener(
             create_app(proxy, keys), bound, max_header_bytes=1 << 16, max_connections=options.max_connections, tls=tls
         )

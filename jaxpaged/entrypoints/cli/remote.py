@@ -23,8 +23,12 @@ SERVER_FLAGS = ("api_key_file", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyf
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a server in place of an engine")
-    group.add_argument("--server", metavar="HOST:PORT", help="address of a server that was started with --grpc-port, "
-                       "or unix:PATH; it answers, and a model is a name that it knows (extra grpc)")  # fmt: skip
+    group.add_argument(
+        "--server",
+        metavar="HOST:PORT",
+        help="address of a server that was started with --grpc-port, "
+        "or unix:PATH; it answers, and a model is a name that it knows (extra grpc)",
+    )
     group.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the server's API key")
     group.add_argument("--ssl", action="store_true", help="use TLS, and trust the well-known authorities")
     group.add_argument("--ssl-ca-certs", metavar="FILE", help="use TLS, and trust the authorities in this file (PEM)")

@@ -188,9 +188,16 @@ class GrowingOutput:
     def _output(self) -> RequestOutput:
         outputs = [self._sequences[index] for index in sorted(self._sequences)]
         return RequestOutput(
-            self._request_id, None, self._prompt_ids, self._prompt_logprobs, outputs, self.finished, None,
-            self._num_cached, self._error,
-        )  # fmt: skip
+            self._request_id,
+            None,
+            self._prompt_ids,
+            self._prompt_logprobs,
+            outputs,
+            self.finished,
+            None,
+            self._num_cached,
+            self._error,
+        )
 
 
 def empty(index: int) -> CompletionOutput:

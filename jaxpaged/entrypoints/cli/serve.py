@@ -28,8 +28,7 @@ from jaxpaged.entrypoints.cli.flags import (
 from jaxpaged.entrypoints.cli.start_report import StartReport
 from jaxpaged.entrypoints.cli.terminal import ERASE_LINE
 from jaxpaged.entrypoints.cli.values import whole_number
-from jaxpaged.errors import UsageError
-from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.errors import UsageError, how_to_install, is_installed
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.server import Sockets
@@ -78,8 +77,14 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("server")
     for option in dataclasses.fields(ServerOptions):
-        add_flag(group, option.name, option.type, option.metadata["help"] + shown_default(option.default),
-                 option.metadata.get("choices"), several=True)  # fmt: skip
+        add_flag(
+            group,
+            option.name,
+            option.type,
+            option.metadata["help"] + shown_default(option.default),
+            option.metadata.get("choices"),
+            several=True,
+        )
     add_foreign_flags(parser, FOREIGN_SERVER_OPTIONS)
 
 

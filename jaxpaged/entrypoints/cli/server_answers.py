@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxpaged.entrypoints.cli.conversation import Answer
-from jaxpaged.errors import RequestError, ServerError, UsageError
-from jaxpaged.text_checks import shown_option
+from jaxpaged.errors import RequestError, ServerError, UsageError, shown_option
 
 MAX_ERROR_BYTES = 4096
 TOGETHER = 0.001

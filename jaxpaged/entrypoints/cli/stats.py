@@ -12,9 +12,13 @@ Line = tuple[str, str]
 
 
 def print_stats(
-    outputs: Sequence[RequestOutput], started: float, ended: float, executor: Mapping[str, Any], waits: ProgramWaits,
+    outputs: Sequence[RequestOutput],
+    started: float,
+    ended: float,
+    executor: Mapping[str, Any],
+    waits: ProgramWaits,
     stream: TextIO | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Lines `name  value` on standard error. `started` and `ended` are seconds since the epoch, like request times."""
     stream = stream or sys.stderr
     for name, value in [*request_lines(outputs, started, ended, waits), *executor_lines(executor)]:

@@ -82,5 +82,6 @@ def fitted_line(line: str, columns: int) -> list[str]:
         return [line]
     second = re.match(r"\s*\S+(?: \S+)*  +(?=\S)", line)
     indent = second.end() if second else len(line) - len(line.lstrip())
-    return textwrap.wrap(line, columns, subsequent_indent=" " * min(indent, columns // 2), break_long_words=False,
-                         break_on_hyphens=False)  # fmt: skip
+    return textwrap.wrap(
+        line, columns, subsequent_indent=" " * min(indent, columns // 2), break_long_words=False, break_on_hyphens=False
+    )

@@ -108,9 +108,12 @@ class Responses:
             text = each.decoded_token or ""
             own = self._tokenizer.bytes_of(token_id, text) if each.decoded_token is not None else b""
             message.candidates.add(
-                token_id=token_id, logprob=each.logprob, rank=each.rank or 0, token=text,
+                token_id=token_id,
+                logprob=each.logprob,
+                rank=each.rank or 0,
+                token=text,
                 token_bytes=own if own != text.encode() else b"",
-            )  # fmt: skip
+            )
         return message
 
 

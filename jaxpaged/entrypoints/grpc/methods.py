@@ -25,7 +25,7 @@ from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.transport.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.transport.trace_context import enter_trace
 
-SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 CLIENT_LEFT = "CANCELLED"
 JSON_SIZE = 3
 """A request is so many times as long in JSON, about: token ids take two bytes here. By that it is known for long."""
@@ -78,9 +78,10 @@ class Access:
         key = token.strip() if scheme.lower() == "bearer" else metadata.get("x-api-key", "")
         if not self._ring.admits(str(key)):
             raise HttpError(
-                401, "The API key is missing or wrong. Send it in the metadata 'authorization: Bearer KEY' or "
+                401,
+                "The API key is missing or wrong. Send it in the metadata 'authorization: Bearer KEY' or "
                 "'x-api-key: KEY'.",
-            )  # fmt: skip
+            )
         return digest(str(key)).hex()
 
 

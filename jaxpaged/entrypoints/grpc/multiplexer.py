@@ -139,10 +139,16 @@ class Multiplexer:
             await self._let_go(request)
             return
         if len(self._tasks) >= MAX_OPEN:
-            await self._say_last(request_id, error=told(HttpError(
-                429, f"{MAX_OPEN} requests are under way on this stream. Wait until one is done.",
-                headers={"Retry-After": "1"},
-            ))[1])  # fmt: skip
+            await self._say_last(
+                request_id,
+                error=told(
+                    HttpError(
+                        429,
+                        f"{MAX_OPEN} requests are under way on this stream. Wait until one is done.",
+                        headers={"Retry-After": "1"},
+                    )
+                )[1],
+            )
             await self._let_go(request)
             return
         call = self._calls[request_id] = Call()

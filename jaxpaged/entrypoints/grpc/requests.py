@@ -24,10 +24,25 @@ NAMES = {
 """What the HTTP server calls a field -> what it is called here."""
 SIDES = {pb.TRUNCATION_SIDE_UNSPECIFIED: None, pb.TRUNCATION_SIDE_LEFT: "left", pb.TRUNCATION_SIDE_RIGHT: "right"}
 PLAIN = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "include_stop_str_in_output", "ignore_eos", "prompt_logprobs",
-    "skip_special_tokens", "spaces_between_special_tokens", "thinking_token_budget", "stream_interval",
-)  # fmt: skip
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "thinking_token_budget",
+    "stream_interval",
+)
 LISTS = ("stop", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_token_ids")
 
 
@@ -41,17 +56,19 @@ def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatC
     params = request.sampling_params
     if params.prompt_logprobs and not request.final_only:
         raise HttpError(
-            400, f"prompt_logprobs is {params.prompt_logprobs}, but responses come as they are made. Set final_only.",
+            400,
+            f"prompt_logprobs is {params.prompt_logprobs}, but responses come as they are made. Set final_only.",
             "prompt_logprobs",
-        )  # fmt: skip
+        )
     values |= sampling_values(params)
     if request.HasField("kv_transfer_params"):
         values["kv_transfer_params"] = plain(request.kv_transfer_params)
         if values["kv_transfer_params"].get("do_remote_decode") and not request.final_only:
             raise HttpError(
-                400, "kv_transfer_params has do_remote_decode, but responses come as they are made. Set final_only.",
+                400,
+                "kv_transfer_params has do_remote_decode, but responses come as they are made. Set final_only.",
                 "kv_transfer_params",
-            )  # fmt: skip
+            )
     if kind != "chat":
         if params.HasField("logprobs"):
             values["logprobs"] = params.logprobs

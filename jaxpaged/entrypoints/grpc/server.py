@@ -144,9 +144,11 @@ def grpc_credentials(tls: Mapping[str, Any]) -> Any:
     certificate, key, authorities = (tls[f"ssl_{name}"] for name in ("certfile", "keyfile", "ca_certs"))
     chain = Path(certificate).read_bytes()
     return server_credentials(
-        chain, Path(key).read_bytes() if key else chain, Path(authorities).read_bytes() if authorities else None,
+        chain,
+        Path(key).read_bytes() if key else chain,
+        Path(authorities).read_bytes() if authorities else None,
         require_client=tls["ssl_cert_reqs"] == ssl.CERT_REQUIRED,
-    )  # fmt: skip
+    )
 
 
 def server_credentials(

@@ -94,9 +94,11 @@ class Admin:
         those that run computed again."""
         if flag(request, "reset_external"):
             raise HttpError(
-                400, "reset_external is true, but KV tiers are not emptied here. Leave it out; 'jaxpaged kv' shows and "
-                "prunes what they hold.", "reset_external",
-            )  # fmt: skip
+                400,
+                "reset_external is true, but KV tiers are not emptied here. Leave it out; 'jaxpaged kv' shows and "
+                "prunes what they hold.",
+                "reset_external",
+            )
         done = await self._service.engine.reset_prefix_cache(flag(request, "reset_running_requests"))
         return json_response({"success": done})
 

@@ -186,9 +186,14 @@ def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
 
 
 def application(
-    endpoints: Sequence[Endpoint], service: Service, keys: Sequence[str], *, local: bool,
-    origins: Sequence[str] = (), pages: Sequence[Route] = (),
-) -> Starlette:  # fmt: skip
+    endpoints: Sequence[Endpoint],
+    service: Service,
+    keys: Sequence[str],
+    *,
+    local: bool,
+    origins: Sequence[str] = (),
+    pages: Sequence[Route] = (),
+) -> Starlette:
     """`origins`: web pages that may ask. A browser's question whether it may needs no key, so it is answered first.
     `local`: see `CheckOrigins`. `pages` need no key either."""
     root = service.options.root_path
@@ -202,9 +207,12 @@ def application(
     handlers = {route.endpoint: route.path for route in routes}
     options = service.options
     counted = Middleware(
-        CountRequests, counts=service.requests, handlers=handlers, logged=options.access_log,
+        CountRequests,
+        counts=service.requests,
+        handlers=handlers,
+        logged=options.access_log,
         unlogged=options.disable_access_log_for_endpoints,
-    )  # fmt: skip
+    )
     every = ["*"]
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []

@@ -55,10 +55,16 @@ class Engine(AsyncEngineControl, Protocol):
         ...
 
     def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0,
-        trace_headers: Mapping[str, str] | None = None, group: str | None = None,
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        group: str | None = None,
         data_parallel_rank: int | None = None,
-    ) -> AsyncGenerator[PoolingRequestOutput]:  # fmt: skip
+    ) -> AsyncGenerator[PoolingRequestOutput]:
         """The one result of a prompt, with the behaviour of `generate`."""
         ...
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.config.option_checks import checked, option
+from jaxpaged.config.vllm_options import without_neutral
 from jaxpaged.engine.observability.log_setup import FORMATS, LEVELS
 from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.errors import ConfigError
-from jaxpaged.option_checks import checked, option
 from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
-from jaxpaged.vllm_options import without_neutral
 
 
 @dataclass(frozen=True)
@@ -23,38 +23,55 @@ class ServerOptions:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 means every interface", not_empty=True)
     port: int = option(8000, "port to listen on; 0 takes any free one", minimum=0, maximum=65535)
     admin_port: int | None = option(
-        None, "port of the admin endpoints (sleep, reset_prefix_cache, ...), which listen on 127.0.0.1 only (default: "
-        "none)", minimum=0, maximum=65535,
-    )  # fmt: skip
+        None,
+        "port of the admin endpoints (sleep, reset_prefix_cache, ...), which listen on 127.0.0.1 only (default: none)",
+        minimum=0,
+        maximum=65535,
+    )
     uds: str | None = option(
-        None, "path of a Unix socket that replaces host and port; whoever may use the file may send requests",
+        None,
+        "path of a Unix socket that replaces host and port; whoever may use the file may send requests",
         not_empty=True,
-    )  # fmt: skip
+    )
     root_path: str = option("", "path under which a proxy publishes the server, such as /llm")
     ssl_certfile: str | None = option(
-        None, "file with the server's certificate (PEM); it switches on HTTPS", not_empty=True,
-    )  # fmt: skip
+        None,
+        "file with the server's certificate (PEM); it switches on HTTPS",
+        not_empty=True,
+    )
     ssl_keyfile: str | None = option(
-        None, "file with the certificate's key, where that is a file of its own", not_empty=True,
-    )  # fmt: skip
+        None,
+        "file with the certificate's key, where that is a file of its own",
+        not_empty=True,
+    )
     ssl_ca_certs: str | None = option(
-        None, "file with the authorities (PEM) that sign the clients' certificates", not_empty=True,
-    )  # fmt: skip
+        None,
+        "file with the authorities (PEM) that sign the clients' certificates",
+        not_empty=True,
+    )
     ssl_cert_reqs: int = option(
-        0, "client certificates: 0 not asked for, 1 checked if sent, 2 required", minimum=0, maximum=2,
-    )  # fmt: skip
+        0,
+        "client certificates: 0 not asked for, 1 checked if sent, 2 required",
+        minimum=0,
+        maximum=2,
+    )
     http: bool = option(True, "serve over HTTP; --no-http leaves gRPC only")
     grpc_port: int | None = option(
-        None, "port of the gRPC server on the same --host (extra grpc; default: none)", minimum=0, maximum=65535,
-    )  # fmt: skip
+        None,
+        "port of the gRPC server on the same --host (extra grpc; default: none)",
+        minimum=0,
+        maximum=65535,
+    )
     grpc_uds: str | None = option(None, "path of a Unix socket for the gRPC server", not_empty=True)
     grpc_admin_key_file: str | None = option(
         None, "file with one key a line for the gRPC service Admin; without it nobody may call that service"
     )
     page: bool = option(True, "serve a web page at / with a playground and a view of the engine")
     served_model_name: tuple[str, ...] | None = option(
-        None, "names that requests may use for the model; answers use the first", not_empty=True,
-    )  # fmt: skip
+        None,
+        "names that requests may use for the model; answers use the first",
+        not_empty=True,
+    )
     allowed_origins: tuple[str, ...] = option(
         (), "origins whose pages may call the API from a browser, such as https://my.site; * means all"
     )
@@ -65,62 +82,83 @@ class ServerOptions:
     max_body_bytes: int = option(16 * 2**20, "largest request body in bytes", minimum=1)
     max_header_bytes: int = option(64 * 2**10, "largest request line and headers in bytes", minimum=1024)
     max_connections: int = option(
-        4096, "most HTTP connections at a time, and as many of gRPC; beyond that, the one that has been idle longest "
-        "is closed", minimum=1,
-    )  # fmt: skip
+        4096,
+        "most HTTP connections at a time, and as many of gRPC; beyond that, the one that has been idle longest "
+        "is closed",
+        minimum=1,
+    )
     max_num_queued_reqs: int | None = option(
-        None, "most sequences that wait for the engine; further requests get 429 (default: no limit)", minimum=0,
-    )  # fmt: skip
+        None,
+        "most sequences that wait for the engine; further requests get 429 (default: no limit)",
+        minimum=0,
+    )
     max_num_queued_tokens: int | None = option(
-        None, "most prompt tokens that wait for the engine; further requests get 429 (default: no limit)", minimum=0,
-    )  # fmt: skip
+        None,
+        "most prompt tokens that wait for the engine; further requests get 429 (default: no limit)",
+        minimum=0,
+    )
     max_sequences_per_request: int = option(2048, "most sequences of one request: its prompts times n", minimum=1)
     max_answer_bytes: int = option(
-        256 * 2**20, "largest answer in bytes, estimated from max_tokens, n and log probabilities; streams have no "
-        "such limit", minimum=1,
-    )  # fmt: skip
+        256 * 2**20,
+        "largest answer in bytes, estimated from max_tokens, n and log probabilities; streams have no such limit",
+        minimum=1,
+    )
     shutdown_timeout: float = option(
-        30.0, "seconds that running requests get after SIGTERM; a second signal ends them at once", minimum=0,
-    )  # fmt: skip
+        30.0,
+        "seconds that running requests get after SIGTERM; a second signal ends them at once",
+        minimum=0,
+    )
     enable_prompt_tokens_details: bool = option(
         False, "report cached prompt tokens in usage; this tells clients what others have asked"
     )
     enable_force_include_usage: bool = option(False, "send usage with every chunk of a stream and at its end")
     enable_request_id_headers: bool = option(False, "send the header X-Request-Id with every answer")
     tool_call_parser: str | None = option(
-        None, "format in which the model writes tool calls, by vLLM's name: hermes, llama3_json, mistral, ... "
-        "(default: what the chat template shows)", not_empty=True,
-    )  # fmt: skip
+        None,
+        "format in which the model writes tool calls, by vLLM's name: hermes, llama3_json, mistral, ... "
+        "(default: what the chat template shows)",
+        not_empty=True,
+    )
     enable_auto_tool_choice: bool = option(
-        False, "let the model decide whether to call tools, and find the calls in its text; --tool-call-parser "
-        "implies it",
-    )  # fmt: skip
+        False,
+        "let the model decide whether to call tools, and find the calls in its text; --tool-call-parser implies it",
+    )
     reasoning_parser: str | None = option(
-        None, "format in which the model marks its thinking, by vLLM's name: qwen3, deepseek_r1, ... (default: "
-        "thinking is part of the content)", not_empty=True,
-    )  # fmt: skip
+        None,
+        "format in which the model marks its thinking, by vLLM's name: qwen3, deepseek_r1, ... (default: "
+        "thinking is part of the content)",
+        not_empty=True,
+    )
     max_stored_responses: int = option(
-        1000, "most responses of /v1/responses kept in memory; the oldest go first, and 0 keeps none", minimum=0,
-    )  # fmt: skip
+        1000,
+        "most responses of /v1/responses kept in memory; the oldest go first, and 0 keeps none",
+        minimum=0,
+    )
     max_stored_response_bytes: int = option(256 * 2**20, "most bytes of responses kept in memory", minimum=1)
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, "variables for the chat template, as JSON such as '{\"enable_thinking\": false}'; a request's own win"
     )
     trust_request_chat_template: bool = option(False, "accept chat templates from requests")
     sse_keep_alive_interval: float = option(
-        0.0, "seconds of silence after which a stream sends a comment, so that proxies keep it open; 0 sends none",
+        0.0,
+        "seconds of silence after which a stream sends a comment, so that proxies keep it open; 0 sends none",
         minimum=0,
-    )  # fmt: skip
+    )
     step_timeout: float = option(
-        300.0, "seconds without a sign of life after which the engine's process is replaced", above=0,
-    )  # fmt: skip
+        300.0,
+        "seconds without a sign of life after which the engine's process is replaced",
+        above=0,
+    )
     max_restarts: int = option(
-        5, "most replacements of a dead or hung engine within an hour; after that /health answers 503", minimum=0,
-    )  # fmt: skip
+        5,
+        "most replacements of a dead or hung engine within an hour; after that /health answers 503",
+        minimum=0,
+    )
     ready_when: str = option(
-        "compiled", "when /ready turns 200: 'compiled' waits for all programs of ordinary requests, 'serving' does "
-        "not", choices=("compiled", "serving"),
-    )  # fmt: skip
+        "compiled",
+        "when /ready turns 200: 'compiled' waits for all programs of ordinary requests, 'serving' does not",
+        choices=("compiled", "serving"),
+    )
     access_log: bool = option(True, "log path, status, id and duration of each request; bodies are never logged")
     disable_access_log_for_endpoints: tuple[str, ...] = option(
         (), "paths whose requests are not logged, such as /v1/models,/metrics"

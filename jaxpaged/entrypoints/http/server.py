@@ -121,9 +121,13 @@ def keys_in(file: str | None, option: str) -> list[str]:
 
 
 async def serve(
-    service: Service, sockets: Sockets, keys: Sequence[str] = (), grpc_admin_keys: Sequence[str] = (),
-    *, on_listening: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+    service: Service,
+    sockets: Sockets,
+    keys: Sequence[str] = (),
+    grpc_admin_keys: Sequence[str] = (),
+    *,
+    on_listening: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until a signal says otherwise; `on_listening` is called once nobody who connects is refused any more.
 
     Raises UsageError for an address that somebody took meanwhile.
@@ -167,9 +171,11 @@ def make_listeners(
         from jaxpaged.entrypoints.grpc.server import GrpcListener, grpc_credentials  # an extra
 
         credentials = grpc_credentials(sockets.tls)
-        listeners.append(GrpcListener(
-            service, addresses, keys=keys, admin_keys=grpc_admin_keys, credentials=credentials, max_connections=most
-        ))  # fmt: skip
+        listeners.append(
+            GrpcListener(
+                service, addresses, keys=keys, admin_keys=grpc_admin_keys, credentials=credentials, max_connections=most
+            )
+        )
     return listeners
 
 

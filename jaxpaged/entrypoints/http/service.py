@@ -23,7 +23,7 @@ from jaxpaged.entrypoints.http.generation.traffic import Traffic
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.transport.request_counts import RequestCounts
 from jaxpaged.entrypoints.http.transport.sse import EventStream, Pieces, answer_or_leave
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 COUNTED_CONTEXTS = 8
 """Texts whose tokens are only counted may be longer than the model takes, so many times."""
@@ -85,9 +85,12 @@ class Service:
         self.has_been_ready = False  # at some time since the start
         self.sources: list[Callable[[], list[Metric]]] = [self.requests.read]  # of metrics, besides the engine
         self.traffic = Traffic(
-            model.max_num_seqs, options.max_num_queued_reqs, options.max_num_queued_tokens,
-            max_sequences=options.max_sequences_per_request, max_answer_bytes=options.max_answer_bytes,
-        )  # fmt: skip
+            model.max_num_seqs,
+            options.max_num_queued_reqs,
+            options.max_num_queued_tokens,
+            max_sequences=options.max_sequences_per_request,
+            max_answer_bytes=options.max_answer_bytes,
+        )
 
     @property
     def is_tracing(self) -> bool:

@@ -27,8 +27,14 @@ NAMES = {FREE: "free", CACHED: "cached, reusable", SHARED: "shared by several re
 COLORS = {FREE: canvas.PALE, CACHED: canvas.GREY, SHARED: canvas.INK}
 REQUEST_CHARACTERS = string.ascii_letters + string.digits
 REQUEST_COLORS = (
-    canvas.BLUE, canvas.ORANGE, canvas.GREEN, canvas.PINK, canvas.SKY, canvas.RED, canvas.YELLOW,
-)  # fmt: skip
+    canvas.BLUE,
+    canvas.ORANGE,
+    canvas.GREEN,
+    canvas.PINK,
+    canvas.SKY,
+    canvas.RED,
+    canvas.YELLOW,
+)
 NULL_BLOCK = "block 1 is the first shown; block 0 only fills tables where they need no block"
 MAX_CELLS = 4096  # of a picture; more blocks than this are drawn in groups
 MAX_LEGEND = 10  # requests that a legend names

@@ -15,8 +15,14 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
-    "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+)
 GREY, PALE, PALE_ORANGE, INK = "#BBBBBB", "#EEEEEE", "#F8DDA0", "#333333"
 
 

@@ -45,16 +45,28 @@ def trace_events(records: Sequence[StepRecord]) -> Iterator[dict[str, Any]]:
 def step_events(record: StepRecord, origin: float, ready_before: float) -> Iterator[dict[str, Any]]:
     """The events of one step; the device is on it from the later of its dispatch and the result before it."""
     facts = {
-        "tokens": record.num_tokens, "token_bucket": record.token_bucket, "requests": record.num_requests,
-        "sampled": record.num_sampled, "sample_bucket": record.sample_bucket, "full_sampler": record.full_sampler,
-        "steps": record.num_steps, "pages_saved": record.pages_saved, "pages_loaded": record.pages_loaded,
-    }  # fmt: skip
+        "tokens": record.num_tokens,
+        "token_bucket": record.token_bucket,
+        "requests": record.num_requests,
+        "sampled": record.num_sampled,
+        "sample_bucket": record.sample_bucket,
+        "full_sampler": record.full_sampler,
+        "steps": record.num_steps,
+        "pages_saved": record.pages_saved,
+        "pages_loaded": record.pages_loaded,
+    }
 
     def bar(name: str, track: str, begin: float, end: float) -> dict[str, Any]:
         return {
-            "ph": "X", "name": f"{name} {record.step_id}", "cat": track, "pid": 1, "tid": TRACKS[track],
-            "ts": (begin - origin) * MICROSECONDS, "dur": (end - begin) * MICROSECONDS, "args": facts,
-        }  # fmt: skip
+            "ph": "X",
+            "name": f"{name} {record.step_id}",
+            "cat": track,
+            "pid": 1,
+            "tid": TRACKS[track],
+            "ts": (begin - origin) * MICROSECONDS,
+            "dur": (end - begin) * MICROSECONDS,
+            "args": facts,
+        }
 
     yield bar("schedule", "engine core", record.schedule_begin, record.schedule_end)
     compiled = record.schedule_end + record.program_wait
@@ -67,12 +79,19 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
     yield bar("step", "device", begin, record.result_ready)
     if record.pages_saved or record.pages_loaded:
         yield {
-            "ph": "C", "name": "blocks copied", "pid": 1, "ts": (begin - origin) * MICROSECONDS,
+            "ph": "C",
+            "name": "blocks copied",
+            "pid": 1,
+            "ts": (begin - origin) * MICROSECONDS,
             "args": {"off the device": record.pages_saved, "to the device": record.pages_loaded},
-        }  # fmt: skip
+        }
     yield {
-        "ph": "C", "name": "tokens", "pid": 1, "ts": (begin - origin) * MICROSECONDS,
+        "ph": "C",
+        "name": "tokens",
+        "pid": 1,
+        "ts": (begin - origin) * MICROSECONDS,
         "args": {
-            "scheduled": mean_per_step(record, record.num_tokens), "padding": mean_per_step(record, padding(record)),
+            "scheduled": mean_per_step(record, record.num_tokens),
+            "padding": mean_per_step(record, padding(record)),
         },
-    }  # fmt: skip
+    }

@@ -31,15 +31,20 @@ class EngineStats:
         ended = ", ".join(f"{count} by {reason}" for reason, count in self.finished.items()) or "none"
         queries, hits = self.number("prefix_cache_queries"), self.number("prefix_cache_hits")
         lines = [
-            ("requests", f"{self.number('num_requests_running'):.0f} running, "
-                         f"{self.number('num_requests_waiting'):.0f} waiting; ended: {ended}"),
+            (
+                "requests",
+                f"{self.number('num_requests_running'):.0f} running, "
+                f"{self.number('num_requests_waiting'):.0f} waiting; ended: {ended}",
+            ),
             ("tokens", f"{self.number('prompt_tokens')} of prompts, {self.number('generation_tokens')} generated"),
             ("first token", mean_seconds(self.values["time_to_first_token_seconds"])),
             ("next tokens", mean_seconds(self.values["inter_token_latency_seconds"])),
-            ("KV cache", f"{self.number('kv_cache_usage_perc'):.0%} in use, "
-                         f"{self.number('num_preemptions')} preemptions"),
+            (
+                "KV cache",
+                f"{self.number('kv_cache_usage_perc'):.0%} in use, {self.number('num_preemptions')} preemptions",
+            ),
             ("prefix cache", f"{hits} of {queries} tokens found ({hits / max(queries, 1):.0%})"),
-        ]  # fmt: skip
+        ]
         return lines + self._executor_lines()
 
     def _executor_lines(self) -> list[Line]:

@@ -7,11 +7,11 @@ import bisect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.config.plan import Plan
 from jaxpaged.entrypoints.cli.machine import gibibytes
 from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.trace import Costs, Simulated, TracedRequest, simulate
-from jaxpaged.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,15 +55,24 @@ class TraceResult:
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            {"tier_bytes": row.tier_bytes, "hit_rate": row.hit_rate, "device_tokens": row.device_tokens,
-             "loaded_tokens": row.loaded_tokens, "saved_seconds": row.saved_seconds}
+            {
+                "tier_bytes": row.tier_bytes,
+                "hit_rate": row.hit_rate,
+                "device_tokens": row.device_tokens,
+                "loaded_tokens": row.loaded_tokens,
+                "saved_seconds": row.saved_seconds,
+            }
             for row in self.rows
-        ]  # fmt: skip
+        ]
         return {
-            "prompt_tokens": self.rows[0].prompt_tokens, "requests_left_out": self.num_left_out,
-            "device_tokens": self.device_tokens, "token_bytes": self.plan.page_token_bytes,
-            "bandwidth": self.bandwidth, "least_bandwidth": self.least_bandwidth, "tiers": rows,
-        }  # fmt: skip
+            "prompt_tokens": self.rows[0].prompt_tokens,
+            "requests_left_out": self.num_left_out,
+            "device_tokens": self.device_tokens,
+            "token_bytes": self.plan.page_token_bytes,
+            "bandwidth": self.bandwidth,
+            "least_bandwidth": self.least_bandwidth,
+            "tiers": rows,
+        }
 
     def text(self) -> str:
         """For people: a table, and where loading stops paying."""
@@ -94,8 +103,15 @@ class TraceResult:
         axes = figure.subplots()
         places = range(len(self.rows))
         shares = [100 * row.hit_rate for row in self.rows]
-        axes.plot(places, shares, color=canvas.BLUE, marker="o", clip_on=False, zorder=3,
-                  label="prompt tokens not computed, %")  # fmt: skip
+        axes.plot(
+            places,
+            shares,
+            color=canvas.BLUE,
+            marker="o",
+            clip_on=False,
+            zorder=3,
+            label="prompt tokens not computed, %",
+        )
         axes.set_ylim(0, 100)
         axes.set_xticks(places, [sized(row.tier_bytes) for row in self.rows])
         axes.set_xlabel("size of the tier", fontsize=9, color=canvas.INK)
@@ -103,8 +119,7 @@ class TraceResult:
         canvas.plain_axes(axes)
         seconds = axes.twinx()
         saved = [row.saved_seconds for row in self.rows]
-        seconds.plot(places, saved, color=canvas.ORANGE, marker="s", clip_on=False, zorder=3,
-                     label="seconds saved")  # fmt: skip
+        seconds.plot(places, saved, color=canvas.ORANGE, marker="s", clip_on=False, zorder=3, label="seconds saved")
         seconds.set_ylabel("seconds saved", fontsize=9, color=canvas.ORANGE)
         seconds.spines[["top"]].set_visible(False)
         seconds.set_ylim(bottom=0)

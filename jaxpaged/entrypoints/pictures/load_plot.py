@@ -33,15 +33,18 @@ def draw_load(rows: Sequence[Mapping[str, Any]], percentile: float, limits: Mapp
     for axes, (name, title) in zip(list(panels)[1:], PANELS, strict=True):
         draw_latency(axes, rows, levels, name, percentile)
         limit = limits.get(name)
-        axes.set_title(title if limit is None else f"{title}, limit {limit:g} ms", fontsize=11, loc="left",
-                       color=canvas.INK)  # fmt: skip
+        axes.set_title(
+            title if limit is None else f"{title}, limit {limit:g} ms", fontsize=11, loc="left", color=canvas.INK
+        )
         if limit is not None and limit <= axes.get_ylim()[1]:
             axes.axhline(limit, color=canvas.RED, linewidth=1.0, linestyle="--", zorder=1)
-    figure.legend(*figure.axes[1].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False,
-                  fontsize=9)  # fmt: skip
+    figure.legend(
+        *figure.axes[1].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False, fontsize=9
+    )
     first = rows[0]
-    figure.suptitle(f"{first['model_id']}, {first['backend']}: {first['num_prompts']} requests a run",
-                    fontsize=13, color=canvas.INK)  # fmt: skip
+    figure.suptitle(
+        f"{first['model_id']}, {first['backend']}: {first['num_prompts']} requests a run", fontsize=13, color=canvas.INK
+    )
     return figure
 
 
@@ -80,8 +83,9 @@ def draw_latency(
         dots(axes, [row["request_throughput"] for row in rows], [value(row) for row in rows], color)
     for rate, top, (_, shown) in zip(rates, means, levels, strict=True):
         side, where = (1, "left") if rate < max(rates) * EDGE else (-1, "right")  # within the axes
-        axes.annotate(shown, (rate, top), xytext=(5 * side, 4), textcoords="offset points", fontsize=8, ha=where,
-                      color=canvas.INK)  # fmt: skip
+        axes.annotate(
+            shown, (rate, top), xytext=(5 * side, 4), textcoords="offset points", fontsize=8, ha=where, color=canvas.INK
+        )
     values = [row[f"{field}_{name}_ms"] for row in rows for field, _, _ in lines]
     if min(values) > 0 and max(values) / min(values) > WIDE_RANGE:
         axes.set_yscale("log")

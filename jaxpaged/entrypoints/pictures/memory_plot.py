@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from jaxpaged.config.plan import Plan
 from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.entrypoints.pictures.plan_report import gib, memory_parts
-from jaxpaged.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

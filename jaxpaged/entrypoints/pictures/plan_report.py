@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged.config.plan import Plan, PlannedProgram, Speed, StagePlan
 from jaxpaged.entrypoints.pictures.tables import Line, text_table
-from jaxpaged.plan import Plan, PlannedProgram, Speed, StagePlan
 
 BAR = 48
 """Characters of the memory bar."""

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PHASES = (
-    ("held back by the client", canvas.GREY), ("until the first token", canvas.ORANGE), ("answer", canvas.BLUE),
-)  # fmt: skip
+    ("held back by the client", canvas.GREY),
+    ("until the first token", canvas.ORANGE),
+    ("answer", canvas.BLUE),
+)
 THICKEST, THINNEST, BARS_HEIGHT = 6.0, 0.5, 300.0
 """Of the line of a request, and of all of them, in points."""
 

@@ -19,9 +19,12 @@ CLOSE_UP_STEPS = 12
 LABEL_SHARE = 0.008  # of the picture's width, that a digit of a bar's number takes, and as much again beside it
 MILLISECONDS = 1e3
 HOST_PARTS = {
-    "schedule": canvas.BLUE, "compile": canvas.RED, "dispatch": canvas.SKY, "update": canvas.GREEN,
+    "schedule": canvas.BLUE,
+    "compile": canvas.RED,
+    "dispatch": canvas.SKY,
+    "update": canvas.GREEN,
     "front end": canvas.PINK,
-}  # fmt: skip
+}
 LABELS = {"wait": "waiting for the device", "compile": "waiting for a program"}
 WAIT_COLOR, DEVICE_COLORS = canvas.GREY, (canvas.ORANGE, canvas.PALE_ORANGE)
 HOST_LANE, DEVICE_LANE, LANE_HEIGHT = 1.0, 0.0, 0.7
@@ -109,9 +112,15 @@ def finish_step_axes(axes: Any, timeline: "Timeline", unit: str, title: str) -> 
     axes.set_title(title, fontsize=11, color=canvas.INK, loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(
-        fontsize=9, frameon=False, ncols=len(HOST_PARTS) + 1, loc="lower right", bbox_to_anchor=(1.0, 1.0),
-        borderaxespad=0.1, columnspacing=1.2, handlelength=1.4,
-    )  # fmt: skip
+        fontsize=9,
+        frameon=False,
+        ncols=len(HOST_PARTS) + 1,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.1,
+        columnspacing=1.2,
+        handlelength=1.4,
+    )
 
 
 def close_up_range(records: Sequence[StepRecord]) -> range:

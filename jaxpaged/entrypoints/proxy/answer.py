@@ -19,9 +19,14 @@ class Answer:
     """What an engine says, as it comes: `begun` tells whether it is a good one."""
 
     def __init__(
-        self, backend: Backend, path: str, body: bytes, headers: Mapping[str, str], timeout: float,
+        self,
+        backend: Backend,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        timeout: float,
         method: str = "POST",
-    ):  # fmt: skip
+    ):
         self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._num_waiting, self._flow = 0, Flow()
         self._first: bytes | None = None

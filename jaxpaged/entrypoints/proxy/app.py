@@ -70,9 +70,16 @@ class Proxy:
     computed, and not while it is."""
 
     def __init__(
-        self, prefill: Backends, decode: Backends, *, least: int, timeout: float, has_key: bool = False,
-        max_body_bytes: int = 16 << 20, waits: bool = False,
-    ):  # fmt: skip
+        self,
+        prefill: Backends,
+        decode: Backends,
+        *,
+        least: int,
+        timeout: float,
+        has_key: bool = False,
+        max_body_bytes: int = 16 << 20,
+        waits: bool = False,
+    ):
         self.prefill, self.decode, self._least, self._timeout = prefill, decode, least, timeout
         self._passed_on = PASSED_ON if has_key else (*KEYS, *PASSED_ON)
         self._max_body_bytes, self._long_bodies = max_body_bytes, asyncio.Lock()

@@ -20,20 +20,45 @@ from jaxpaged.kv_store.handover import PARAMS
 PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 """Where a request has its prompt that a prefill engine may compute."""
 WHOLE = {
-    "/v1/responses": "input", "/v1/messages": "messages", "/v1/messages/count_tokens": "messages",
-    "/v1/chat/completions/batch": "messages", "/invocations": "messages", "/tokenize": "prompt",
-    "/detokenize": "tokens", "/v1/embeddings": "input", "/pooling": "input", "/classify": "input",
-    "/score": "text_1", "/v1/score": "text_1", "/rerank": "query", "/v1/rerank": "query", "/v2/rerank": "query",
-}  # fmt: skip
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/chat/completions/batch": "messages",
+    "/invocations": "messages",
+    "/tokenize": "prompt",
+    "/detokenize": "tokens",
+    "/v1/embeddings": "input",
+    "/pooling": "input",
+    "/classify": "input",
+    "/score": "text_1",
+    "/v1/score": "text_1",
+    "/rerank": "query",
+    "/v1/rerank": "query",
+    "/v2/rerank": "query",
+}
 """The same of those that a decode engine answers alone."""
 ASK_PREFILL = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 ONLY_DECODE = (
-    "stream_options", "min_tokens", "n", "best_of", "logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs",
-    "stream_interval", "echo", "return_token_ids", "return_prompt_text",
-)  # fmt: skip
+    "stream_options",
+    "min_tokens",
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "stream_interval",
+    "echo",
+    "return_token_ids",
+    "return_prompt_text",
+)
 """Fields that say nothing of how a prompt is computed."""
 BYTES_PER_TOKEN = 4
 MOST_BEGINNING = 1 << 16

@@ -40,11 +40,14 @@ class LocalEngine:
     def _started(self, port: int) -> "subprocess.Popen[str]":
         flags = ["--host", "127.0.0.1", "--port", str(port), "--kv-role", self._role]
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *self._arguments, *flags], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace",
+            [sys.executable, "-c", PROGRAM, *self._arguments, *flags],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
             process_group=0,  # a terminal's Ctrl-C is for the proxy, whose requests they have
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-        )  # fmt: skip
+        )
 
     def _keep_up(self) -> None:
         """Pass on what it says, and start it again where it has served and ends, until it is told to stop."""

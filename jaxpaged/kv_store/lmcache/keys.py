@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from jaxpaged.cbor import encode_cbor, item_start
+from jaxpaged.encoding.cbor import encode_cbor, item_start
 from jaxpaged.errors import ConfigError, did_you_mean
 
 ALGORITHMS = ("sha256_cbor", "builtin")

@@ -22,11 +22,21 @@ SEED_VARIABLE, FILE_VARIABLE, PREFIX = "PYTHONHASHSEED", "LMCACHE_CONFIG_FILE", 
 CONNECTOR = "LMCacheConnectorV1"
 DEFAULT_CHUNK_SIZE = 256
 DEFAULTS = {
-    "chunk_size": DEFAULT_CHUNK_SIZE, "local_cpu": True, "max_local_cpu_size": 5.0, "remote_url": None,
-    "remote_serde": "naive", "pre_caching_hash_algorithm": "builtin", "save_decode_cache": True,
-    "save_unfull_chunk": False, "use_layerwise": False, "enable_blending": False, "enable_p2p": False,
-    "enable_pd": False, "local_disk": None, "max_local_disk_size": 0.0,
-}  # fmt: skip
+    "chunk_size": DEFAULT_CHUNK_SIZE,
+    "local_cpu": True,
+    "max_local_cpu_size": 5.0,
+    "remote_url": None,
+    "remote_serde": "naive",
+    "pre_caching_hash_algorithm": "builtin",
+    "save_decode_cache": True,
+    "save_unfull_chunk": False,
+    "use_layerwise": False,
+    "enable_blending": False,
+    "enable_p2p": False,
+    "enable_pd": False,
+    "local_disk": None,
+    "max_local_disk_size": 0.0,
+}
 """Keys of LMCache's configuration that are known here, and what they are where nobody says."""
 FIXED = {
     "remote_serde": "chunks are read and written as they are",

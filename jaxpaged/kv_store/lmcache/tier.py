@@ -97,9 +97,13 @@ class LMCacheTier:
         page = buffers[0] if len(buffers) == 1 else joined(buffers)
         try:
             _, values = decode(
-                page, expect_namespace=self.namespace, key=key, dtype=self.layout.dtype.name,
-                shape=self.layout.page_shape(key.group), verify=False,
-            )  # fmt: skip
+                page,
+                expect_namespace=self.namespace,
+                key=key,
+                dtype=self.layout.dtype.name,
+                shape=self.layout.page_shape(key.group),
+                verify=False,
+            )
         except PageError:
             self._staging.discard(wanting)
             return False

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.messages import NewRequestData, ProgramKey
-from jaxpaged.speculation import Speculation
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.model_runner import DRAFT_KIND, DraftRequest
 from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes

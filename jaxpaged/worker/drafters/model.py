@@ -55,10 +55,11 @@ def lower_draft(shapes: Shapes, functions: StepFunctions, layout: RunLayout) -> 
 
     state = (shapes.kv, shapes.tables, shapes.rows)
     program = jax.jit(
-        draft_step, donate_argnames=("state",),
+        draft_step,
+        donate_argnames=("state",),
         out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), functions.replicated),
         compiler_options=shapes.options.get(DRAFT_KIND),
-    )  # fmt: skip
+    )
     lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
     return program.lower(shapes.params, state, shapes.packed(layout.step.size), lines)
 
@@ -88,9 +89,12 @@ class ModelDrafter:
         rows, state = draft.newest.rows, device.state
         lines_SF, stop_ids_RJ = self._sampler.lines([rows], key.size), self._sampler.ranks[0].stop_ids_RJ[rows]
         (state.kv, state.tables, state.rows), drafts_SK = device.call(
-            key, device.params, (state.kv, state.tables, state.rows), packed,
+            key,
+            device.params,
+            (state.kv, state.tables, state.rows),
+            packed,
             run_lines(lines_SF, draft.num_drafts, stop_ids_RJ),
-        )  # fmt: skip
+        )
         return drafts_SK
 
     def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:

@@ -89,10 +89,14 @@ class PageFetcher:
         """Fill `target` with a page, if it is the one that it must be. Its bytes were checked."""
         form = self._copies.form
         wanted: dict[str, Any] = {
-            "expect_namespace": self._namespace, "key": content.key, "secret": self._secret,
-            "token_ids": content.token_ids, "dtype": form.page_dtype.name,
-            "shape": self._copies.shape(content.key.group), "version": form.version,
-        }  # fmt: skip
+            "expect_namespace": self._namespace,
+            "key": content.key,
+            "secret": self._secret,
+            "token_ids": content.token_ids,
+            "dtype": form.page_dtype.name,
+            "shape": self._copies.shape(content.key.group),
+            "version": form.version,
+        }
         try:
             header, values = decode(buffer, verify=False, **wanted)
         except PageError as error:

@@ -69,8 +69,10 @@ def warn_of_windows(chunk_tokens: int, kv_cache: KVCacheConfig) -> None:
             "LMCache's chunks have %d tokens, and some layers of this model see %d only. Chunks of prompts are stored; "
             "one that an answer fills is stored only if none of its blocks was needed by others before its end. "
             "A chunk_size of at most %d stores all, for engines that have the same.",
-            chunk_tokens, min(windows), largest_fitting(min(windows), kv_cache),
-        )  # fmt: skip
+            chunk_tokens,
+            min(windows),
+            largest_fitting(min(windows), kv_cache),
+        )
 
 
 def largest_fitting(window: int, kv_cache: KVCacheConfig) -> int:
@@ -127,9 +129,15 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) 
     ((num_heads, head_dim),) = heads
     groups = tuple(tuple(group.layer_idxs) for group in kv_cache.groups)
     return ChunkLayout(
-        num_layers=sum(map(len, groups)), num_heads=num_heads, head_dim=head_dim, dtype=form.dtype,
-        chunk_tokens=settings.chunk_size, groups=groups, page_tokens=form.page_tokens, num_parts=settings.world_size,
-    )  # fmt: skip
+        num_layers=sum(map(len, groups)),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        dtype=form.dtype,
+        chunk_tokens=settings.chunk_size,
+        groups=groups,
+        page_tokens=form.page_tokens,
+        num_parts=settings.world_size,
+    )
 
 
 def open_lmcache(
@@ -160,6 +168,8 @@ def open_multiprocess(store: MPStore) -> MPStore:
     except OSError as error:
         logger.warning(
             "LMCache's server at %s is not there: %.300s. The engine starts without it, for chunks of %d tokens.",
-            store.calls.address, error, store.layout.chunk_tokens,
-        )  # fmt: skip
+            store.calls.address,
+            error,
+            store.layout.chunk_tokens,
+        )
     return store

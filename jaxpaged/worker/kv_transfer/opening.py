@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.errors import ConfigError
-from jaxpaged.installed import how_to_install, is_installed
+from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, LatentSpec, StateSpec
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
@@ -91,16 +90,28 @@ def open_transfer(
         if peering.lends:
             capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
             lender = Lender(
-                store, peering.address, space, lease_s=peering.lease_seconds, capacity=capacity,
-                secret=secrets.signing, tls=peering.tls, shares=peering.shares, page_tokens=form.page_tokens,
-            )  # fmt: skip
+                store,
+                peering.address,
+                space,
+                lease_s=peering.lease_seconds,
+                capacity=capacity,
+                secret=secrets.signing,
+                tls=peering.tls,
+                shares=peering.shares,
+                page_tokens=form.page_tokens,
+            )
         if peering.borrows:
             shapes = [(len(group.layer_idxs), *page_shape(group.spec, form.page_tokens)) for group in kv_cache.groups]
             largest = max(map(form.num_bytes, shapes))
             borrower = Borrower(
-                space, largest + MAX_HEADER_BYTES, secrets.signing, peers=peering.peers, tls=peering.tls,
-                shares=peering.shares, page_tokens=form.page_tokens,
-            )  # fmt: skip
+                space,
+                largest + MAX_HEADER_BYTES,
+                secrets.signing,
+                peers=peering.peers,
+                tls=peering.tls,
+                shares=peering.shares,
+                page_tokens=form.page_tokens,
+            )
         peers = Peers(lender, borrower)
     return KVTransferWorker(
         device, kv_cache, store, space, form, secret=secrets.signing, model=blueprint.config.model.model, peers=peers
@@ -139,7 +150,7 @@ def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version:
         dtype=blueprint.kv_dtype.name,
         speculation=str(blueprint.speculation),
         **form.facts,
-    )  # fmt: skip
+    )
 
 
 def as_named(decoder: DecoderConfig) -> DecoderConfig:

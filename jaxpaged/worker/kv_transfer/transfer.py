@@ -140,8 +140,10 @@ class Losses:
             logger.warning(
                 "%d pages of keys and values are not kept: %s. The metric jaxpaged:kv_offload_pages_dropped counts "
                 "further ones, and the log does not.",
-                num_pages, reason, exc_info=error,
-            )  # fmt: skip
+                num_pages,
+                reason,
+                exc_info=error,
+            )
 
 
 class Loaders:
@@ -165,9 +167,17 @@ class KVTransferWorker:
     """
 
     def __init__(
-        self, device: Device, kv_cache: KVCacheConfig, store: Tiers, namespace: str, form: PageForm,
-        *, secret: bytes | None = None, model: str = "", peers: Peers | None = None,
-    ):  # fmt: skip
+        self,
+        device: Device,
+        kv_cache: KVCacheConfig,
+        store: Tiers,
+        namespace: str,
+        form: PageForm,
+        *,
+        secret: bytes | None = None,
+        model: str = "",
+        peers: Peers | None = None,
+    ):
         """`peers`: other engines, to lend to or to borrow from."""
         self._peers = peers or Peers()
         self.chunk_tiers: ChunkTiers = store
@@ -393,9 +403,14 @@ class KVTransferWorker:
         pages = [page for some, _ in pieces for page in some]
         shapes = [self._copies.shape(page.content.key.group) for page in pages]
         header = PrefixHeader(
-            self._namespace, self._model, tuple(token_ids), self._form.page_dtype.name, tuple(pages), tuple(shapes),
+            self._namespace,
+            self._model,
+            tuple(token_ids),
+            self._form.page_dtype.name,
+            tuple(pages),
+            tuple(shapes),
             is_scaled=self._form.is_scaled,
-        )  # fmt: skip
+        )
         return write_prefix(path, header, self._read_pages(pieces), self._secret)
 
     def _read_pages(self, pieces: Sequence[tuple[Sequence[PlacedPage], Sequence[int]]]) -> Iterator[list[np.ndarray]]:
@@ -439,8 +454,11 @@ class KVTransferWorker:
             tiers[name] = sizes(line) | vars(line.counters)
         moved: dict[str, Any] = {}
         for verb, each in self._moved.items():
-            moved |= {f"kv_offload_{verb}_bytes": each.num_bytes, f"kv_offload_{verb}_seconds": each.seconds,
-                      f"kv_offload_{verb}_sizes": dict(each.sizes)}  # fmt: skip
+            moved |= {
+                f"kv_offload_{verb}_bytes": each.num_bytes,
+                f"kv_offload_{verb}_seconds": each.seconds,
+                f"kv_offload_{verb}_sizes": dict(each.sizes),
+            }
         return {
             **moved,
             "kv_offload_pages_saved": self.num_saved,

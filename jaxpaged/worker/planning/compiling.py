@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
+from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.params.sharding import bytes_on_device
-from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.planning.program_text import ProgramText
 from jaxpaged.worker.programs.blueprint import EnginePrograms
 from jaxpaged.worker.programs.pipeline import SAMPLE_KINDS, builders_of, lowered_stages

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.kv_cache_spec import KVCacheGroup, StateSpec
 from jaxpaged.layers.experts import expert_weights
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device, num_ranks
-from jaxpaged.plan import PlannedProgram
 from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.memory import has_head, looked_up
 from jaxpaged.worker.planning.roofline import Work

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.plan import Plan, PlannedProgram, Speed, StagePlan, worst_bytes
 from jaxpaged.distributed.mesh import across_hosts
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.plan import Plan, PlannedProgram, Speed, StagePlan, worst_bytes
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.compiling import Compiler
@@ -203,8 +203,10 @@ class Planner:
         counts = sorted({min(n, most) for n in DECODE_REQUESTS})
         return [
             decode_speed(works, device, n, context, moved(n))
-            for context in self.contexts(SPEED_CONTEXTS) for n in counts if n <= self.concurrency(context)
-        ]  # fmt: skip
+            for context in self.contexts(SPEED_CONTEXTS)
+            for n in counts
+            if n <= self.concurrency(context)
+        ]
 
     def prefill(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Bounds for one prompt, in as few steps as the engine can compute it."""

@@ -19,9 +19,22 @@ CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id", "iota",
-    "opt-barrier", "add-dependency", "copy-done", "slice-done", "send-done", "recv-done",
-}  # fmt: skip
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "iota",
+    "opt-barrier",
+    "add-dependency",
+    "copy-done",
+    "slice-done",
+    "send-done",
+    "recv-done",
+}
 """Instructions that move nothing: names for what is there, or ends of what was counted at its start."""
 LOOKUPS = {"gather", "dynamic-slice", "slice"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -146,9 +159,12 @@ class ProgramText:
     def _computations_of(self, opcode: str) -> set[str]:
         """The computations that instructions of a kind call."""
         return {
-            name for instructions in self.computations.values() for each in instructions if each.opcode == opcode
+            name
+            for instructions in self.computations.values()
+            for each in instructions
+            if each.opcode == opcode
             for name in CALLED.findall(each.attributes)
-        }  # fmt: skip
+        }
 
 
 def parse(name: str, text: str) -> Instruction | None:

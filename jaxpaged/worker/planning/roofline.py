@@ -10,7 +10,7 @@ of them. This module knows numbers only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpaged.plan import DeviceFacts, Speed
+from jaxpaged.config.plan import DeviceFacts, Speed
 
 DISPATCH_SECONDS = 1.1e-4
 """Of the host, per program with one request: the fastest of `scripts/bench_host.py --running 1`, on two x86 cores."""

@@ -12,12 +12,26 @@ from jaxpaged.errors import ConfigError
 Bounds = tuple[int, ...]
 
 GENERATIONS = {
-    "v5e": "v5e", "v5litepod": "v5e", "v5lite": "v5e", "tpu-v5-lite-podslice": "v5e", "tpu-v5-lite-device": "v5e",
-    "ct5lp-hightpu": "v5e", "ct5l-hightpu": "v5e",
-    "v5p": "v5p", "tpu-v5p-slice": "v5p", "ct5p-hightpu": "v5p",
-    "v6e": "v6e", "trillium": "v6e", "tpu-v6e-slice": "v6e", "tpu-v6e-device": "v6e", "ct6e-standard": "v6e",
-    "tpu7x": "tpu7x", "v7x": "tpu7x", "ironwood": "tpu7x", "tpu7x-standard": "tpu7x",
-}  # fmt: skip
+    "v5e": "v5e",
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "tpu-v5-lite-podslice": "v5e",
+    "tpu-v5-lite-device": "v5e",
+    "ct5lp-hightpu": "v5e",
+    "ct5l-hightpu": "v5e",
+    "v5p": "v5p",
+    "tpu-v5p-slice": "v5p",
+    "ct5p-hightpu": "v5p",
+    "v6e": "v6e",
+    "trillium": "v6e",
+    "tpu-v6e-slice": "v6e",
+    "tpu-v6e-device": "v6e",
+    "ct6e-standard": "v6e",
+    "tpu7x": "tpu7x",
+    "v7x": "tpu7x",
+    "ironwood": "tpu7x",
+    "tpu7x-standard": "tpu7x",
+}
 """By every name that they have."""
 CORES_PER_CHIP = {"v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 2}
 PLANE = tuple((2 ** (k // 2), 2 ** ((k + 1) // 2)) for k in (0, 2, 3, 4, 5, 6, 7, 8))

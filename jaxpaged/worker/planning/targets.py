@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
+from jaxpaged.config.plan import DeviceFacts
 from jaxpaged.distributed.mesh import (
     Coordinates,
     axes_of,
@@ -27,9 +28,7 @@ from jaxpaged.distributed.mesh import (
     sizes_of,
     torus_sizes,
 )
-from jaxpaged.errors import ConfigError, did_you_mean
-from jaxpaged.installed import how_to_install, is_installed
-from jaxpaged.plan import DeviceFacts
+from jaxpaged.errors import ConfigError, did_you_mean, how_to_install, is_installed
 from jaxpaged.worker.planning.slice_names import topology_of
 from pallas_kernels import gpu_targets
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig, settled
+from jaxpaged.config.speculation import Speculation, speculation_of
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import (
     CacheSpec,
@@ -34,9 +35,8 @@ from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
-from jaxpaged.sampling_features import features_of
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.speculation import Speculation, speculation_of
+from jaxpaged.sampling_params.features import features_of
 from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
@@ -84,9 +84,13 @@ class Blueprint:
     as its files do."""
 
     def __init__(
-        self, config: EngineConfig, model: Model, decoder: DecoderConfig, mesh: Mesh | AbstractMesh,
+        self,
+        config: EngineConfig,
+        model: Model,
+        decoder: DecoderConfig,
+        mesh: Mesh | AbstractMesh,
         stage: Stage | None = None,
-    ):  # fmt: skip
+    ):
         """`stage`: the layers that there are on these devices; None: all. `whole` describes all of them."""
         self.config, self.model, self.mesh, self.stage = config, model, mesh, stage
         balance = config.parallel.expert_balance
@@ -110,10 +114,12 @@ class Blueprint:
         """A description as the options want the model."""
         config = self.config
         return replace(
-            decoder, max_model_len=config.model.max_model_len, dtype=config.model.dtype,
+            decoder,
+            max_model_len=config.model.max_model_len,
+            dtype=config.model.dtype,
             deterministic=config.compile.deterministic,
             few_rows=self._few_rows,
-        )  # fmt: skip
+        )
 
     @property
     def _few_rows(self) -> str:
@@ -218,9 +224,11 @@ class Blueprint:
             return LimitsMethod()  # an embedding model draws nothing, and the kernel takes the rows of one rank
         simulated = self.attention.backend.removesuffix(INTERPRET)
         return choose_method(
-            self.platform, self.mesh, self.sampling_layout.vocab_size,
+            self.platform,
+            self.mesh,
+            self.sampling_layout.vocab_size,
             simulated=simulated if simulated != self.attention.backend else "",
-        )  # fmt: skip
+        )
 
     @cached_property
     def whole_groups(self) -> tuple[KVCacheGroup, ...]:
@@ -351,9 +359,13 @@ class EnginePrograms:
         max_tokens = blueprint.token_buckets[-1]
         rows = (kv, self.row_state, max_blocks, max_tokens)
         return self.shapes_type(
-            self.functions, blueprint.param_shapes, *rows, blueprint.compiler_options,
-            blueprint.config.model.max_model_len, blueprint.speculation,
-        )  # fmt: skip
+            self.functions,
+            blueprint.param_shapes,
+            *rows,
+            blueprint.compiler_options,
+            blueprint.config.model.max_model_len,
+            blueprint.speculation,
+        )
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted.

@@ -59,9 +59,13 @@ class Label(msgspec.Struct, frozen=True):
 
 
 def save_bundle(
-    folder: Path, programs: Mapping[ProgramKey, Any], fingerprint: Fingerprint, num_blocks: int,
-    node_types: Sequence[type], progress: Progress,
-) -> None:  # fmt: skip
+    folder: Path,
+    programs: Mapping[ProgramKey, Any],
+    fingerprint: Fingerprint,
+    num_blocks: int,
+    node_types: Sequence[type],
+    progress: Progress,
+) -> None:
     """Write compiled programs to an empty folder. Raises UsageError when it cannot be written or they not stored."""
     stored, kernels = [], set()
     for key, program in programs.items():

@@ -88,9 +88,14 @@ class CompileQueue:
     """
 
     def __init__(
-        self, keys: Iterable[ProgramKey], first: int, most_unhurried: int, activity: Activity,
-        loaded: Collection[ProgramKey] = (), row_shares: Mapping[str, float] = MappingProxyType({}),
-    ):  # fmt: skip
+        self,
+        keys: Iterable[ProgramKey],
+        first: int,
+        most_unhurried: int,
+        activity: Activity,
+        loaded: Collection[ProgramKey] = (),
+        row_shares: Mapping[str, float] = MappingProxyType({}),
+    ):
         self._row_shares = row_shares
         self._waiting = list(keys)
         self._loaded = frozenset(loaded)

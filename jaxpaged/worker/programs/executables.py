@@ -166,14 +166,27 @@ def load(payload: bytes, record: ProgramRecord, mesh: Mesh, node_types: Sequence
         executable, (None,) * len(kept), (None,) * len(record.results), 0, in_avals, out_avals
     )
     parts = pxla.UnloadedMeshExecutable(
-        xla_executable=executable, device_list=devices, backend=backend, name=record.name, committed=True,
-        input_avals=in_avals, input_shardings=in_shardings, kept_var_idx=set(record.kept),
-        output_avals=out_avals, output_shardings=tuple(array.sharding(mesh) for array in record.results),
-        xla_in_layouts=layouts[0], xla_out_layouts=layouts[1],
+        xla_executable=executable,
+        device_list=devices,
+        backend=backend,
+        name=record.name,
+        committed=True,
+        input_avals=in_avals,
+        input_shardings=in_shardings,
+        kept_var_idx=set(record.kept),
+        output_avals=out_avals,
+        output_shardings=tuple(array.sharding(mesh) for array in record.results),
+        xla_in_layouts=layouts[0],
+        xla_out_layouts=layouts[1],
         dispatch_in_layouts=pxla.get_dispatch_layouts(layouts[0], in_shardings, in_avals),
-        unordered_effects=[], ordered_effects=[], keepalive=[], host_callbacks=[],
-        mut=None, all_args_info=None, pgle_profiler=None,
-    )  # fmt: skip
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        mut=None,
+        all_args_info=None,
+        pgle_profiler=None,
+    )
     return LoadedProgram(parts.load(), record, tree_of(record, node_types))
 
 

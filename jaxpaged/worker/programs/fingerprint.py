@@ -46,7 +46,7 @@ NOT_COMPILED_IN = frozenset(
 )
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""
 
-SOURCES = ("kv_cache_spec.py", "sampling_features.py", "sampling_limits.py")
+SOURCES = ("kv_cache_spec.py", "sampling_params/features.py", "sampling_params/limits.py")
 TRACED = ("layers", "models", "params", "sampling", "worker.drafters", "worker.programs.blueprint", "worker.step")
 """Modules with what is traced; others of these folders are around it."""
 SOURCE_FOLDERS = ("layers", "models", "params", "sampling", "worker")
@@ -62,15 +62,25 @@ MOST_WRAPPINGS = 20
 
 
 def fingerprint(
-    config: EngineConfig, decoder: DecoderConfig, mesh: Mesh, params: Any, custom: CustomProcessors,
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    mesh: Mesh,
+    params: Any,
+    custom: CustomProcessors,
     resolved: Mapping[str, Any],
-) -> Fingerprint:  # fmt: skip
+) -> Fingerprint:
     """`config` and `decoder` are resolved, `params` are shapes. `resolved` is what else programs are made for."""
     values = {
         "versions.jax": jax.__version__,
         "versions.jaxlib": jaxlib.__version__,
-        **named("options", {option.name: getattr(getattr(config, section), option.name)
-                            for section, option in all_options() if option.name not in NOT_COMPILED_IN}),
+        **named(
+            "options",
+            {
+                option.name: getattr(getattr(config, section), option.name)
+                for section, option in all_options()
+                if option.name not in NOT_COMPILED_IN
+            },
+        ),
         **named("options", resolved),
         **named("model", {**asdict(decoder), "layers": [f"{i}: {layer}" for i, layer in enumerate(decoder.layers)]}),
         **named("device", device(mesh)),
@@ -78,7 +88,7 @@ def fingerprint(
         **named("logits_processors", {source_name(type(p)): source_digest(type(p)) for p in custom.processors}),
         **named("source", source_files()),
         "parameters": digest(str(jax.tree.flatten(params)).encode()),  # last: others say more of a difference
-    }  # fmt: skip
+    }
     return {name: plain(value) for name, value in values.items()}
 
 

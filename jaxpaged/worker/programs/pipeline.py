@@ -83,9 +83,11 @@ class EarlierShapes(Shapes):
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
         step = jax.jit(
-            forward, donate_argnames=("kv", "tables", "rows"), out_shardings=(shardings, whole, whole, whole),
+            forward,
+            donate_argnames=("kv", "tables", "rows"),
+            out_shardings=(shardings, whole, whole, whole),
             compiler_options=self.options.get("forward"),
-        )  # fmt: skip
+        )
         given = self.rows.last_token_R if f.is_first else self.hidden(layout.num_tokens)
         return step.lower(self.params, *self.state, self.packed(layout.size), given)
 

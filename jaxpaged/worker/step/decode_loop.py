@@ -60,9 +60,17 @@ class Ends(NamedTuple):
 
 
 def decode(
-    functions: StepFunctions, layout: RunLayout, params: Any, head: Any, kv: Any, tables_GRM: Any, rows: RowTokens,
-    sampling: Any, packed: Any, lines_SC: Any,
-) -> tuple[Run, Any]:  # fmt: skip
+    functions: StepFunctions,
+    layout: RunLayout,
+    params: Any,
+    head: Any,
+    kv: Any,
+    tables_GRM: Any,
+    rows: RowTokens,
+    sampling: Any,
+    packed: Any,
+    lines_SC: Any,
+) -> tuple[Run, Any]:
     """All steps of a run -> (what the last one left, tables_GRM). `sampling` None: the plain sampler.
 
     `tokens_IR` is `[max_steps, R]`, and so are the log probabilities; I is the number of the step.
@@ -100,9 +108,15 @@ def decode(
 
 
 def decode_step(
-    functions: StepFunctions, layout: RunLayout, params: Any, head: Any, tables_GRM: Any, parts: StepParts, ends: Ends,
+    functions: StepFunctions,
+    layout: RunLayout,
+    params: Any,
+    head: Any,
+    tables_GRM: Any,
+    parts: StepParts,
+    ends: Ends,
     run: Run,
-) -> Run:  # fmt: skip
+) -> Run:
     """One token of every row that has not ended: those rows' tokens lie one after the other, as in a single step."""
     active_R = run.step < run.limit_R
     step_parts = parts_of_step(layout, parts, active_R)
@@ -159,7 +173,9 @@ def lower_decode(shapes: Shapes, layout: RunLayout, full: bool) -> jax.stages.Lo
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
     return shapes.lower(
-        decode_run, (shapes.params, shapes.head, state, shapes.packed(layout.step.size), lines), donated=(2,),
+        decode_run,
+        (shapes.params, shapes.head, state, shapes.packed(layout.step.size), lines),
+        donated=(2,),
         out_shardings=(shardings, whole, whole),
         compiler_options=shapes.options.get("decode_full" if full else "decode"),
-    )  # fmt: skip
+    )

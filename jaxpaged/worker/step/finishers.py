@@ -46,9 +46,12 @@ class Sampler:
     are one program. `ranks`: the rows of each attention rank. Drafts and runs are those of one."""
 
     def __init__(
-        self, ranks: Sequence[RequestRows], layout: StateLayout, custom: CustomProcessors,
+        self,
+        ranks: Sequence[RequestRows],
+        layout: StateLayout,
+        custom: CustomProcessors,
         runs: Mapping[int, RunLayout],
-    ):  # fmt: skip
+    ):
         self.ranks, self.layout, self.custom, self.runs = ranks, layout, custom, runs
         self.tables = [SamplingRows(layout.max_num_seqs) for _ in ranks]
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, step_metadata
 from jaxpaged.layers.ranks import lying_like, of_each_rank, of_ranks
@@ -39,7 +40,6 @@ from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
 from jaxpaged.sampling.rows import NUM_COLUMNS, placed_lines, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
-from jaxpaged.speculation import Speculation
 from jaxpaged.worker.programs.compiler_options import OTHERS, Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.zero_pages import zeros_on
@@ -113,9 +113,16 @@ class StepFunctions:
         return of_ranks(self.attention.mesh)
 
     def forward(
-        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, hidden_LD: Any, packed: Any,
+        self,
+        layout: StepLayout,
+        params: Any,
+        kv: Any,
+        tables_GRM: Any,
+        rows: RowTokens,
+        hidden_LD: Any,
+        packed: Any,
         stream_TD: Any = None,
-    ):  # fmt: skip
+    ):
         """One pass over the tokens of a step -> (kv, tables_GRM, rows, hidden_LD, hidden_SD of the tokens that sample).
 
         `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines.
@@ -128,9 +135,16 @@ class StepFunctions:
         return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), hidden_SD
 
     def hidden_states(
-        self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, parts: StepParts,
-        decodes_only: bool = False, stream_TD: Any = None,
-    ) -> tuple[Any, Any, RowTokens]:  # fmt: skip
+        self,
+        layout: StepLayout,
+        params: Any,
+        kv: Any,
+        tables_GRM: Any,
+        rows: RowTokens,
+        parts: StepParts,
+        decodes_only: bool = False,
+        stream_TD: Any = None,
+    ) -> tuple[Any, Any, RowTokens]:
         """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed).
 
         `decodes_only`: no request has more than one of them.
@@ -154,12 +168,18 @@ class StepFunctions:
             # Latents have kernels of their own, which plan for themselves.
             shards = spec.context_shards if isinstance(spec, AttentionSpec) else 1
             metadata = step_metadata(
-                self.attention.of_cache(shards), parts.num_seqs[0], parts.query_start_loc_R1, parts.seq_lens_R,
+                self.attention.of_cache(shards),
+                parts.num_seqs[0],
+                parts.query_start_loc_R1,
+                parts.seq_lens_R,
                 tables_GRM[g, parts.rows_R],
-                num_tokens=layout.num_tokens, block_size=spec.block_size // shards, window=spec.window,
+                num_tokens=layout.num_tokens,
+                block_size=spec.block_size // shards,
+                window=spec.window,
                 decodes_only=decodes_only,
-                shared_6R=None if shared_G6R is None else shared_G6R[g], chunk=spec.chunk,
-            )  # fmt: skip
+                shared_6R=None if shared_G6R is None else shared_G6R[g],
+                chunk=spec.chunk,
+            )
             return AttentionBatch(metadata, self.attention.of_cache(spec.context_shards), spec.window)
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
@@ -177,7 +197,7 @@ class StepFunctions:
 
     def draw(
         self, logits_SV: Any, rows: RowTokens, sampling: SamplingState | None, packed_SF: Any, masks_SW: Any = None
-    ):  # fmt: skip
+    ):
         """A token for each line of logits -> (rows, tokens_S, sampling state, log probabilities); -1 where the logits
         are no distribution. `sampling` None: the plain sampler, which gives no log probabilities.
 
@@ -188,10 +208,15 @@ class StepFunctions:
             output = sample_plain(logits_SV, lines_SF, self.limits)
         else:
             sampling, output = sample_full(
-                logits_SV, sampling, lines_SF,
-                logprobs_mode=self.logprobs_mode, max_logprobs=self.max_logprobs, mask_bits_SW=masks_SW,
-                custom=self.custom, method=self.limits,
-            )  # fmt: skip
+                logits_SV,
+                sampling,
+                lines_SF,
+                logprobs_mode=self.logprobs_mode,
+                max_logprobs=self.max_logprobs,
+                mask_bits_SW=masks_SW,
+                custom=self.custom,
+                method=self.limits,
+            )
         return *record_sample(rows, lines_SF, output), sampling, output.logprobs
 
     def no_logprobs(self, *shape: int) -> LogprobOutput:
@@ -263,9 +288,17 @@ class Shapes:
     """
 
     def __init__(
-        self, functions: StepFunctions, params: Any, kv: Any, sampling: StateLayout, max_blocks: int, max_tokens: int,
-        options: Mapping[str, Options], max_model_len: int, speculation: Speculation | None = None,
-    ):  # fmt: skip
+        self,
+        functions: StepFunctions,
+        params: Any,
+        kv: Any,
+        sampling: StateLayout,
+        max_blocks: int,
+        max_tokens: int,
+        options: Mapping[str, Options],
+        max_model_len: int,
+        speculation: Speculation | None = None,
+    ):
         self.functions, self.params, self.kv, self.options = functions, params, kv, options
         self.num_ranks = num_ranks(functions.attention.mesh)
         self.all_hidden = self.hidden(max_tokens)
@@ -325,9 +358,12 @@ class Shapes:
         state = (self.kv, self.tables, self.rows, self.all_hidden)
         stream = () if f.is_first else (self.hidden(layout.num_tokens),)
         return self.lower(
-            forward, (self.params, *state, self.packed(layout.size), *stream), donated=(1, 2, 3, 4),
-            out_shardings=(shardings, whole, whole, whole, whole), compiler_options=self.options.get("forward"),
-        )  # fmt: skip
+            forward,
+            (self.params, *state, self.packed(layout.size), *stream),
+            donated=(1, 2, 3, 4),
+            out_shardings=(shardings, whole, whole, whole, whole),
+            compiler_options=self.options.get("forward"),
+        )
 
     def lower_sample(self, size: int, full: bool, masked: bool = False) -> jax.stages.Lowered:
         """`full`: with everything that a request can ask for; `masked`: grammars too."""

@@ -97,9 +97,12 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
 
 
 def step_layout(
-    num_tokens: int, max_num_seqs: int, block_sizes: Sequence[int], backend: str | None = None,
+    num_tokens: int,
+    max_num_seqs: int,
+    block_sizes: Sequence[int],
+    backend: str | None = None,
     device_slots: Sequence[int] | None = None,
-) -> StepLayout:  # fmt: skip
+) -> StepLayout:
     """The layout of the forward bucket of `num_tokens`, with a block table for each of `block_sizes`. `backend`: that
     of attention, which may read once what rows share. `device_slots`: of each block, the slots that a device has,
     unless it has all.

@@ -13,7 +13,7 @@ from jaxpaged.messages import NewRequestData
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import CHUNK, TOKENS_HEADER, StateLayout, pack_row, pack_tokens
-from jaxpaged.sampling_features import Feature, features_of
+from jaxpaged.sampling_params.features import Feature, features_of
 
 TOKENS_UPLOAD_SIZE = TOKENS_HEADER + CHUNK
 

@@ -48,9 +48,14 @@ def verify_lines(lines_SF: np.ndarray, first_places: np.ndarray, num_tokens: lis
 
 
 def verify(
-    functions: StepFunctions, head: Any, hidden_LD: Any, rows: RowTokens, sampling: Any, packed_SC: Any,
+    functions: StepFunctions,
+    head: Any,
+    hidden_LD: Any,
+    rows: RowTokens,
+    sampling: Any,
+    packed_SC: Any,
     masks_ISW: Any = None,
-) -> tuple[Verification, Any]:  # fmt: skip
+) -> tuple[Verification, Any]:
     """All tokens of a step -> (what the last one left, num_drafts_S: how many drafts each row had).
 
     Each token has a mask of its own, which follows from the drafts before it.

@@ -148,9 +148,7 @@ class Chunk:
                 sums = self._sums(blocks, columns, [begin for begin in of_outputs for _ in blocks])
                 self._finish(sums, blocks, columns, b.smaller(b.sub(last, f), whole(OUTPUTS)))
 
-    def _finish(
-        self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value
-    ) -> None:  # fmt: skip
+    def _finish(self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value) -> None:
         """Write the first `count` outputs of a tile."""
         for j, block in enumerate(blocks):
             self._write(sums[j :: len(blocks)], block, columns[0], count)
@@ -237,9 +235,7 @@ class ScaledChunk(Chunk):
         super().__init__(b, frame, word, rounds)
         self.steps, self.scales = frame.operand(2), frame.operand(3)
 
-    def _finish(
-        self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value
-    ) -> None:  # fmt: skip
+    def _finish(self, sums: list[ir.Value], blocks: list[ir.Value], columns: list[ir.Value], count: ir.Value) -> None:
         b, kind = self.b, float32s(BLOCK_ROWS)
         block = b.sdiv(blocks[0], whole(BLOCKS))
         step = b.read(kind, self.steps, b.mul(block, whole(BLOCK_ROWS * 4)), align=4)

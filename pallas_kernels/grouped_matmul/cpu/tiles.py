@@ -102,9 +102,14 @@ def kernel(dtype: str, machine: Machine) -> ir.Module:
 
 
 def emit_expert(
-    b: Builder, frame: Frame, step: Step, expert: ir.Value, outputs: tuple[ir.Value, ir.Value], num_registers: int,
+    b: Builder,
+    frame: Frame,
+    step: Step,
+    expert: ir.Value,
+    outputs: tuple[ir.Value, ir.Value],
+    num_registers: int,
     is_scaled: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Some outputs of all tokens of an expert."""
     firsts, own = frame.operand(2), ExpertFrame(b, frame.pointer, expert, step.weight_size)
     start, end = b.integer(firsts, expert), b.integer(firsts, b.add(expert, whole(1)))

@@ -55,8 +55,15 @@ AROUND = {"joined": DTYPES, "undivided": ("float32",), "written": DTYPES, "plann
 write the cache; and what all of them are told of a step, with spans or without."""
 MOST_HEAD_DIM, MOST_GROUP = 256, 8
 PLANNED = (
-    "slot_block_T", "slot_offset_T", "how_T", "seen_T2", "row_T", "token_T", "ranges_PT2", "rows_6L",
-)  # fmt: skip
+    "slot_block_T",
+    "slot_offset_T",
+    "how_T",
+    "seen_T2",
+    "row_T",
+    "token_T",
+    "ranges_PT2",
+    "rows_6L",
+)
 PLANNED_OF_SPANS = "spans_6L", "span_token_X"
 """Fields of a plan that its kernel writes, in this order, and those where there may be spans."""
 NONE = np.zeros((1, 1, 1, 1), np.float32)
@@ -108,9 +115,15 @@ def kernel(work: str, kind: str, *heads: str | int, machine: Machine) -> str:
 
 
 def _kernel_of_queries(
-    queries: str, dtype: str, group_size: str | int, head_dim: str | int, block_size: str | int, scores: str | int,
-    *, machine: Machine,
-) -> str:  # fmt: skip
+    queries: str,
+    dtype: str,
+    group_size: str | int,
+    head_dim: str | int,
+    block_size: str | int,
+    scores: str | int,
+    *,
+    machine: Machine,
+) -> str:
     numbers = int(group_size), int(head_dim), int(block_size)
     wrong = f"there is no kernel for {queries} of {dtype} and {scores!r} scores"
     if queries not in QUERIES or dtype not in DTYPES or scores not in SCORES:
@@ -199,9 +212,14 @@ class _Calls:
     """The kernels' calls of one layer."""
 
     def __init__(
-        self, q_TNH: jax.Array, kv: tuple[jax.Array, jax.Array], metadata: Any, scale: float, soft_cap: float | None,
+        self,
+        q_TNH: jax.Array,
+        kv: tuple[jax.Array, jax.Array],
+        metadata: Any,
+        scale: float,
+        soft_cap: float | None,
         machine: Machine,
-    ):  # fmt: skip
+    ):
         self.kv, self.metadata, self.machine = kv, metadata, machine
         _, K, S, H = kv[0].shape
         T, N, _ = q_TNH.shape
@@ -234,9 +252,13 @@ class _Calls:
         return self._call("tiles", result, *arguments)
 
     def joined(
-        self, parts: tuple[jax.Array, jax.Array, jax.Array], begun_TKGP: jax.Array | None,
-        tiles_TKGP: jax.Array | None, sinks_N: jax.Array, undivided: bool,
-    ) -> jax.Array:  # fmt: skip
+        self,
+        parts: tuple[jax.Array, jax.Array, jax.Array],
+        begun_TKGP: jax.Array | None,
+        tiles_TKGP: jax.Array | None,
+        sinks_N: jax.Array,
+        undivided: bool,
+    ) -> jax.Array:
         """Of each token, what its flags say that it has."""
         *shape, H = self.q_TKGH.shape
         work, dtype = ("undivided", jnp.dtype("float32")) if undivided else ("joined", self.q_TKGH.dtype)

@@ -71,9 +71,13 @@ class Planning:
         with b.counting(whole(0), self.num_rows, whole(1)) as (span, _):
             first, last = (self._shared(line, span) for line in (sharing.FIRST, sharing.LAST))
             lines = (
-                b.integer(before, first), b.integer(before, last), self._shared(sharing.ROWS, first),
-                self._shared(sharing.BEGIN, span), self._shared(sharing.END, span), whole(0),
-            )  # fmt: skip
+                b.integer(before, first),
+                b.integer(before, last),
+                self._shared(sharing.ROWS, first),
+                self._shared(sharing.BEGIN, span),
+                self._shared(sharing.END, span),
+                whole(0),
+            )
             for line, value in enumerate(lines):
                 self._write_line(SPANS, line, span, value)
 
@@ -99,9 +103,12 @@ class Planning:
         first = b.select(b.icmp_signed("==", self.window, whole(0)), whole(0), first)
         is_single = b.and_(is_real, b.not_(is_tiled))
         for result, value in (
-            (BLOCKS, b.select(is_real, block_id, whole(NOWHERE))), (OFFSETS, offset), (TOKENS, token),
-            (HOW, b.or_(flags, self._flag(is_real, REAL))), (ROWS, b.select(is_single, row, whole(-1))),
-        ):  # fmt: skip
+            (BLOCKS, b.select(is_real, block_id, whole(NOWHERE))),
+            (OFFSETS, offset),
+            (TOKENS, token),
+            (HOW, b.or_(flags, self._flag(is_real, REAL))),
+            (ROWS, b.select(is_single, row, whole(-1))),
+        ):
             self._write(result, token, value)
         self._write_pair(SEEN, token, first, position)
         self._plan_parts(token, b.larger(first, own), b.add(position, whole(1)))

@@ -89,8 +89,18 @@ class Chunk:
         self.head = b.urem(index, self.num_heads)
         self.place = b.mul(block, whole(places_of(G)))
         sizes = (ROWS * H, ROWS * H, ROWS * L, ROWS, ROWS, ROWS, ROWS, H * SLOTS, SLOTS * H, ROWS * SLOTS)
-        (self.q, self.acc, self.totals, self.tops, self.fades, self.lows, self.highs,
-         self.keys, self.values, self.weights) = map(b.floats, sizes)  # fmt: skip
+        (
+            self.q,
+            self.acc,
+            self.totals,
+            self.tops,
+            self.fades,
+            self.lows,
+            self.highs,
+            self.keys,
+            self.values,
+            self.weights,
+        ) = map(b.floats, sizes)
         self.scale, self.cap = heads.settings(b, frame.operand(SETTINGS))
 
     def emit(self) -> None:
@@ -258,9 +268,15 @@ class Chunk:
                     b.write(sums[2 * i + c], self.weights, b.add(at, whole(4 * c * L)), align=4)
 
     def _tile_product(
-        self, sums: list[ir.Value], length: int, place: Callable[[ir.Value], ir.Value], columns: ir.Value,
-        factors: ir.Value, rows: list[ir.Value], width: int,
-    ) -> list[ir.Value]:  # fmt: skip
+        self,
+        sums: list[ir.Value],
+        length: int,
+        place: Callable[[ir.Value], ir.Value],
+        columns: ir.Value,
+        factors: ir.Value,
+        rows: list[ir.Value],
+        width: int,
+    ) -> list[ir.Value]:
         """sums + factors [rows, length] times columns [length, width registers]. `place(d)`: where line d begins in
         `columns`, of as many numbers as a lane holds; `rows`: where rows do in `factors`."""
         b, L = self.b, self.heads.lanes
@@ -327,8 +343,13 @@ class Chunk:
                     sums.append(b.fmul(b.read(self.kind, self.acc, places[-1], align=4), fade))
             rows = [b.mul(b.add(x, whole(i)), whole(4 * SLOTS)) for i in range(self.tile)]
             sums = self._tile_product(
-                sums, SLOTS, lambda j: b.mul(b.add(b.mul(j, whole(H)), d), whole(4)), self.values, self.weights,
-                rows, width,
-            )  # fmt: skip
+                sums,
+                SLOTS,
+                lambda j: b.mul(b.add(b.mul(j, whole(H)), d), whole(4)),
+                self.values,
+                self.weights,
+                rows,
+                width,
+            )
             for total, at in zip(sums, places):
                 b.write(total, self.acc, at, align=4)

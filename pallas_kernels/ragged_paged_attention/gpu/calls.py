@@ -122,10 +122,16 @@ def _layer(
     """(what is static of the kernels, how they are launched)."""
     group_size, head_dim = q_TNH.shape[1] // num_kv_heads, q_TNH.shape[2]
     layer = kernels.Layer(
-        sizes.queries, tiles.rows_for(group_size), sizes.slots, group_size, head_dim, **dataclasses.asdict(rule),
-        precision=INTERPRETED_PRECISION if interpret else PRECISION, reads_float8=reads_float8(device_kind(interpret)),
+        sizes.queries,
+        tiles.rows_for(group_size),
+        sizes.slots,
+        group_size,
+        head_dim,
+        **dataclasses.asdict(rule),
+        precision=INTERPRETED_PRECISION if interpret else PRECISION,
+        reads_float8=reads_float8(device_kind(interpret)),
         begins=begins,
-    )  # fmt: skip
+    )
     params = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     return layer, {"compiler_params": params, "interpret": interpret}
 

@@ -107,10 +107,20 @@ def make_items(
     end_I = jnp.minimum(begin_I + units_per_part * sizes.slots, position_I + queries_I)
     index_in_row_I = tile_I * parts_R[row_I] + part_I
     part_I = jnp.where(parts_R[row_I] > 1, first_part_R[row_I] + index_in_row_I, NOT_SPLIT)
-    items_I = _columns({
-        ROW: row_I, TOKEN: token_I, NUM_QUERIES: queries_I, POSITION: position_I, LAST: position_I + queries_I - 1,
-        BEGIN: begin_I, END: end_I, PART: part_I, NUM_PARTS: parts_R[row_I], BEGUN: own_R[row_I],
-    })  # fmt: skip
+    items_I = _columns(
+        {
+            ROW: row_I,
+            TOKEN: token_I,
+            NUM_QUERIES: queries_I,
+            POSITION: position_I,
+            LAST: position_I + queries_I - 1,
+            BEGIN: begin_I,
+            END: end_I,
+            PART: part_I,
+            NUM_PARTS: parts_R[row_I],
+            BEGUN: own_R[row_I],
+        }
+    )
 
     index_E = jnp.arange(min(sizes.programs, num_tiles), dtype=jnp.int32)
     split_tiles_R = jnp.where(parts_R > 1, tiles_R, 0)
@@ -141,19 +151,30 @@ def make_span_items(runs: Runs, num_queries: jax.Array, num_tiles: int, sizes: S
     index_I = jnp.arange(sizes.num_items(len(parts_Z)), dtype=jnp.int32)
     z_I = jnp.minimum(jnp.sum(end_Z <= index_I[:, None], axis=-1), len(parts_Z) - 1)
     begin_I = (first_Z[z_I] + (index_I - end_Z[z_I] + parts_Z[z_I]) * units_per_part) * sizes.slots
-    items_I = _columns({
-        ROW: runs.row_Z[z_I], TOKEN: runs.tile_Z[z_I] * sizes.queries, FIRST_QUERY: runs.first_query_Z[z_I],
-        NUM_QUERIES: jnp.where(index_I < end_Z[-1], runs.end_query_Z[z_I], 0), POSITION: runs.least_Z[z_I],
-        LAST: runs.last_Z[z_I], BEGIN: begin_I, PART: index_I,
-        END: jnp.minimum(begin_I + units_per_part * sizes.slots, runs.end_Z[z_I]),
-    })  # fmt: skip
+    items_I = _columns(
+        {
+            ROW: runs.row_Z[z_I],
+            TOKEN: runs.tile_Z[z_I] * sizes.queries,
+            FIRST_QUERY: runs.first_query_Z[z_I],
+            NUM_QUERIES: jnp.where(index_I < end_Z[-1], runs.end_query_Z[z_I], 0),
+            POSITION: runs.least_Z[z_I],
+            LAST: runs.last_Z[z_I],
+            BEGIN: begin_I,
+            PART: index_I,
+            END: jnp.minimum(begin_I + units_per_part * sizes.slots, runs.end_Z[z_I]),
+        }
+    )
     index_E = jnp.arange(num_tiles, dtype=jnp.int32)
     parts_E = jnp.sum(jnp.where(runs.tile_Z == index_E[:, None], parts_Z, 0), axis=-1)
     queries_E = jnp.minimum(num_queries - index_E * sizes.queries, sizes.queries)
-    tiles_E = _columns({
-        TOKEN: index_E * sizes.queries, NUM_QUERIES: jnp.where(parts_E > 0, queries_E, 0),
-        PART: _exclusive_cumsum(parts_E), NUM_PARTS: parts_E,
-    })  # fmt: skip
+    tiles_E = _columns(
+        {
+            TOKEN: index_E * sizes.queries,
+            NUM_QUERIES: jnp.where(parts_E > 0, queries_E, 0),
+            PART: _exclusive_cumsum(parts_E),
+            NUM_PARTS: parts_E,
+        }
+    )
     return Items(items_I, tiles_E)
 
 

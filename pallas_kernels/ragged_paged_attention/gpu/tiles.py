@@ -19,15 +19,31 @@ TUNED = Path(__file__).with_name("tuned.json")
 INTERPRETER = "interpreter"
 # Streaming multiprocessors of the devices that are known, by the beginning of their names.
 NUM_CORES = {
-    "NVIDIA A100": 108, "NVIDIA H100": 132, "NVIDIA H200": 132, "NVIDIA GH200": 132, "NVIDIA B200": 148,
-    "NVIDIA L4": 58, "NVIDIA L40": 142, "NVIDIA A10": 72, INTERPRETER: 1,
-}  # fmt: skip
+    "NVIDIA A100": 108,
+    "NVIDIA H100": 132,
+    "NVIDIA H200": 132,
+    "NVIDIA GH200": 132,
+    "NVIDIA B200": 148,
+    "NVIDIA L4": 58,
+    "NVIDIA L40": 142,
+    "NVIDIA A10": 72,
+    INTERPRETER: 1,
+}
 LIKELY_NUM_CORES = 132
 # Devices of compute capability 8.9 and more convert float8_e4m3fn, those before do not.
 READS_FLOAT8 = (
-    "NVIDIA H100", "NVIDIA H200", "NVIDIA GH200", "NVIDIA H800", "NVIDIA H20", "NVIDIA B200", "NVIDIA GB200",
-    "NVIDIA L4", "NVIDIA RTX 6000 Ada", "NVIDIA GeForce RTX 40", "NVIDIA GeForce RTX 50",
-)  # fmt: skip
+    "NVIDIA H100",
+    "NVIDIA H200",
+    "NVIDIA GH200",
+    "NVIDIA H800",
+    "NVIDIA H20",
+    "NVIDIA B200",
+    "NVIDIA GB200",
+    "NVIDIA L4",
+    "NVIDIA RTX 6000 Ada",
+    "NVIDIA GeForce RTX 40",
+    "NVIDIA GeForce RTX 50",
+)
 
 
 @dataclasses.dataclass(frozen=True)

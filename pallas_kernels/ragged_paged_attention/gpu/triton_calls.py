@@ -43,9 +43,18 @@ def write(
     new, caches = (tuple(as_bytes(x) for x in arrays) for arrays in (new, caches))
     how = Launch("paged_kv_write", (ceil_div(T, WRITE_TOKENS), K), warps=4, stages=1)
     written = launch(
-        how, interpret, {"caches": caches}, {}, block=plan.slot_block_T, offset=plan.slot_offset_T, new=new,
-        num_tokens=T, num_blocks=len(caches[0]), tokens=WRITE_TOKENS, heads=heads_of(caches[0]),
-    )["caches"]  # fmt: skip
+        how,
+        interpret,
+        {"caches": caches},
+        {},
+        block=plan.slot_block_T,
+        offset=plan.slot_offset_T,
+        new=new,
+        num_tokens=T,
+        num_blocks=len(caches[0]),
+        tokens=WRITE_TOKENS,
+        heads=heads_of(caches[0]),
+    )["caches"]
     return tuple(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(written, types))
 
 
@@ -78,10 +87,18 @@ def attend(
     layer, cache = _layer(rule, tiles, sizes, q_TNH, kv, scales, interpret)
     begun_or_none, K = begun or None, layer.heads.num_kv_heads
     parts = launch(
-        Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {"out": q_TNH},
-        _parts(sizes.num_parts, layer), items=items.items_I, tables=metadata.block_tables_RM, sinks=sinks_N,
-        begun=begun_or_none, table_width=metadata.block_tables_RM.shape[1], layer=layer, **cache,
-    )  # fmt: skip
+        Launch("paged_attend", (len(items.items_I), K), tiles.warps, tiles.stages),
+        interpret,
+        {"out": q_TNH},
+        _parts(sizes.num_parts, layer),
+        items=items.items_I,
+        tables=metadata.block_tables_RM,
+        sinks=sinks_N,
+        begun=begun_or_none,
+        table_width=metadata.block_tables_RM.shape[1],
+        layer=layer,
+        **cache,
+    )
     changed = {"out": parts.pop("out")}
     how = Launch("paged_merge", (len(items.tiles_E), K), tiles.warps, tiles.stages)
     return launch(
@@ -107,10 +124,19 @@ def attend_spans(
     layer, cache = _layer(rule, tiles, sizes, q_TNH, kv, scales, interpret)
     K, tables_RM = layer.heads.num_kv_heads, metadata.block_tables_RM
     parts = launch(
-        Launch("paged_attend_spans", (len(items.items_I), K), tiles.warps, tiles.stages), interpret, {},
-        _parts(len(items.items_I), layer), items=items.items_I, tables=tables_RM, tokens=queries.token_Y,
-        positions=queries.position_Y, q=q_TNH, table_width=tables_RM.shape[1], layer=layer, **cache,
-    )  # fmt: skip
+        Launch("paged_attend_spans", (len(items.items_I), K), tiles.warps, tiles.stages),
+        interpret,
+        {},
+        _parts(len(items.items_I), layer),
+        items=items.items_I,
+        tables=tables_RM,
+        tokens=queries.token_Y,
+        positions=queries.position_Y,
+        q=q_TNH,
+        table_width=tables_RM.shape[1],
+        layer=layer,
+        **cache,
+    )
     how = Launch("paged_merge_spans", (len(items.tiles_E), K), tiles.warps, tiles.stages)
     shapes = {"begun_out": q_TNH.shape, "begun_top": q_TNH.shape[:2]}
     made = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -136,9 +162,14 @@ def _layer(
         operand = "float32"  # the interpreter, being numpy, multiplies the bits of bfloat16 as if they were integers
     as_bits = dtype == jnp.float8_e4m3fn and not reads_float8(device_kind(interpret))
     layer = kernels.Layer(
-        heads_of(kv[0]), tiles.rows_for(group_size), sizes.slots, group_size, kernels.TYPES[operand],
-        **dataclasses.asdict(rule), float8_as_bits=as_bits,
-    )  # fmt: skip
+        heads_of(kv[0]),
+        tiles.rows_for(group_size),
+        sizes.slots,
+        group_size,
+        kernels.TYPES[operand],
+        **dataclasses.asdict(rule),
+        float8_as_bits=as_bits,
+    )
     k, v = (as_bytes(x) if as_bits else x for x in kv)
     k_scales, v_scales = scales or (None, None)
     return layer, {"k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales}
@@ -161,10 +192,16 @@ def launch(
         return interpreted(how.name, how.grid, changed, outputs, arguments)
     refs = jax.tree.map(jax.new_ref, changed)
     made = jax_triton_for_this_jax().triton_call(
-        kernel=getattr(kernels, how.name), name=how.name, grid=how.grid, num_warps=how.warps, num_stages=how.stages,
-        backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True}, out_type=tuple(outputs.values()),
-        **arguments, **refs,
-    )  # fmt: skip
+        kernel=getattr(kernels, how.name),
+        name=how.name,
+        grid=how.grid,
+        num_warps=how.warps,
+        num_stages=how.stages,
+        backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
+        out_type=tuple(outputs.values()),
+        **arguments,
+        **refs,
+    )
     return jax.tree.map(jax.freeze, refs) | dict(zip(outputs, made))
 
 

@@ -14,9 +14,15 @@ from triton.runtime.interpreter import GridExecutor
 from pallas_kernels.ragged_paged_attention.gpu import triton_kernels
 
 TYPES = {
-    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int8": "i8", "uint8": "u8",
-    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
-}  # fmt: skip
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int32": "i32",
+    "int8": "i8",
+    "uint8": "u8",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,9 +83,17 @@ def paged_attend(
     context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
     cache = (k, v, k_scales, v_scales)
     top_X, total_X, out_XP = attend(
-        tl.load(fact + BEGIN), tl.load(fact + END), first, tl.load(fact + LAST),
-        first + query_X, q_XP, head, context, cache, layer,
-    )  # fmt: skip
+        tl.load(fact + BEGIN),
+        tl.load(fact + END),
+        first,
+        tl.load(fact + LAST),
+        first + query_X,
+        q_XP,
+        head,
+        context,
+        cache,
+        layer,
+    )
     number = tl.load(fact + PART)
     if number == NOT_SPLIT:
         begun_X = real_X & (query_X * 0 + tl.load(fact + BEGUN) > 0)
@@ -115,9 +123,17 @@ def paged_attend_spans(
     q_XP = load_pieces(q + row_X, mine_X, layer.heads)
     context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
     top_X, total_X, out_XP = attend(
-        tl.load(fact + BEGIN), tl.load(fact + END), tl.load(fact + POSITION), tl.load(fact + LAST),
-        position_X, q_XP, head, context, (k, v, k_scales, v_scales), layer,
-    )  # fmt: skip
+        tl.load(fact + BEGIN),
+        tl.load(fact + END),
+        tl.load(fact + POSITION),
+        tl.load(fact + LAST),
+        position_X,
+        q_XP,
+        head,
+        context,
+        (k, v, k_scales, v_scales),
+        layer,
+    )
     out_XP = [tl.where(mine_X[:, None], x, 0.0) for x in out_XP]
     top_X, total_X = tl.where(mine_X, top_X, LOWEST), tl.where(mine_X, total_X, 0.0)
     every_X = tl.arange(0, layer.rows) >= 0
@@ -206,9 +222,19 @@ def attend(begin, end, first, last, position_X, q_XP, head, context, cache, laye
 
 @triton.jit
 def walk(
-    begin, end, state, masked: tl.constexpr,
-    lowest, last, position_X, q_XP, head, context, cache, layer: tl.constexpr,
-):  # fmt: skip
+    begin,
+    end,
+    state,
+    masked: tl.constexpr,
+    lowest,
+    last,
+    position_X,
+    q_XP,
+    head,
+    context,
+    cache,
+    layer: tl.constexpr,
+):
     """`state` with the slots of iterations [begin, end); none of them is hidden from any query unless `masked`."""
     for iteration in tl.range(begin, end):
         position_C = iteration * layer.slots + tl.arange(0, layer.slots)

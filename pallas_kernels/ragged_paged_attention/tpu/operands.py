@@ -72,10 +72,15 @@ class Operands:
         begun = lambda x: pl.BlockSpec((*block[:-1], x.shape[-1]), self._place_of_begun(place))
         in_hbm = lambda x: pl.BlockSpec(memory_space=pltpu.HBM)
         leaves = (
-            (lambda x: q_spec, self.q), (per_head, self.sinks), (per_query, self.position_YL), (begun, self.begun),
-            (per_head, self.head_scales_K2L), (in_hbm, self.tables), (in_hbm, self.kv_BKSW),
+            (lambda x: q_spec, self.q),
+            (per_head, self.sinks),
+            (per_query, self.position_YL),
+            (begun, self.begun),
+            (per_head, self.head_scales_K2L),
+            (in_hbm, self.tables),
+            (in_hbm, self.kv_BKSW),
             (in_hbm, self.token_scales_BK2L),
-        )  # fmt: skip
+        )
         return [make(x) for make, tree in leaves for x in jax.tree.leaves(tree)]
 
     def _place_of_begun(self, place: Callable) -> Callable:

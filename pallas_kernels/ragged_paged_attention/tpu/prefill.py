@@ -214,9 +214,16 @@ class _View:
     def of(shape: PrefillShape, operands: Operands, item: Item) -> "_View":
         z, segments = item.segment, operands.segments
         return _View(
-            item, segments.first_query_Z[z], segments.end_query_Z[z], segments.least_Z[z], segments.last_Z[z],
-            operands.position_YL, shape.query_tile, shape.fetch.item_slots, shape.window,
-        )  # fmt: skip
+            item,
+            segments.first_query_Z[z],
+            segments.end_query_Z[z],
+            segments.least_Z[z],
+            segments.last_Z[z],
+            operands.position_YL,
+            shape.query_tile,
+            shape.fetch.item_slots,
+            shape.window,
+        )
 
     @property
     def is_everything(self) -> jax.Array:

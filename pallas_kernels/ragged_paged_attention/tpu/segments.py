@@ -57,9 +57,18 @@ def segments_of(runs: Runs, num_blocks: int, item_slots: int, begun_Z: jax.Array
     in_block_JZ = runs.tile_Z <= jnp.arange(num_blocks)[:, None]
     item_end_J = jnp.sum(jnp.where(in_block_JZ, num_Z, 0), axis=1)
     arrays = (
-        runs.row_Z, runs.first_query_Z, runs.end_query_Z, runs.least_Z, runs.last_Z, runs.begin_Z, runs.end_Z,
-        first_Z - item_end_Z + num_Z, item_end_Z, pick(item_end_J, runs.tile_Z), item_end_J,
-    )  # fmt: skip
+        runs.row_Z,
+        runs.first_query_Z,
+        runs.end_query_Z,
+        runs.least_Z,
+        runs.last_Z,
+        runs.begin_Z,
+        runs.end_Z,
+        first_Z - item_end_Z + num_Z,
+        item_end_Z,
+        pick(item_end_J, runs.tile_Z),
+        item_end_J,
+    )
     if begun_Z is not None:
         here_JZ = (runs.tile_Z == jnp.arange(num_blocks)[:, None]) & runs.used_Z
         arrays += begun_Z, jnp.max(jnp.where(here_JZ, begun_Z, 0), axis=1, initial=0)

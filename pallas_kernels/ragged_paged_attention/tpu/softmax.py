@@ -50,9 +50,12 @@ def weighted_values(weight_nXP: jax.Array, v_nPD: jax.Array, scale_n1P: jax.Arra
     if scale_n1P is not None:
         weight_nXP = weight_nXP * scale_n1P
     return jnp.einsum(
-        "nxp,npd->nxd", weight_nXP.astype(v_nPD.dtype), v_nPD,
-        preferred_element_type=jnp.float32, precision=precision_of(v_nPD.dtype),
-    )  # fmt: skip
+        "nxp,npd->nxd",
+        weight_nXP.astype(v_nPD.dtype),
+        v_nPD,
+        preferred_element_type=jnp.float32,
+        precision=precision_of(v_nPD.dtype),
+    )
 
 
 def visible_slots(item: Item, shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -72,9 +72,15 @@ class Run:
     """The requests of one workload in one context."""
 
     def __init__(
-        self, engine: LlamaCppEngine, context: Any, batch: Any, requests: list[dict], watch: Watch, num_slots: int,
+        self,
+        engine: LlamaCppEngine,
+        context: Any,
+        batch: Any,
+        requests: list[dict],
+        watch: Watch,
+        num_slots: int,
         shared_prefix: int,
-    ):  # fmt: skip
+    ):
         self.lib, self.sampler, self.context, self.batch = engine.lib, engine.sampler, context, batch
         self.memory = self.lib.llama_get_memory(context)
         self.watch, self.shared_prefix = watch, shared_prefix

@@ -78,8 +78,12 @@ def measure_streams(num_bytes: int) -> Iterator[dict]:
     x_n = filled((num_bytes // 4,), "float32")
     for name, function, moved in (("sum", jnp.sum, 1), ("copy", lambda x_n: x_n + 1, 2)):
         per_second = moved * x_n.nbytes / best_seconds(partial(jax.jit(function), x_n))
-        yield {"kind": "bandwidth", "dtype": "float32", "shape": f"{name} of {num_bytes >> 20} MiB",
-               "per_second": per_second}  # fmt: skip
+        yield {
+            "kind": "bandwidth",
+            "dtype": "float32",
+            "shape": f"{name} of {num_bytes >> 20} MiB",
+            "per_second": per_second,
+        }
 
 
 def measure_all(on_cpu: bool) -> Iterator[dict]:

@@ -60,9 +60,12 @@ class TransformersEngine:
 
         with torch.inference_mode():
             output = self.model.generate(
-                input_ids=token_ids.to(self.device), attention_mask=mask.to(self.device), do_sample=False,
-                max_new_tokens=max(request["max_tokens"] for request in requests), stopping_criteria=[note_time],
-            )  # fmt: skip
+                input_ids=token_ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                do_sample=False,
+                max_new_tokens=max(request["max_tokens"] for request in requests),
+                stopping_criteria=[note_time],
+            )
         for index, request, row in zip(indices, requests, output[:, longest:].tolist()):
             for token, at in zip(row[: request["max_tokens"]], step_times):
                 watch.add(index, [token], at)

@@ -31,9 +31,11 @@ class ContinuousEngine:
         first_id, self.next_id = self.next_id, self.next_id + len(requests)
         for index, request in enumerate(requests):
             self.manager.add_request(
-                request["prompt_token_ids"], request_id=str(first_id + index),
-                max_new_tokens=request["max_tokens"], record_timestamps=True,
-            )  # fmt: skip
+                request["prompt_token_ids"],
+                request_id=str(first_id + index),
+                max_new_tokens=request["max_tokens"],
+                record_timestamps=True,
+            )
         finished = 0
         while finished < len(requests):
             result = self.manager.get_result(timeout=SILENCE_SECONDS)

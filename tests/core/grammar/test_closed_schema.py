@@ -41,8 +41,11 @@ def takes(schema, value, **options):
         ({"allOf": [A, B]}, [{"a": 1, "b": 1}], []),
         ({**A, "$ref": "#/$defs/n", "$defs": {"n": B}}, [{"a": 1, "b": 1}], []),
         ({**A, "anyOf": [{**B, "required": ["b"]}, {"required": ["a"]}]}, [{"a": 1, "b": 1}], []),
-        ({"allOf": [{"anyOf": [A, {"$ref": "#/$defs/n"}]}, {"properties": {"c": {}}}], "$defs": {"n": B}},
-         [{"b": 1, "c": 1}], []),
+        (
+            {"allOf": [{"anyOf": [A, {"$ref": "#/$defs/n"}]}, {"properties": {"c": {}}}], "$defs": {"n": B}},
+            [{"b": 1, "c": 1}],
+            [],
+        ),
         # So does what is asked for more than it names, whoever asks.
         ({**A, "required": ["a", "b"]}, [{"a": 1, "b": 2}], [{"a": 1}]),
         ({"items": {**A, "required": ["b"]}, "minItems": 1}, [[{"b": 2}]], [[{}], []]),
@@ -75,7 +78,7 @@ def takes(schema, value, **options):
         # Objects that name nothing may hold anything.
         ({"type": "object"}, [{"x": 1}], []),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_named_is_refused_where_one_schema_speaks_of_an_object(schema, taken, refused):
     assert all(takes(schema, value) for value in taken)
     assert not any(takes(schema, value) for value in refused)

@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from jaxpaged.core.grammar.plain_schema import FORMATS
 from jaxpaged.core.grammar.probe import problem_with
 from jaxpaged.core.grammar.text import grammar_text, limits
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 llguidance = pytest.importorskip("llguidance")
 BYTES = llguidance.LLTokenizer("byte")
@@ -62,24 +62,36 @@ def problem(schema):
         ({"not": {"not": {"type": "string"}}}, ["x"], [1]),
         ({"not": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, [1], ["x", None]),
         ({"type": "object", "properties": {"a": {"not": {}}, "b": {}}}, [{"b": 1}, {}], [{"a": 1}]),
-        ({**OBJECT, "properties": {"a": {"$ref": "#/$defs/n"}, "b": {}}, "$defs": {"n": {"not": {}}}},
-         [{"b": 1}, {}], [{"a": 1}]),
+        (
+            {**OBJECT, "properties": {"a": {"$ref": "#/$defs/n"}, "b": {}}, "$defs": {"n": {"not": {}}}},
+            [{"b": 1}, {}],
+            [{"a": 1}],
+        ),
         ({"enum": ["x", "y", 1], "not": {"const": "x"}}, ["y", 1], ["x"]),
         ({"enum": [1, True], "not": {"enum": [True]}}, [1], [True]),
         ({"type": "boolean", "not": {"const": True}}, [False], [True]),
         ({"type": "string", "not": {"const": 5}}, ["x"], [5]),
-        ({**OBJECT, "properties": {"a": {}, "b": {}}, "not": {"required": ["a", "b"]}},
-         [{"a": 1}, {}], [{"a": 1, "b": 1}]),
+        (
+            {**OBJECT, "properties": {"a": {}, "b": {}}, "not": {"required": ["a", "b"]}},
+            [{"a": 1}, {}],
+            [{"a": 1, "b": 1}],
+        ),
         # One of several.
         ({"oneOf": [A, B]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
         ({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": A, "b": B}}, [{"a": 1}], [{}]),
         ({"oneOf": [CAT, DOG]}, [{"kind": "cat", "lives": 9}, {"kind": "dog", "lives": 1}], [{"lives": 1}]),
-        ({**OBJECT, "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-         [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
+        (
+            {**OBJECT, "properties": {"a": {}, "b": {}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            [{"a": 1}, {"b": 1}],
+            [{"a": 1, "b": 1}, {}],
+        ),
         ({**A, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}], [{"a": 1, "b": 2}, {}]),
         ({**OBJECT, "properties": {"k": {}}, "oneOf": [A, B]}, [{"k": 1, "a": 1}, {"k": 1, "b": 1}], [{"k": 1}]),
-        ({"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 6}, {"type": "null"}]},
-         [5, 6, None], ["x"]),
+        (
+            {"oneOf": [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 6}, {"type": "null"}]},
+            [5, 6, None],
+            ["x"],
+        ),
         ({"oneOf": [{"const": 1}, {"const": 2}]}, [1, 2], [3]),
         ({"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "minLength": 3}]}, ["ab", "abc"], []),
         ({"oneOf": [{**A, "additionalProperties": True}, {**B, "additionalProperties": True}]}, [{"a": 1}], [{}]),
@@ -93,15 +105,24 @@ def problem(schema):
         ({"type": "array", "contains": {"type": "null"}, "minContains": 0}, [[1], []], []),
         ({"type": "array", "minContains": 3}, [[1]], []),
         ({**OBJECT, "propertyNames": {"pattern": "^x"}}, [{"xa": 1}, {}], [{"a": 1}]),
-        ({**OBJECT, "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}},
-         [{"x": 1}], [{"z": 1}, {"x": ""}]),
+        (
+            {**OBJECT, "propertyNames": {"enum": ["x", "y"]}, "additionalProperties": {"type": "integer"}},
+            [{"x": 1}],
+            [{"z": 1}, {"x": ""}],
+        ),
         ({**OBJECT, "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"const": "x"}}}, [{"x": 1}], [{"z": 1}]),
         ({**OBJECT, "propertyNames": {"type": "string"}}, [{"z": 1}], []),
-        ({**OBJECT, "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
-         [{"a": 1, "b": 1}, {"b": 1}], [{"a": 1}]),
+        (
+            {**OBJECT, "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
+            [{"a": 1, "b": 1}, {"b": 1}],
+            [{"a": 1}],
+        ),
         ({**A, "dependentRequired": {"a": ["z"]}}, [{"a": 1, "z": 1}], [{"a": 1}]),
-        ({**OBJECT, "properties": {"a": {}}, "dependentSchemas": {"a": {"required": ["b"]}}},
-         [{"a": 1, "b": 1}, {}], [{"a": 1}]),
+        (
+            {**OBJECT, "properties": {"a": {}}, "dependentSchemas": {"a": {"required": ["b"]}}},
+            [{"a": 1, "b": 1}, {}],
+            [{"a": 1}],
+        ),
         ({**A, "unevaluatedProperties": False}, [{"a": 1}], [{"a": 1, "b": 1}]),
         ({**A, "unevaluatedProperties": True}, [{"a": 1, "b": 1}], []),
         ({"allOf": [A, B], "unevaluatedProperties": False}, [{"a": 1, "b": 1}], [{"a": 1, "b": 1, "c": 1}]),
@@ -112,7 +133,7 @@ def problem(schema):
         ({"if": True, "then": {"type": "integer"}, "else": False}, [1], ["x"]),
         ({"if": False, "then": False, "else": {"type": "integer"}}, [1], ["x"]),
     ],
-)  # fmt: skip
+)
 def test_what_a_schema_says_holds(schema, taken, refused):
     grammar, judge = Grammar(schema), Draft202012Validator(schema)
     assert all(map(judge.is_valid, taken)), "the case itself is wrong"
@@ -150,7 +171,7 @@ def test_what_a_schema_says_holds(schema, taken, refused):
         ({"contains": {}, "minContains": "x"}, "minContains is 'x'; it must be a number"),
         ({"properties": []}, r"properties is \[\]; it must be an object"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_hold_is_refused_in_words_that_say_what_to_do(schema, words):
     found = problem(schema)
     assert re.search(words, found), found
@@ -188,34 +209,79 @@ def test_many_alternatives_with_a_tag_are_followed_and_many_that_need_comparing_
 
 
 VALUES = [
-    1, 7, "x", "long", None, True, [], [1], [1, 1], ["x"], {}, {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {"a": "x"},
-    {"a": 1, "c": 1}, {"k": "x"}, {"k": "y"}, {"k": "x", "a": 1}, {"k": "y", "a": 1}, {"a": {"b": 1}}, {"a": {}},
-]  # fmt: skip
+    1,
+    7,
+    "x",
+    "long",
+    None,
+    True,
+    [],
+    [1],
+    [1, 1],
+    ["x"],
+    {},
+    {"a": 1},
+    {"b": 1},
+    {"a": 1, "b": 1},
+    {"a": "x"},
+    {"a": 1, "c": 1},
+    {"k": "x"},
+    {"k": "y"},
+    {"k": "x", "a": 1},
+    {"k": "y", "a": 1},
+    {"a": {"b": 1}},
+    {"a": {}},
+]
 
 
 def schemas():
     names = st.sets(st.sampled_from("abk"), max_size=2).map(sorted)
-    leaves = st.sampled_from([
-        True, {"type": "integer"}, {"type": "string"}, {"type": ["string", "null"]}, {"const": "x"}, {"const": "y"},
-        {"enum": ["x", 1]}, {"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 6}, {"format": "phone"},
-        {"type": "string", "minLength": 3}, {"type": "array", "maxItems": 1}, {"not": {"type": "string"}}, A, B,
-        {"type": "array", "uniqueItems": True}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"},
-    ])  # fmt: skip
+    leaves = st.sampled_from(
+        [
+            True,
+            {"type": "integer"},
+            {"type": "string"},
+            {"type": ["string", "null"]},
+            {"const": "x"},
+            {"const": "y"},
+            {"enum": ["x", 1]},
+            {"type": "integer", "maximum": 5},
+            {"type": "integer", "minimum": 6},
+            {"format": "phone"},
+            {"type": "string", "minLength": 3},
+            {"type": "array", "maxItems": 1},
+            {"not": {"type": "string"}},
+            A,
+            B,
+            {"type": "array", "uniqueItems": True},
+            {"$ref": "#/$defs/a"},
+            {"$ref": "#/$defs/b"},
+        ]
+    )
 
     def more(inner):
         objects = st.builds(
             lambda props, required, extra: {"type": "object", "properties": props, "required": required, **extra},
-            st.dictionaries(st.sampled_from("abk"), inner, max_size=3), names,
-            st.sampled_from([
-                {}, {}, {"additionalProperties": True}, {"minProperties": 1}, {"dependentRequired": {"a": ["b"]}},
-                {"not": {"required": ["a"]}}, {"unevaluatedProperties": False},
-            ]),
-        )  # fmt: skip
+            st.dictionaries(st.sampled_from("abk"), inner, max_size=3),
+            names,
+            st.sampled_from(
+                [
+                    {},
+                    {},
+                    {"additionalProperties": True},
+                    {"minProperties": 1},
+                    {"dependentRequired": {"a": ["b"]}},
+                    {"not": {"required": ["a"]}},
+                    {"unevaluatedProperties": False},
+                ]
+            ),
+        )
         combined = st.builds(
             lambda base, keyword, parts: {**base, keyword: parts},
-            st.one_of(st.just({}), objects), st.sampled_from(["anyOf", "oneOf", "allOf"]),
+            st.one_of(st.just({}), objects),
+            st.sampled_from(["anyOf", "oneOf", "allOf"]),
             st.lists(st.one_of(inner, st.builds(lambda names: {"required": names}, names)), min_size=1, max_size=3),
-        )  # fmt: skip
+        )
         return st.one_of(objects, combined, st.builds(lambda items: {"type": "array", "items": items}, inner))
 
     return st.recursive(leaves, more, max_leaves=6)
@@ -234,9 +300,12 @@ def test_no_answer_is_written_that_the_schema_does_not_allow(schema):
 def test_every_pair_of_keywords_that_are_rewritten_goes_together():
     """Each of these is rewritten; together they still say both."""
     one = [
-        {"not": {"required": ["c"]}}, {"dependentRequired": {"a": ["b"]}}, {"unevaluatedProperties": False},
-        {"oneOf": [{"required": ["a"]}, {"required": ["k"]}]}, {"dependentSchemas": {"b": {"required": ["a"]}}},
-    ]  # fmt: skip
+        {"not": {"required": ["c"]}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedProperties": False},
+        {"oneOf": [{"required": ["a"]}, {"required": ["k"]}]},
+        {"dependentSchemas": {"b": {"required": ["a"]}}},
+    ]
     for first, second in itertools.permutations(one, 2):
         schema = {**OBJECT, "properties": {name: {} for name in "abk"}, **first, **second}
         grammar, judge = Grammar(schema), Draft202012Validator(schema)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.errors import RequestError
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 pytest.importorskip("llguidance")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxpaged.core.grammar.text import grammar_text
-from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams, Thinking
 from tests.core.grammar.marked_tokenizer import marked_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
@@ -92,7 +92,7 @@ CASES = [
     ),
     (triggered(tag("é<\u2028😀>", HI, "\\\"'"), triggers=["é"]), ["aé<\u2028😀>hi\\\"'b"], ["aéb"]),
     ({"type": "sequence", "elements": [triggered(*TWO, **FIRST_ONLY), HI]}, ["<f=a>1</f>hi"], ["<f=a>1</f>"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "good", "bad"), CASES)
@@ -127,9 +127,10 @@ def test_the_form_of_before_means_the_same():
     schema = {"type": "integer"}
     for given in (schema, json.dumps(schema)):
         old = {
-            "type": "structural_tag", "triggers": ["<f="],
+            "type": "structural_tag",
+            "triggers": ["<f="],
             "structures": [{"begin": "<f=a>", "schema": given, "end": "</f>"}],
-        }  # fmt: skip
+        }
         new = {"type": "structural_tag", "format": triggered(TWO[0])}
         for form in (old, json.dumps(old)):
             same = [grammar_text(StructuredOutputsParams(structural_tag=value), TOKENIZER.ids) for value in (form, new)]

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.core.grammar.text import grammar_text
-from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams, Thinking
 from tests.core.grammar.marked_tokenizer import marked_tokenizer
 
 llguidance = pytest.importorskip("llguidance")

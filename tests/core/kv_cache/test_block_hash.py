@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.cbor import encode_cbor
 from jaxpaged.core.kv_cache.block_hash import NONE_HASH, BlockHasher, extra_keys
 from jaxpaged.core.request import Request
+from jaxpaged.encoding.cbor import encode_cbor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 

@@ -45,9 +45,10 @@ class Chunked(Sharing):
         """The ends of chunks of which all pages of all groups came while they were wanted."""
         came = self.tiers.came
         return {
-            end for end, pages in self.tiers.wanted.items()
+            end
+            for end, pages in self.tiers.wanted.items()
             if all(len(came.get(each, ())) == self.groups for each in pages)
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 9), (None, 17, 9), (20,), (None, 40)])

@@ -11,9 +11,14 @@ def tokens_of(kind, *words):
     return [[tokenizer.backend.id_to_token(i) for i in ids] for ids in words_in_tokens(tokenizer, words)]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    ("byte-level", [["cat"], ["Ġcat"]]), ("sentence-piece", [["cat"], ["▁cat"]]), ("word-piece", [["cat"]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("byte-level", [["cat"], ["Ġcat"]]),
+        ("sentence-piece", [["cat"], ["▁cat"]]),
+        ("word-piece", [["cat"]]),
+    ],
+)
 @pytest.mark.parametrize("word", ["cat", " cat", "   cat"])
 def test_a_word_is_banned_with_and_without_a_space_whatever_the_tokenizer_puts_before_it(kind, expected, word):
     """A tokenizer that puts a space before every text writes `cat` in `the "cat` without one."""

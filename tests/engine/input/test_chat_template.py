@@ -162,14 +162,17 @@ THINKS = (
 CALL = {"function": {"name": "f", "arguments": '{"q": ["a <think>"], "<think>": 3}'}}
 
 
-@pytest.mark.parametrize("last", [
-    {"role": "user", "content": "What is <think>? "},
-    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "<think>"}]},
-    {"role": "tool", "content": "</think> and so on"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "assistant", "content": "<think> Let me"},
-    {"role": "assistant", "content": "ah", "reasoning": "hm <think>"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "user", "content": "What is <think>? "},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "<think>"}]},
+        {"role": "tool", "content": "</think> and so on"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "<think> Let me"},
+        {"role": "assistant", "content": "ah", "reasoning": "hm <think>"},
+    ],
+)
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}])
 def test_the_ending_is_what_the_template_itself_writes(last, variables):
     messages = [{"role": "system", "content": "<think>"}, *HELLO, last]

@@ -94,8 +94,8 @@ def test_whatever_is_asked_given_back_and_cancelled_places_are_never_lost_nor_ex
             held += askers.order[before:]
             assert len(held) <= 3 and all(held.count(each) <= 2 for each in held)
             waiting = [each for each in askers.tasks if not each.done()]
-            assert len(held) == 3 or not waiting or all(
-                held.count(each.client[0]) == 2 for each in askers.turns._waiting
+            assert (
+                len(held) == 3 or not waiting or all(held.count(each.client[0]) == 2 for each in askers.turns._waiting)
             )
         while held:
             before = len(askers.order)

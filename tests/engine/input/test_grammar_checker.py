@@ -17,7 +17,7 @@ from jaxpaged.core.grammar import probe as grammar_probe
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.input.grammar_checker import PATIENCE, Child, GrammarChecker
 from jaxpaged.errors import RequestError
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from tests.engine import fake_core
 from tests.engine.fake_engine import make_engine
 
@@ -53,7 +53,7 @@ def checker():
         ({"json": CHAIN_OF_REFS}, "more than 5 s, or more memory"),
         ({"choice": ["a", "b"]}, None),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_compiled_is_refused_and_the_next_is_checked_as_ever(checker, fields, problem):
     params = StructuredOutputsParams(**fields)
     if problem is None:
@@ -134,10 +134,14 @@ def test_no_child_outlives_its_checker_not_even_one_that_was_busy():
     assert busy[0]._process.returncode is not None and not checker._idle
 
 
-@pytest.mark.parametrize("make", [
-    lambda: make_engine()[0],
-    lambda: AsyncLLM.from_config(EngineConfig(), factory=fake_core.FACTORY),
-], ids=["LLMEngine", "AsyncLLM"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_engine()[0],
+        lambda: AsyncLLM.from_config(EngineConfig(), factory=fake_core.FACTORY),
+    ],
+    ids=["LLMEngine", "AsyncLLM"],
+)
 def test_an_engine_that_is_shut_down_leaves_no_checker_behind(make):
     engine = make()
     checker = engine.input_processor.grammar_checker

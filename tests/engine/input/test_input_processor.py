@@ -26,9 +26,15 @@ def test_text_ids_and_dicts_are_the_same_prompt():
     ids = TOKENIZER.encode("the cat")
     assert ids[0] == TOKENIZER.bos_token_id
     for prompt in (
-        "the cat", ids, tuple(ids), np.array(ids), list(np.array(ids)), {"prompt": "the cat"},
-        {"prompt_token_ids": ids}, {"prompt": "shown only", "prompt_token_ids": ids},
-    ):  # fmt: skip
+        "the cat",
+        ids,
+        tuple(ids),
+        np.array(ids),
+        list(np.array(ids)),
+        {"prompt": "the cat"},
+        {"prompt_token_ids": ids},
+        {"prompt": "shown only", "prompt_token_ids": ids},
+    ):
         assert process(prompt)[0].prompt_token_ids == ids
     assert process("the cat")[1] == "the cat"
     assert process({"prompt": "shown only", "prompt_token_ids": ids})[1] == "shown only"
@@ -38,26 +44,34 @@ def test_text_ids_and_dicts_are_the_same_prompt():
 BIRD = TOKENIZER.encode(" bird", add_special_tokens=False)[0]
 
 
-@pytest.mark.parametrize(("values", "fields"), [
-    ({"allowed_token_ids": [BIRD], "bad_words": ["bird"]}, "allowed_token_ids and bad_words"),
-    ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids and min_tokens"),
-    ({"allowed_token_ids": [BIRD], "min_tokens": 2, "stop_token_ids": [BIRD]}, "allowed_token_ids and min_tokens"),
-    ({"allowed_token_ids": [BIRD, EOS], "bad_words": ["bird"], "min_tokens": 1},
-     "allowed_token_ids, bad_words and min_tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "fields"),
+    [
+        ({"allowed_token_ids": [BIRD], "bad_words": ["bird"]}, "allowed_token_ids and bad_words"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids and min_tokens"),
+        ({"allowed_token_ids": [BIRD], "min_tokens": 2, "stop_token_ids": [BIRD]}, "allowed_token_ids and min_tokens"),
+        (
+            {"allowed_token_ids": [BIRD, EOS], "bad_words": ["bird"], "min_tokens": 1},
+            "allowed_token_ids, bad_words and min_tokens",
+        ),
+    ],
+)
 def test_fields_that_leave_no_token_are_named(values, fields):
     with pytest.raises(RequestError, match=f"^{fields} contradict each other") as caught:
         make(defaults=GenerationDefaults({}, (EOS,))).process("r", "the cat", SamplingParams(**values))
     assert caught.value.parameter == "allowed_token_ids"
 
 
-@pytest.mark.parametrize("values", [
-    {"allowed_token_ids": [BIRD, 9], "bad_words": ["bird"]},
-    {"allowed_token_ids": [EOS], "min_tokens": 1, "ignore_eos": True},
-    {"allowed_token_ids": [EOS]},
-    {"allowed_token_ids": [9], "bad_words": ["the the"]},  # two tokens: the first may come
-    {"allowed_token_ids": [9], "logit_bias": {9: -100}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"allowed_token_ids": [BIRD, 9], "bad_words": ["bird"]},
+        {"allowed_token_ids": [EOS], "min_tokens": 1, "ignore_eos": True},
+        {"allowed_token_ids": [EOS]},
+        {"allowed_token_ids": [9], "bad_words": ["the the"]},  # two tokens: the first may come
+        {"allowed_token_ids": [9], "logit_bias": {9: -100}},
+    ],
+)
 def test_fields_that_leave_a_token_are_no_contradiction(values):
     make(defaults=GenerationDefaults({}, (EOS,))).process("r", "the cat", SamplingParams(**values))
 
@@ -244,9 +258,15 @@ def test_a_request_may_only_ask_for_longer_intervals_than_the_engine_has(own, of
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think %}<end>{% endif %}"
 
 
-@pytest.mark.parametrize(("content", "think", "is_thinking"), [
-    ("the <end> cat", False, False), ("the cat", True, True), ("<bos> the cat", True, True), ("the <end>", True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "think", "is_thinking"),
+    [
+        ("the <end> cat", False, False),
+        ("the cat", True, True),
+        ("<bos> the cat", True, True),
+        ("the <end>", True, True),
+    ],
+)
 def test_a_budget_counts_from_the_prompt_where_the_template_opened_the_thinking(content, think, is_thinking):
     """The tokens <end> and <bos> stand for those around thinking."""
     processor = make()

@@ -61,9 +61,11 @@ def test_what_is_kept_are_the_tokens_of_the_whole_text(kind, from_right, small_p
 
 
 @hypothesis.given(
-    st.text("a b", max_size=400) | st.text(max_size=300), st.integers(1, 40), st.booleans(),
+    st.text("a b", max_size=400) | st.text(max_size=300),
+    st.integers(1, 40),
+    st.booleans(),
     st.sampled_from(sorted(TOKENIZERS)),
-)  # fmt: skip
+)
 def test_where_nothing_shows_a_place_to_cut_there_are_still_enough_tokens(text, num_tokens, from_end, kind):
     tokenizer = TOKENIZERS[kind]
     part = enough_text(tokenizer, text, num_tokens, from_end)

@@ -6,16 +6,31 @@ from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogra
 from jaxpaged.messages import SchedulerStats
 
 TIERS = {
-    "kv_offload_pages_saved": 1, "kv_offload_load_bytes": 100, "kv_offload_load_seconds": 0.5,
-    "kv_offload_load_sizes": {64.0: 2}, "kv_offload_store_bytes": 10, "kv_offload_store_seconds": 1.5,
-    "kv_offload_store_sizes": {}, "kv_leases": 3, "kv_leases_granted": 4, "kv_borrowed_bytes": {"tcp": 5},
+    "kv_offload_pages_saved": 1,
+    "kv_offload_load_bytes": 100,
+    "kv_offload_load_seconds": 0.5,
+    "kv_offload_load_sizes": {64.0: 2},
+    "kv_offload_store_bytes": 10,
+    "kv_offload_store_seconds": 1.5,
+    "kv_offload_store_sizes": {},
+    "kv_leases": 3,
+    "kv_leases_granted": 4,
+    "kv_borrowed_bytes": {"tcp": 5},
     "kv_offload_tier_host": {"hits": 6, "bytes": 7},
-}  # fmt: skip
+}
 STATS = SchedulerStats(
-    prefix_cache_queries=40, prefix_cache_hits=8, num_preemptions=1, num_corrupted_reqs=2, num_drafts=3,
-    num_draft_tokens=9, num_accepted_tokens=4, num_accepted_per_pos=[3, 1], external_prefix_cache_queries=20,
-    external_prefix_cache_hits=16, num_kv_fetches=[1, 1, 1],
-)  # fmt: skip
+    prefix_cache_queries=40,
+    prefix_cache_hits=8,
+    num_preemptions=1,
+    num_corrupted_reqs=2,
+    num_drafts=3,
+    num_draft_tokens=9,
+    num_accepted_tokens=4,
+    num_accepted_per_pos=[3, 1],
+    external_prefix_cache_queries=20,
+    external_prefix_cache_hits=16,
+    num_kv_fetches=[1, 1, 1],
+)
 
 
 def counts(metrics, executor_stats):

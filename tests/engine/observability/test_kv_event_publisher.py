@@ -240,12 +240,15 @@ def test_the_first_batch_says_that_the_cache_is_empty():
         publisher.close()
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"enable_kv_cache_event": True}, "Did you mean 'enable_kv_cache_events'"),
-    ({"publisher": "kafka"}, "zmq, null"),
-    ({"hwm": 0}, "at least 1"),
-    ({"buffer_steps": "many"}, "buffer_steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"enable_kv_cache_event": True}, "Did you mean 'enable_kv_cache_events'"),
+        ({"publisher": "kafka"}, "zmq, null"),
+        ({"hwm": 0}, "at least 1"),
+        ({"buffer_steps": "many"}, "buffer_steps"),
+    ],
+)
 def test_a_wrong_option_is_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         KVEventsConfig.from_option(values)

@@ -42,8 +42,12 @@ def test_json_is_an_object_a_line_with_the_events_own_fields(capsys):
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert re.fullmatch(TIME, first.pop("time"))
     assert first == {
-        "level": "debug", "logger": "jaxpaged.x", "message": "two\nlines", "request_id": "r", "duration": 1.5
-    }  # fmt: skip
+        "level": "debug",
+        "logger": "jaxpaged.x",
+        "message": "two\nlines",
+        "request_id": "r",
+        "duration": 1.5,
+    }
     assert "ZeroDivisionError" in second["exception"] and second["level"] == "error"
 
 

@@ -30,11 +30,15 @@ def test_scheduler_and_executor_numbers_are_passed_on():
     metrics = EngineMetrics(100)
     metrics.record_step(
         SchedulerStats(
-            num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.5, prefix_cache_queries=40, prefix_cache_hits=8,
+            num_running_reqs=3,
+            num_waiting_reqs=2,
+            kv_cache_usage=0.5,
+            prefix_cache_queries=40,
+            prefix_cache_hits=8,
             num_preemptions=1,
         ),
         num_tokens=7,
-    )  # fmt: skip
+    )
     metrics.record_step(SchedulerStats(), num_tokens=0)
     seen = values(metrics, recompiles=2, bucket_steps={16: 1})
     assert seen["jaxpaged:recompiles",] == 2
@@ -77,8 +81,11 @@ def test_times_are_counted_of_sequences_that_had_them():
     )
     times = {name: metrics.tallies[f"vllm:request_{name}_time_seconds"].read("") for name in TIMES}
     assert {name: (time.count, time.sum) for name, time in times.items()} == {
-        "queue": (2, 1.5), "prefill": (1, 0.25), "decode": (1, 1.0), "inference": (1, 1.25),
-    }  # fmt: skip
+        "queue": (2, 1.5),
+        "prefill": (1, 0.25),
+        "decode": (1, 1.0),
+        "inference": (1, 1.25),
+    }
 
 
 def test_a_sequence_is_counted_when_it_ends():

@@ -94,9 +94,13 @@ def serve(traffic, engine, executor, failures, resets):
             if asked["arrival"] == step:
                 received.asked[name] = asked
                 params = SamplingParams(
-                    temperature=1.0, seed=number, n=asked["n"], max_tokens=asked["max_tokens"], stop=asked["stop"],
+                    temperature=1.0,
+                    seed=number,
+                    n=asked["n"],
+                    max_tokens=asked["max_tokens"],
+                    stop=asked["stop"],
                     output_kind=asked["kind"],
-                )  # fmt: skip
+                )
                 if asked["is_bad"]:
                     executor.bad_requests[name if asked["n"] == 1 else f"0_{name}"] = "its logits are no numbers"
                 engine.add_request(name, [10 + number] * asked["num_prompt_tokens"], params)

@@ -5,12 +5,17 @@ from jaxpaged.engine.observability.metrics import Counter, EngineMetrics, Gauge,
 from jaxpaged.messages import SchedulerStats
 
 EXECUTOR = {
-    "steps": 3, "kv_offload_pages_saved": 4, "kv_offload_load_bytes": 300, "kv_offload_load_seconds": 0.5,
-    "kv_offload_load_sizes": {16384: 1, 65536: 0}, "kv_offload_store_bytes": 90_000,
-    "kv_offload_store_seconds": 1.5, "kv_offload_store_sizes": {16384: 2, 65536: 1},
+    "steps": 3,
+    "kv_offload_pages_saved": 4,
+    "kv_offload_load_bytes": 300,
+    "kv_offload_load_seconds": 0.5,
+    "kv_offload_load_sizes": {16384: 1, 65536: 0},
+    "kv_offload_store_bytes": 90_000,
+    "kv_offload_store_seconds": 1.5,
+    "kv_offload_store_sizes": {16384: 2, 65536: 1},
     "kv_offload_tier_host": {"bytes": 90_000, "hits": 5, "errors": 0},
     "kv_borrowed_bytes": {"shared_memory": 700, "tcp": 0},
-}  # fmt: skip
+}
 
 
 def values(metrics, name):
@@ -25,12 +30,18 @@ def test_cached_tokens_are_told_by_where_they_came_from():
     read = metrics.read({})
     by_source = values(read, "vllm:prompt_tokens_cached_by_source")
     assert {name: metric.value for (name,), metric in by_source.items()} == {
-        "device": 40, "host": 8, "p2p": 0, "disk": 30, "external_unspecified": 10,
-    }  # fmt: skip
+        "device": 40,
+        "host": 8,
+        "p2p": 0,
+        "disk": 30,
+        "external_unspecified": 10,
+    }
     kinds = values(read, "vllm:prompt_tokens_by_source")
     assert {name: metric.value for (name,), metric in kinds.items()} == {
-        "local_compute": 112, "local_cache_hit": 40, "external_kv_transfer": 48,
-    }  # fmt: skip
+        "local_compute": 112,
+        "local_cache_hit": 40,
+        "external_kv_transfer": 48,
+    }
     assert not [metric for metric in read if "offload" in metric.name or "fetch" in metric.name]
 
 
@@ -40,8 +51,10 @@ def test_what_tiers_did_is_told_for_several_cores_too():
     read = metrics.read(merged_executor_stats([EXECUTOR, EXECUTOR]))
     stages = values(read, "vllm:num_requests_kv_fetch_by_stage")
     assert {name: metric.value for (name,), metric in stages.items()} == {
-        "waiting_to_start": 2, "in_progress": 4, "completed_waiting": 6,
-    }  # fmt: skip
+        "waiting_to_start": 2,
+        "in_progress": 4,
+        "completed_waiting": 6,
+    }
     for name, value in (("load_bytes", 600), ("load_time", 1.0), ("store_bytes", 180_000), ("store_time", 3.0)):
         assert values(read, f"vllm:kv_offload_{name}")[()] == Counter(f"vllm:kv_offload_{name}", {}, value)
     sizes = values(read, "vllm:kv_offload_store_size")[()]

@@ -5,9 +5,9 @@ import pytest
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.observability import snapshot
 from jaxpaged.messages import EngineSnapshot
+from tests.encoding.test_frames import through
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import VOCAB, request
-from tests.test_frames import through
 
 
 @pytest.fixture

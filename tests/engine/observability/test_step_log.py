@@ -36,9 +36,15 @@ def test_every_step_leaves_a_record_of_what_it_held(asynchronous):
     assert [r.num_unfinished for r in records][-1] == 0
     for record in records:
         times = [
-            begin, record.schedule_begin, record.schedule_end, record.dispatch_end, record.wait_begin,
-            record.result_ready, record.update_end, end,
-        ]  # fmt: skip
+            begin,
+            record.schedule_begin,
+            record.schedule_end,
+            record.dispatch_end,
+            record.wait_begin,
+            record.result_ready,
+            record.update_end,
+            end,
+        ]
         assert times == sorted(times)
 
 

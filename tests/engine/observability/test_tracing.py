@@ -78,12 +78,19 @@ def test_a_prompt_is_a_span_with_what_its_time_went_to_below_it(make_collector):
         span.begin <= queue.begin <= queue.end == prefill.begin <= prefill.end == decode.begin <= decode.end <= span.end
     )
     assert {name: value for name, value in span.attributes.items() if "latency" not in name} == {
-        "gen_ai.request.id": "r0", "gen_ai.response.model": "demo", "gen_ai.usage.prompt_tokens": 3,
-        "gen_ai.usage.completion_tokens": 6, "gen_ai.usage.num_sequences": 1, "gen_ai.request.n": 1,
-        "gen_ai.request.max_tokens": 6, "gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 0.9,
-        "gen_ai.usage.cache_read.input_tokens": 0, "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.request.id": "r0",
+        "gen_ai.response.model": "demo",
+        "gen_ai.usage.prompt_tokens": 3,
+        "gen_ai.usage.completion_tokens": 6,
+        "gen_ai.usage.num_sequences": 1,
+        "gen_ai.request.n": 1,
+        "gen_ai.request.max_tokens": 6,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.response.finish_reasons": ["length"],
         "jaxpaged.num_preemptions": 0,
-    }  # fmt: skip
+    }
 
 
 def test_latencies_are_the_numbers_that_the_metrics_have(engine, collector):
@@ -181,9 +188,17 @@ def test_a_parent_that_is_not_recorded_has_no_children(engine, collector):
 
 
 @pytest.mark.parametrize(
-    "parent", ["", "rubbish", TRACEPARENT.upper(), "00-" + "0" * 32 + f"-{PARENT_ID}-01", "ff" + TRACEPARENT[2:],
-               "x" * 5000, "\ud800"],
-)  # fmt: skip
+    "parent",
+    [
+        "",
+        "rubbish",
+        TRACEPARENT.upper(),
+        "00-" + "0" * 32 + f"-{PARENT_ID}-01",
+        "ff" + TRACEPARENT[2:],
+        "x" * 5000,
+        "\ud800",
+    ],
+)
 def test_a_parent_that_is_none_begins_a_trace(engine, collector, parent):
     run(engine, [5, 6], trace_headers={"traceparent": parent, "tracestate": "=,=;\x00"})
     [span] = collector.wait_for(1)
@@ -327,11 +342,18 @@ def wait_until(condition):
 # ---- options
 
 
-@pytest.mark.parametrize(("endpoint", "protocol"), [
-    ("http://localhost:4317", "grpc"), ("https://a.example:4317", "grpc"), ("grpc://localhost:4317", "grpc"),
-    ("localhost:4317", "grpc"), ("http://localhost:4317/", "grpc"),
-    ("http://localhost:4318/v1/traces", "http/protobuf"), ("https://a.example/otlp/v1/traces", "http/protobuf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("endpoint", "protocol"),
+    [
+        ("http://localhost:4317", "grpc"),
+        ("https://a.example:4317", "grpc"),
+        ("grpc://localhost:4317", "grpc"),
+        ("localhost:4317", "grpc"),
+        ("http://localhost:4317/", "grpc"),
+        ("http://localhost:4318/v1/traces", "http/protobuf"),
+        ("https://a.example/otlp/v1/traces", "http/protobuf"),
+    ],
+)
 def test_the_protocol_follows_from_the_endpoint(endpoint, protocol):
     assert check_endpoint(endpoint) == protocol
 

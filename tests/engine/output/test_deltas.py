@@ -15,9 +15,14 @@ from tests.engine.fake_core import FACTORY, answer, llm_in_thread
 from tests.engine.fake_engine import make_engine
 
 ASKED = [
-    {}, {"logprobs": 1}, {"stop": ["no such text"]}, {"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1},
-    {"temperature": 1.0, "stop_token_ids": list(range(40, 60))}, {"stop": ["e"], "temperature": 1.0},
-]  # fmt: skip
+    {},
+    {"logprobs": 1},
+    {"stop": ["no such text"]},
+    {"n": 2, "temperature": 1.0},
+    {"prompt_logprobs": 1},
+    {"temperature": 1.0, "stop_token_ids": list(range(40, 60))},
+    {"stop": ["e"], "temperature": 1.0},
+]
 PROMPTS = ["the cat", "once upon a time", "a"]
 DISTURB = ["steps", "reset", "sleep 0", "sleep 1", "abort"]
 

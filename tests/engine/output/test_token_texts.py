@@ -137,8 +137,11 @@ def test_parts_of_a_character_have_their_own_bytes():
     tokenizer = make_tokenizer()
     ids = ids_of(tokenizer, "😀")
     assert [tokenizer.bytes_of(i, text) for i, text in zip(ids, ["", "", "", "😀"], strict=True)] == [
-        b"\xf0", b"\x9f", b"\x98", b"\x80",
-    ]  # fmt: skip
+        b"\xf0",
+        b"\x9f",
+        b"\x98",
+        b"\x80",
+    ]
     llama = tokenizer_of("Llama 2")
     assert llama.bytes_of(llama.backend.token_to_id("<0xE2>"), "") == b"\xe2"
     assert llama.bytes_of(WORDS.index("<0xyz>"), "<0xyz>") == b"<0xyz>"

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxpaged import PoolingParams, SamplingParams
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.errors import RequestError
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreOutput
 from tests.engine.fake_engine import make_engine, run_to_end
 from tests.engine.fake_pooling import make_pooling_engine, normalized, vector_of

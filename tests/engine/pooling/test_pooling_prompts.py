@@ -14,9 +14,10 @@ def tokenizer():
     """Adds <bos> before and <eos> after a text, and <end> between two."""
     backend = make_backend()
     backend.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", pair="<bos> $A <end> $B <eos>",
+        single="<bos> $A <eos>",
+        pair="<bos> $A <end> $B <eos>",
         special_tokens=[("<bos>", 1), ("<eos>", 2), ("<end>", 4)],
-    )  # fmt: skip
+    )
     return Tokenizer(backend, CONFIG)
 
 
@@ -45,9 +46,16 @@ def test_a_text_without_tokens_is_refused(tokenizer):
 
 @pytest.mark.parametrize(
     ("lengths", "total", "expected"),
-    [([3, 4], 7, [3, 4]), ([3, 4], 6, [3, 3]), ([9, 2], 6, [4, 2]), ([9, 9], 5, [2, 3]), ([5], 3, [3]), ([5], -1, [0]),
-     ([2, 1], 2, [1, 1])],
-)  # fmt: skip
+    [
+        ([3, 4], 7, [3, 4]),
+        ([3, 4], 6, [3, 3]),
+        ([9, 2], 6, [4, 2]),
+        ([9, 9], 5, [2, 3]),
+        ([5], 3, [3]),
+        ([5], -1, [0]),
+        ([2, 1], 2, [1, 1]),
+    ],
+)
 def test_lengths_are_cut_to_a_total(lengths, total, expected):
     assert lengths_within(lengths, total) == expected
 

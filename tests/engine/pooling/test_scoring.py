@@ -14,8 +14,9 @@ def test_one_text_is_compared_with_each_and_many_one_by_one():
     assert paired(["a", "b"], ["c", "d"], NAMES) == [(0, 0), (1, 1)]
 
 
-@pytest.mark.parametrize(("first", "second", "name"), [([], ["a"], "queries"), (["a"], [], "documents"),
-                                                       (["a", "b"], ["c"], "documents")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "name"), [([], ["a"], "queries"), (["a"], [], "documents"), (["a", "b"], ["c"], "documents")]
+)
 def test_lists_that_do_not_fit_are_refused_by_name(first, second, name):
     with pytest.raises(RequestError, match=name) as caught:
         paired(first, second, NAMES)

@@ -7,11 +7,11 @@ import time
 import pytest
 import zmq
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.zmq_client import TYPES, ask_facts, dealer
 from jaxpaged.errors import EngineDeadError
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.fake_core import VOCAB_SIZE, CountingExecutor, answer, core_in_thread

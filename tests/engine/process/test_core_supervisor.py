@@ -198,9 +198,13 @@ os.kill(os.getpid(), 9)
 def test_the_process_ends_with_its_parent():
     root = str(Path(__file__).parents[3])
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, fake_core.FACTORY], capture_output=True, text=True, check=False, cwd=root,
+        [sys.executable, "-c", PARENT, fake_core.FACTORY],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
-    )  # fmt: skip
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid, socket = done.stdout.split()
     wait_for(lambda: not alive(int(pid)))

@@ -31,10 +31,12 @@ class StandIn:
             PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: placement_group_bundle_index
         )
         self.util = SimpleNamespace(
-            get_node_ip_address=lambda: nodes[0], placement_group=self._group, scheduling_strategies=strategies,
+            get_node_ip_address=lambda: nodes[0],
+            placement_group=self._group,
+            scheduling_strategies=strategies,
             placement_group_table=lambda group: {"bundles_to_node_id": dict(enumerate(nodes))},
             remove_placement_group=self.removed.append,
-        )  # fmt: skip
+        )
 
     def _group(self, bundles, strategy):
         self.asked.append((bundles, strategy))

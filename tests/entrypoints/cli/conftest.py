@@ -111,10 +111,17 @@ class EchoEngine:
 
     def executor_stats(self):
         return {
-            "steps": 4, "scheduled_tokens": 60, "padded_tokens": 20, "bucket_steps": {16: 3, 32: 1},
-            "programs": 6, "programs_ready": 5, "ordinary_programs": 4, "ordinary_programs_ready": self.num_ready,
-            "compile_seconds": 1.25, "recompiles": 0,
-        }  # fmt: skip
+            "steps": 4,
+            "scheduled_tokens": 60,
+            "padded_tokens": 20,
+            "bucket_steps": {16: 3, 32: 1},
+            "programs": 6,
+            "programs_ready": 5,
+            "ordinary_programs": 4,
+            "ordinary_programs_ready": self.num_ready,
+            "compile_seconds": 1.25,
+            "recompiles": 0,
+        }
 
     def step_records(self):
         return self.records, 0

@@ -121,11 +121,13 @@ def test_parameters_can_be_set_shown_and_forgotten(run, piped):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/set temprature 1", "Did you mean 'temperature'"), ("/set temperature hot", "not a number"),
-        ("/set top_p 7", "top_p"), ("/save", "name of a file"),
+        ("/set temprature 1", "Did you mean 'temperature'"),
+        ("/set temperature hot", "not a number"),
+        ("/set top_p 7", "top_p"),
+        ("/save", "name of a file"),
         ("/set n 2", "no parameter 'n' to set. See the sampling flags"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_is_one_line_and_the_chat_goes_on(run, piped, line, said):
     piped(f"{line}\nHi\n")
     finished = run("chat")
@@ -222,9 +224,12 @@ def test_a_chat_with_a_server_streams_what_it_answers(run, piped, server, suffix
     assert (finished.status, finished.out, finished.err) == (0, "You said Hi\nYou said Ho\n", "")
     first, second = asked
     assert first[0] == {
-        "model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5, "stream": True,
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "temperature": 0.5,
+        "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     assert second[0]["top_k"] == 3 and len(second[0]["messages"]) == 3 and first[1] == "Bearer k"
     assert finished.engine.prompts == [], "no engine was asked"
 
@@ -249,10 +254,15 @@ def test_the_speed_is_that_of_pieces_that_came_one_after_the_other(server):
 @pytest.mark.parametrize(
     ("times", "seconds"),
     [
-        ([], None), ([1.0], None), ([1.0, 1.0001], None), ([1.0, 9.0], None), ([1.0, 1.01, 1.02, 1.03, 1.04], None),
-        ([1.0, 1.0001, 1.0002, 1.0003, 1.0004, 2.0], None), ([1.0, 1.5, 2.0, 2.5, 3.0], 2.0),
+        ([], None),
+        ([1.0], None),
+        ([1.0, 1.0001], None),
+        ([1.0, 9.0], None),
+        ([1.0, 1.01, 1.02, 1.03, 1.04], None),
+        ([1.0, 1.0001, 1.0002, 1.0003, 1.0004, 2.0], None),
+        ([1.0, 1.5, 2.0, 2.5, 3.0], 2.0),
     ],
-)  # fmt: skip
+)
 def test_too_few_arrivals_tell_no_time(times, seconds):
     arrivals = Arrivals()
     for each in times:

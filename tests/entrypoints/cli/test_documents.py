@@ -64,8 +64,9 @@ def test_every_option_that_a_document_names_exists():
     scripts += (ROOT / "tests/kv_store/lmcache").glob("*.py")  # which start LMCache's own server
     theirs = {option for path in scripts for option in OPTION.findall(path.read_text(encoding="utf-8"))}
     known = {*options_of(command_line()), *theirs}
-    assert [(path.name, option) for path, text in TEXT.items() for option in OPTION.findall(text)
-            if option not in known] == []  # fmt: skip
+    assert [
+        (path.name, option) for path, text in TEXT.items() for option in OPTION.findall(text) if option not in known
+    ] == []
 
 
 def test_every_file_that_a_document_names_exists():

@@ -60,26 +60,59 @@ def test_flags_that_are_not_given_leave_no_trace(parser):
 def test_texts_become_values_of_the_declared_types(parser):
     args = parser.parse_args(
         [
-            "--max-num-seqs", "4k", "--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching",
-            "--token-buckets", "16, 32,64", "--override-generation-config", '{"top_k": 3}', "-tp", "2",
-            "--dtype", "float32", "--model", "none",
+            "--max-num-seqs",
+            "4k",
+            "--gpu-memory-utilization",
+            "0.5",
+            "--no-enable-prefix-caching",
+            "--token-buckets",
+            "16, 32,64",
+            "--override-generation-config",
+            '{"top_k": 3}',
+            "-tp",
+            "2",
+            "--dtype",
+            "float32",
+            "--model",
+            "none",
         ]
-    )  # fmt: skip
+    )
     assert flags.engine_options(args) == {
-        "max_num_seqs": 4000, "gpu_memory_utilization": 0.5, "enable_prefix_caching": False,
-        "token_buckets": (16, 32, 64), "override_generation_config": {"top_k": 3}, "tensor_parallel_size": 2,
-        "dtype": "float32", "model": "none",
-    }  # fmt: skip
+        "max_num_seqs": 4000,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "token_buckets": (16, 32, 64),
+        "override_generation_config": {"top_k": 3},
+        "tensor_parallel_size": 2,
+        "dtype": "float32",
+        "model": "none",
+    }
     EngineConfig.from_options(**flags.engine_options(args))
 
 
 def test_sampling_texts_become_values_that_sampling_params_take(parser):
     args = parser.parse_args(
         [
-            "--stop", "a,b", "--stop", "\n", "--stop-token-ids", "1,2", "--logit-bias", '{"5": -1.5}', "--ignore-eos",
-            "--max-tokens", "none", "--bad-words", "no", "--logprobs", "-1", "--top-p", "0.5", "--seed=-1",
+            "--stop",
+            "a,b",
+            "--stop",
+            "\n",
+            "--stop-token-ids",
+            "1,2",
+            "--logit-bias",
+            '{"5": -1.5}',
+            "--ignore-eos",
+            "--max-tokens",
+            "none",
+            "--bad-words",
+            "no",
+            "--logprobs",
+            "-1",
+            "--top-p",
+            "0.5",
+            "--seed=-1",
         ]
-    )  # fmt: skip
+    )
     params = SamplingParams(**flags.sampling_options(args))
     assert (params.stop, params.stop_token_ids, params.bad_words) == (["a,b", "\n"], [1, 2], ["no"])
     assert (params.logit_bias, params.ignore_eos, params.max_tokens) == ({5: -1.5}, True, None)
@@ -140,8 +173,11 @@ def test_flags_win_over_the_file(options):
 def test_values_of_a_file_get_the_declared_types(options):
     read = options("max-model-len: 32k\ntoken_buckets: [16, 32]\nenable_prefix_caching: 'false'\nmax_num_seqs: null\n")
     assert read == {
-        "max_model_len": 32000, "token_buckets": (16, 32), "enable_prefix_caching": False, "max_num_seqs": None,
-    }  # fmt: skip
+        "max_model_len": 32000,
+        "token_buckets": (16, 32),
+        "enable_prefix_caching": False,
+        "max_num_seqs": None,
+    }
     EngineConfig.from_options(**read)
 
 

@@ -77,18 +77,28 @@ def test_json_has_a_line_for_every_prompt_in_order(run):
     first, second = json_lines(finished)
     assert (first["index"], first["prompt"], first["text"]) == (0, "a longer first prompt", "a longer first prompt")
     assert second == {
-        "index": 1, "sequence": 0, "prompt": "two", "text": "two", "token_ids": [116, 119, 111],
-        "finish_reason": "stop", "stop_reason": None, "num_prompt_tokens": 3, "num_cached_tokens": 2, "error": None,
-    }  # fmt: skip
+        "index": 1,
+        "sequence": 0,
+        "prompt": "two",
+        "text": "two",
+        "token_ids": [116, 119, 111],
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "num_prompt_tokens": 3,
+        "num_cached_tokens": 2,
+        "error": None,
+    }
 
 
 def test_json_reports_log_probabilities_when_asked_for(run):
     finished = run("generate", "--raw", "--json", "--logprobs", "1", "--prompt-logprobs", "1", "a")
     (line,) = json_lines(finished)
     assert line["logprobs"] == [
-        {"97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
-         "7": {"logprob": None, "rank": 9, "decoded_token": "?"}}
-    ]  # fmt: skip
+        {
+            "97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+            "7": {"logprob": None, "rank": 9, "decoded_token": "?"},
+        }
+    ]
     assert line["cumulative_logprob"] == -0.5
     assert line["prompt_logprobs"] == [None, {"5": {"logprob": -1.5, "rank": 2, "decoded_token": "x"}}]
 
@@ -308,8 +318,9 @@ def test_a_schema_that_cannot_be_read_is_refused(run, tmp_path):
 def test_a_prompt_file_is_one_prompt_with_its_lines(run, piped, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\nthree\r\n")
     (tmp_path / "lines.txt").write_text("x\ny\n")
-    finished = run("generate", "--raw", "zero", "--prompt-file", str(tmp_path / "a.txt"), "--file",
-                   str(tmp_path / "lines.txt"))  # fmt: skip
+    finished = run(
+        "generate", "--raw", "zero", "--prompt-file", str(tmp_path / "a.txt"), "--file", str(tmp_path / "lines.txt")
+    )
     assert finished.engine.prompts == ["zero", "one\ntwo\n\nthree", "x", "y"]
     piped('{"prompt": "no JSON here"}\nmore\n')
     assert run("generate", "--raw", "--prompt-file", "-").engine.prompts == ['{"prompt": "no JSON here"}\nmore']

@@ -41,8 +41,12 @@ COMMANDS = dict(parsers(command_line()))
 
 def flags_of(parser):
     """(flag, option) of all that are not hidden."""
-    return [(option.option_strings[-1], option) for group in parser._action_groups for option in shown_options(group)
-            if option.option_strings]  # fmt: skip
+    return [
+        (option.option_strings[-1], option)
+        for group in parser._action_groups
+        for option in shown_options(group)
+        if option.option_strings
+    ]
 
 
 def test_the_first_page_fits_a_screen_and_begins_with_what_one_needs_first(shown):

@@ -75,12 +75,23 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "gpus", list)
     monkeypatch.setattr(models, "num_tpu_chips", int)
     monkeypatch.setattr(models, "host_memory_bytes", lambda: 1000)
-    add("org/small", {"config.json": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096},
-                      "model.safetensors": "x" * 900})  # fmt: skip
+    add(
+        "org/small",
+        {
+            "config.json": {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096},
+            "model.safetensors": "x" * 900,
+        },
+    )
     add("org/large", {"config.json": {"architectures": ["LlamaForCausalLM"]}, "model.safetensors": "x" * 901})
     index = {"weight_map": {"p": "a.safetensors", "q": "b.safetensors"}}
-    add("org/torn", {"config.json": {"architectures": ["Qwen3ForCausalLM"]}, "a.safetensors": "x",
-                     "model.safetensors.index.json": index})  # fmt: skip
+    add(
+        "org/torn",
+        {
+            "config.json": {"architectures": ["Qwen3ForCausalLM"]},
+            "a.safetensors": "x",
+            "model.safetensors.index.json": index,
+        },
+    )
     add("org/torch", {"config.json": {"architectures": ["LlamaForCausalLM"]}, "pytorch_model.bin": "x"})
     add("org/bare", {"README.md": "x"})
     add("org/odd", {"config.json": [1]})
@@ -92,15 +103,21 @@ def test_models_of_the_cache_are_listed_with_what_fits(cache, capsys):
     listed = {model["name"]: model for model in map(json.loads, capsys.readouterr().out.splitlines())}
     assert next(iter(listed)) == "demo" and not listed["demo"]["fits"], "of 1000 bytes"
     assert listed["org/small"] == {
-        "name": "org/small", "architecture": "LlamaForCausalLM", "max_model_len": 4096, "weights_bytes": 900,
-        "fits": True, "remark": "",
-    }  # fmt: skip
+        "name": "org/small",
+        "architecture": "LlamaForCausalLM",
+        "max_model_len": 4096,
+        "weights_bytes": 900,
+        "fits": True,
+        "remark": "",
+    }
     assert not listed["org/large"]["fits"]
     remarks = {name: listed[f"org/{name}"]["remark"] for name in ("torn", "torch", "bare", "odd")}
     assert remarks == {
-        "torn": "1 files of weights missing", "torch": "no safetensors", "bare": "no config.json",
+        "torn": "1 files of weights missing",
+        "torch": "no safetensors",
+        "bare": "no config.json",
         "odd": "no config.json",
-    }  # fmt: skip
+    }
 
 
 def test_the_list_for_people_has_a_line_a_model(cache, capsys):

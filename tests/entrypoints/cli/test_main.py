@@ -71,8 +71,12 @@ sys.exit(main(["generate", "Hi"]))
 """
     done = subprocess.run(
         ["bash", "-c", '"$0" -c "$1" | head -n 1; exit "${PIPESTATUS[0]}"', sys.executable, program],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == "x" * 100 + "\n"
     assert done.stderr == ""
     assert done.returncode == 141

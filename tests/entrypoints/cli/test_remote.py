@@ -164,23 +164,26 @@ def test_a_chat_goes_on_over_several_turns(ask, piped, server):
     assert len(second) > len(first) + len("and you?")
 
 
-@pytest.mark.parametrize(("arguments", "status", "said"), [
-    (["generate", "--server", "127.0.0.1:9", "hi"], 1, "no answer from 127.0.0.1:9"),
-    (["chat", "--server", "127.0.0.1:9"], 1, "Is the server running there?"),
-    (["generate", "--server", "localhost", "hi"], 2, "--server is 'localhost'; it must be HOST:PORT"),
-    (["generate", "--server", "HERE", "--max-num-seqs", "3", "hi"], 2, "--max-num-seqs is an option of an engine"),
-    (["generate", "--server", "HERE", "--stats", "hi"], 2, "--stats is an option of an engine"),
-    (["generate", "--server", "HERE", "--trace", "t.json", "hi"], 2, "--trace is an option of an engine"),
-    (["generate", "--server", "HERE", "--no-detokenize", "hi"], 2, "--detokenize cannot be asked of a server"),
-    (["generate", "--server", "HERE", "-m", "other", "hi"], 2, "the server has no model 'other'. It has fake."),
-    (["generate", "--server", "HERE", "--ssl-ca-certs", "/no/file", "hi"], 2, "cannot read /no/file"),
-    (["generate", "--server", "HERE", "--api-key-file", "/no/file", "hi"], 2, "Check --api-key-file"),
-    (["generate", "--server", "HERE", "--timeout", "0", "hi"], 2, "--timeout is 0"),
-    (["generate", "--timeout", "3", "hi"], 2, "--timeout is for --server, which is not given"),
-    (["chat", "--ssl"], 2, "--ssl is for --server"),
-    (["chat", "--server", "HERE", "--url", "http://x"], 2, "--url and --server are given"),
-    (["generate", "--server", "HERE", "--temperature", "9", "hi"], 2, "temperature is 9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["generate", "--server", "127.0.0.1:9", "hi"], 1, "no answer from 127.0.0.1:9"),
+        (["chat", "--server", "127.0.0.1:9"], 1, "Is the server running there?"),
+        (["generate", "--server", "localhost", "hi"], 2, "--server is 'localhost'; it must be HOST:PORT"),
+        (["generate", "--server", "HERE", "--max-num-seqs", "3", "hi"], 2, "--max-num-seqs is an option of an engine"),
+        (["generate", "--server", "HERE", "--stats", "hi"], 2, "--stats is an option of an engine"),
+        (["generate", "--server", "HERE", "--trace", "t.json", "hi"], 2, "--trace is an option of an engine"),
+        (["generate", "--server", "HERE", "--no-detokenize", "hi"], 2, "--detokenize cannot be asked of a server"),
+        (["generate", "--server", "HERE", "-m", "other", "hi"], 2, "the server has no model 'other'. It has fake."),
+        (["generate", "--server", "HERE", "--ssl-ca-certs", "/no/file", "hi"], 2, "cannot read /no/file"),
+        (["generate", "--server", "HERE", "--api-key-file", "/no/file", "hi"], 2, "Check --api-key-file"),
+        (["generate", "--server", "HERE", "--timeout", "0", "hi"], 2, "--timeout is 0"),
+        (["generate", "--timeout", "3", "hi"], 2, "--timeout is for --server, which is not given"),
+        (["chat", "--ssl"], 2, "--ssl is for --server"),
+        (["chat", "--server", "HERE", "--url", "http://x"], 2, "--url and --server are given"),
+        (["generate", "--server", "HERE", "--temperature", "9", "hi"], 2, "temperature is 9"),
+    ],
+)
 def test_what_cannot_be_is_one_line(ask, piped, server, arguments, status, said):
     piped("hi\n")
     ended, out, err = ask(*(server[0] if word == "HERE" else word for word in arguments))

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from jaxpaged import installed
+from jaxpaged import errors
 from jaxpaged.entrypoints.cli import main, start_report
 from jaxpaged.entrypoints.cli import serve as serve_command
 from jaxpaged.errors import CapacityError
@@ -93,9 +93,22 @@ def test_with_json_what_a_server_waits_for_is_json_too(served, monkeypatch):
 
 def test_engine_flags_reach_the_engine_and_server_flags_the_server(served):
     _, seen, err = served(
-        "org/tiny", "--max-num-seqs", "3", "--api-key", "a,b", "--served-model-name", "x,y", "--shutdown-timeout",
-        "2.5", "--step-timeout", "7", "--max-restarts", "1", "--ready-when", "serving",
-    )  # fmt: skip
+        "org/tiny",
+        "--max-num-seqs",
+        "3",
+        "--api-key",
+        "a,b",
+        "--served-model-name",
+        "x,y",
+        "--shutdown-timeout",
+        "2.5",
+        "--step-timeout",
+        "7",
+        "--max-restarts",
+        "1",
+        "--ready-when",
+        "serving",
+    )
     assert seen["options"] == {"model": "org/tiny", "max_num_seqs": 3} and seen["keys"] == ["a", "b"]
     options = seen["service"].options
     assert seen["supervision"] == (7.0, 1) and options.ready_when == "serving"
@@ -147,8 +160,8 @@ def test_an_engine_that_does_not_start_is_one_line_and_an_exit_status(served):
 
 
 def test_missing_libraries_are_named_with_the_extra_that_brings_them(served, monkeypatch):
-    found = installed.find_spec
-    monkeypatch.setattr(installed, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    found = errors.find_spec
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     status, _, err = served()
     assert status == 2 and "uvicorn" in err and "pip install -e '.[serve]'" in err
 

@@ -8,13 +8,13 @@ import pytest
 
 from jaxpaged import EngineArgs
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
 from jaxpaged.entrypoints.cli import command_line
 from jaxpaged.entrypoints.cli.config_file import read_config_file
 from jaxpaged.entrypoints.cli.serve import split_options
 from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.errors import ConfigError, UsageError
-from jaxpaged.vllm_options import FOREIGN_OPTIONS
 from tests.vllm_serve_names import EARLIER, ENGINE, SERVER, SHORT
 
 LINES = [
@@ -188,8 +188,11 @@ def test_a_file_holds_options_of_the_server_too(from_file):
         "uvicorn_is_not: 1\n".replace("uvicorn_is_not: 1\n", "api-server-count: 1\ntrust_remote_code: false\n")
     )
     assert (server.host, server.port, server.api_key, server.served_model_name) == (
-        "0.0.0.0", 9000, ("x", "y"), ("a", "b"),
-    )  # fmt: skip
+        "0.0.0.0",
+        9000,
+        ("x", "y"),
+        ("a", "b"),
+    )
     assert (engine.model.model, engine.model.max_model_len) == ("org/a", 8000)
 
 

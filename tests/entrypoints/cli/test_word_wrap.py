@@ -19,12 +19,18 @@ def wrapped(pieces, columns):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("one two three", "one two\nthree"), ("exactly10! more", "exactly10!\nmore"), ("a\n\n  b c", "a\n\n  b c"),
-        ("don\u2019t break here", "don\u2019t\nbreak here"), ("abcdefghijklmno p", "abcdefghijklmno p"),
-        ("\u4f60\u597d\u4f60\u597d\u4f60\u597d", "\u4f60\u597d\u4f60\u597d\u4f60\n\u597d"), ("tail  ", "tail"),
-        ("word abcdefghijklmno", "word\nabcdefghijklmno"), ("a\tb", f"a{8 * ' '}b"), ("", ""),
+        ("one two three", "one two\nthree"),
+        ("exactly10! more", "exactly10!\nmore"),
+        ("a\n\n  b c", "a\n\n  b c"),
+        ("don\u2019t break here", "don\u2019t\nbreak here"),
+        ("abcdefghijklmno p", "abcdefghijklmno p"),
+        ("\u4f60\u597d\u4f60\u597d\u4f60\u597d", "\u4f60\u597d\u4f60\u597d\u4f60\n\u597d"),
+        ("tail  ", "tail"),
+        ("word abcdefghijklmno", "word\nabcdefghijklmno"),
+        ("a\tb", f"a{8 * ' '}b"),
+        ("", ""),
     ],
-)  # fmt: skip
+)
 def test_a_line_ends_before_the_word_that_does_not_fit(text, shown):
     assert wrapped([text], 10) == shown
     assert wrapped(list(text), 10) == shown
@@ -49,5 +55,5 @@ def test_without_a_terminal_nothing_changes():
 def test_fitted_lines_keep_their_second_column():
     assert fitted("/set      sets a parameter of sampling\nshort", 24) == (
         "/set      sets a\n          parameter of\n          sampling\nshort"
-    )  # fmt: skip
+    )
     assert fitted("  plain words that are long", 12) == "  plain\n  words that\n  are long"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.installed import is_installed
+from jaxpaged.errors import is_installed
 
 NEEDED = ("starlette", "grpc", "grpc_health", "grpc_reflection")
 collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in NEEDED) else []
@@ -56,9 +56,16 @@ def serving():
     from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
     def serve(
-        scenario, *, options=None, keys=(), admin_keys=(), address="127.0.0.1:0", credentials=None,
-        client_credentials=None, **engine_options,
-    ):  # fmt: skip
+        scenario,
+        *,
+        options=None,
+        keys=(),
+        admin_keys=(),
+        address="127.0.0.1:0",
+        credentials=None,
+        client_credentials=None,
+        **engine_options,
+    ):
         async def run():
             engine = FakeAsyncEngine(**engine_options)
             service = Service(engine, served_model(engine.config, ("fake",)), ServerOptions.from_options(options or {}))
@@ -67,9 +74,10 @@ def serving():
             running = asyncio.ensure_future(listener.run_until_stopped())
             target = address if address.startswith("unix:") else f"localhost:{listener.ports[0]}"
             channel = (
-                grpc.aio.insecure_channel(target) if client_credentials is None
+                grpc.aio.insecure_channel(target)
+                if client_credentials is None
                 else grpc.aio.secure_channel(target, client_credentials)
-            )  # fmt: skip
+            )
             server = GrpcServer(engine, service, listener, channel, InferenceStub(channel), AdminStub(channel))
             try:
                 result = await asyncio.wait_for(scenario(server), 30)

@@ -56,12 +56,22 @@ def test_a_chat_with_tools_and_a_shape_arrives_whole():
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     request = generate_request(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-         {"role": "tool", "content": "sunny", "tool_call_id": "1"}],
-        {"tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}], "tool_choice": "auto",
-         "chat_template_kwargs": {"enable_thinking": False}, "stop": "x", "temperature": 0.5,
-         "structured_outputs": {"json": schema}, "truncation_side": "right", "priority": 2},
-    )  # fmt: skip
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+        ],
+        {
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+            "tool_choice": "auto",
+            "chat_template_kwargs": {"enable_thinking": False},
+            "stop": "x",
+            "temperature": 0.5,
+            "structured_outputs": {"json": schema},
+            "truncation_side": "right",
+            "priority": 2,
+        },
+    )
     assert [message.role for message in request.chat.messages] == ["user", "assistant", "tool"]
     assert request.chat.messages[1].tool_calls[0].name == "weather"
     assert request.chat.messages[2].tool_call_id == "1"
@@ -140,12 +150,15 @@ class Flaky(InferenceServicer):
 UNAVAILABLE, INTERNAL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL
 
 
-@pytest.mark.parametrize(("script", "texts", "code", "calls"), [
-    ([(0, UNAVAILABLE), (0, UNAVAILABLE), (2, None)], "01", None, 3),  # nothing came: tried again
-    ([(1, UNAVAILABLE), (2, None)], "0", "UNAVAILABLE", 1),  # something came: never again
-    ([(0, INTERNAL), (2, None)], "", "INTERNAL", 1),  # another try would not help
-    ([(0, UNAVAILABLE)] * 4, "", "UNAVAILABLE", 4),  # three more tries and no more
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "texts", "code", "calls"),
+    [
+        ([(0, UNAVAILABLE), (0, UNAVAILABLE), (2, None)], "01", None, 3),  # nothing came: tried again
+        ([(1, UNAVAILABLE), (2, None)], "0", "UNAVAILABLE", 1),  # something came: never again
+        ([(0, INTERNAL), (2, None)], "", "INTERNAL", 1),  # another try would not help
+        ([(0, UNAVAILABLE)] * 4, "", "UNAVAILABLE", 4),  # three more tries and no more
+    ],
+)
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_only_what_has_not_begun_is_tried_again(monkeypatch, script, texts, code, calls, kind):
     monkeypatch.setattr(client_calls, "wait_before", lambda attempt, error: 0)

@@ -81,9 +81,12 @@ def test_final_only_gives_one_response_with_prompt_ids_and_log_probabilities(ser
     async def scenario(server):
         params = pb.SamplingParams(max_tokens=4, temperature=0, logprobs=2, prompt_logprobs=1)
         request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[6, 7, 8]), sampling_params=params, final_only=True, request_id="mine",
+            token_ids=pb.TokenIds(ids=[6, 7, 8]),
+            sampling_params=params,
+            final_only=True,
+            request_id="mine",
             return_prompt_token_ids=True,
-        )  # fmt: skip
+        )
         return await everything(server.stub.Generate(request))
 
     [response] = serving(scenario)
@@ -149,11 +152,13 @@ ORDERED = {
 LIMITED = {
     "type": "object",
     "properties": {
-        "id": {"type": "integer", "minimum": 9007199254740993}, "x": {"const": 2.0}, "default": {"$ref": "#/$defs/d"},
+        "id": {"type": "integer", "minimum": 9007199254740993},
+        "x": {"const": 2.0},
+        "default": {"$ref": "#/$defs/d"},
     },
     "required": ["id", "x"],
     "$defs": {"d": {"enum": [None, True, 1e300, "ü", {"b": 1, "a": 2}]}},
-}  # fmt: skip
+}
 TOOLS = [
     {"type": "function", "function": {"name": "ordered", "description": "sorts", "parameters": ORDERED}},
     {"type": "function", "function": {"name": "limited", "parameters": LIMITED}},
@@ -219,14 +224,34 @@ def test_parts_of_a_character_have_their_bytes(serving):
 def test_every_sampling_field_reaches_the_request_of_the_http_server():
     """Set one after another: a field that nobody reads would change nothing."""
     values = {
-        "n": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "seed": 7, "max_tokens": 9,
-        "min_tokens": 2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "stop": ["x"],
-        "stop_token_ids": [7], "bad_words": ["y"], "include_stop_str_in_output": True, "ignore_eos": True,
-        "logprobs": 2, "prompt_logprobs": 2, "logprob_token_ids": [3], "skip_special_tokens": False,
-        "spaces_between_special_tokens": False, "logit_bias": {5: 1.0}, "allowed_token_ids": [5],
-        "structured_outputs": pb.StructuredOutputs(regex="a+"), "thinking_token_budget": 3,
-        "extra_args": {"key": "value"}, "stream_interval": 4,
-    }  # fmt: skip
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.25,
+        "seed": 7,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "bad_words": ["y"],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "prompt_logprobs": 2,
+        "logprob_token_ids": [3],
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logit_bias": {5: 1.0},
+        "allowed_token_ids": [5],
+        "structured_outputs": pb.StructuredOutputs(regex="a+"),
+        "thinking_token_budget": 3,
+        "extra_args": {"key": "value"},
+        "stream_interval": 4,
+    }
     fields = pb.SamplingParams.DESCRIPTOR.fields_by_name
     assert set(values) == set(fields)
     known = {*SamplingParams.__struct_fields__} - {"output_kind", "detokenize", "skip_reading_prefix_cache"}
@@ -257,10 +282,16 @@ def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_
     assert generation_request(ask).kv_transfer_params == {"do_remote_decode": True}
 
 
-@pytest.mark.parametrize("shape", [
-    {"regex": "[ab]{3}"}, {"json": '{"type": "object"}'}, {"choice": pb.Choices(texts=["yes", "no"])},
-    {"json_object": True}, {"grammar": 'start: "a"'},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"regex": "[ab]{3}"},
+        {"json": '{"type": "object"}'},
+        {"choice": pb.Choices(texts=["yes", "no"])},
+        {"json_object": True},
+        {"grammar": 'start: "a"'},
+    ],
+)
 def test_shapes_arrive_as_http_would_give_them(shape):
     params = pb.SamplingParams(structured_outputs=pb.StructuredOutputs(**shape))
     wanted = generation_request(pb.GenerateRequest(text="a", sampling_params=params)).structured_outputs
@@ -268,23 +299,31 @@ def test_shapes_arrive_as_http_would_give_them(shape):
     assert wanted == {name: list(value.texts) if name == "choice" else value}
 
 
-@pytest.mark.parametrize(("request_", "field"), [
-    (pb.GenerateRequest(), "text"),
-    (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(temperature=-1)), "sampling_params.temperature"),
-    (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=2)), "sampling_params.top_p"),
-    (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(prompt_logprobs=1)),
-     "sampling_params.prompt_logprobs"),
-    (pb.GenerateRequest(text="a", request_id="two words"), "request_id"),
-    (pb.GenerateRequest(text=""), "text"),
-    (pb.GenerateRequest(text="x" * 500), "text"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1 << 20])), "token_ids"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[-1])), "token_ids"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 500)), "token_ids"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids"),
-    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages"),
-    (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="a")])), "chat.messages[0].role"),
-    (pb.GenerateRequest(text="a", truncation_side=7), "truncation_side"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.GenerateRequest(), "text"),
+        (
+            pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(temperature=-1)),
+            "sampling_params.temperature",
+        ),
+        (pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(top_p=2)), "sampling_params.top_p"),
+        (
+            pb.GenerateRequest(text="a", sampling_params=pb.SamplingParams(prompt_logprobs=1)),
+            "sampling_params.prompt_logprobs",
+        ),
+        (pb.GenerateRequest(text="a", request_id="two words"), "request_id"),
+        (pb.GenerateRequest(text=""), "text"),
+        (pb.GenerateRequest(text="x" * 500), "text"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1 << 20])), "token_ids"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[-1])), "token_ids"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 500)), "token_ids"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids"),
+        (pb.GenerateRequest(chat=pb.Chat()), "chat.messages"),
+        (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="a")])), "chat.messages[0].role"),
+        (pb.GenerateRequest(text="a", truncation_side=7), "truncation_side"),
+    ],
+)
 def test_a_wrong_field_is_named_in_the_details(serving, request_, field):
     error = refused(serving, request_)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error.details()

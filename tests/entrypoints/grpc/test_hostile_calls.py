@@ -31,10 +31,17 @@ async def silence():
 # ---- keys
 
 
-@pytest.mark.parametrize("metadata", [
-    (), (("authorization", "Bearer wrong"),), (("x-api-key", "secre"),), (("x-api-key", ""),),
-    (("authorization", "secret"),), (("authorization", "Bearer secret2"), ("x-api-key", "secret")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        (("authorization", "Bearer wrong"),),
+        (("x-api-key", "secre"),),
+        (("x-api-key", ""),),
+        (("authorization", "secret"),),
+        (("authorization", "Bearer secret2"), ("x-api-key", "secret")),
+    ],
+)
 def test_every_method_refuses_who_has_no_key_before_it_reads_anything(serving, metadata):
     """Before, a call that did not send its request was held, whoever made it."""
 
@@ -167,8 +174,14 @@ def field(name, value):
 
 
 def call_of(path):
-    names = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"a",
-             b"content-type": b"application/grpc", b"te": b"trailers"}  # fmt: skip
+    names = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": path,
+        b":authority": b"a",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
     return b"".join(field(name, value) for name, value in names.items())
 
 
@@ -191,7 +204,8 @@ FLOODS = {
     "settings": HELLO + frame(SETTINGS, payload=struct.pack(">HI", 3, 100)) * COUNT,
     "continuations": HELLO + frame(HEADERS, 0, 1, call_of(GENERATE)) + frame(CONTINUATION, 0, 1, b"") * COUNT,
     "long continuations": HELLO + frame(HEADERS, 0, 1, b"") + frame(CONTINUATION, 0, 1, LONG) * 9,
-    "rapid reset": HELLO + b"".join(
+    "rapid reset": HELLO
+    + b"".join(
         begun(GENERATE, 2 * i + 1, ASKED.SerializeToString()) + frame(RST_STREAM, 0, 2 * i + 1, b"\0\0\0\x08")
         for i in range(COUNT)
     ),
@@ -206,7 +220,7 @@ FLOODS = {
     "a key that is no text": HELLO + frame(HEADERS, END_HEADERS, 1, call_of(GENERATE) + field(b"x-api-key", b"\xff\0")),
     "half a preface": PREFACE[:9],
     "silence": b"",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("flood", FLOODS)

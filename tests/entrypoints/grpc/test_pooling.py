@@ -47,11 +47,14 @@ def test_scores(serving):
     assert scores[0] == pytest.approx(1.0, rel=1e-6)
 
 
-@pytest.mark.parametrize(("request_", "field"), [
-    (pb.EmbedRequest(), "inputs"),
-    (pb.EmbedRequest(inputs=[pb.Input()]), "inputs[0]"),
-    (pb.EmbedRequest(inputs=[pb.Input(text="a")], dimensions=3), "dimensions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.EmbedRequest(), "inputs"),
+        (pb.EmbedRequest(inputs=[pb.Input()]), "inputs[0]"),
+        (pb.EmbedRequest(inputs=[pb.Input(text="a")], dimensions=3), "dimensions"),
+    ],
+)
 def test_a_wrong_input_is_named(serving, request_, field):
     async def scenario(server):
         with pytest.raises(grpc.aio.AioRpcError) as caught:

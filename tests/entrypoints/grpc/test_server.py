@@ -185,10 +185,33 @@ def certificates(tmp_path_factory):
     openssl("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
     (folder / "names").write_text("subjectAltName=DNS:localhost")
     for name in ("localhost", "client"):
-        openssl("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj",
-                f"/CN={name}")  # fmt: skip
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-out",
-                f"{name}.pem", "-extfile", "names")  # fmt: skip
+        openssl(
+            "req",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={name}",
+        )
+        openssl(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-out",
+            f"{name}.pem",
+            "-extfile",
+            "names",
+        )
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -234,8 +257,14 @@ def test_calls_are_counted_by_method_and_status(serving):
 def test_garbage_on_the_port_hurts_nobody(serving):
     noise = random.Random(5)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    pieces = [noise.randbytes(2000), b"GET / HTTP/1.1\r\n\r\n", preface, preface + noise.randbytes(500),
-              preface + b"\xff\xff\xff\x01\x04\0\0\0\x01", preface + b"\0\0\4\3\0\0\0\0\1\0\0\0\0" * 200]  # fmt: skip
+    pieces = [
+        noise.randbytes(2000),
+        b"GET / HTTP/1.1\r\n\r\n",
+        preface,
+        preface + noise.randbytes(500),
+        preface + b"\xff\xff\xff\x01\x04\0\0\0\x01",
+        preface + b"\0\0\4\3\0\0\0\0\1\0\0\0\0" * 200,
+    ]
 
     async def scenario(server):
         open_ones = []

@@ -68,18 +68,34 @@ class FakeAsyncEngine(AsyncEngineControl):
         return "3 of the 7 programs that ordinary requests need are compiled." if when_compiled and self.cold else None
 
     async def generate(
-        self, prompt, sampling_params, request_id, *, priority=0, arrival_time=None, truncate_prompt_tokens=None,
-        add_special_tokens=True, trace_headers=None, take=None, group=None, data_parallel_rank=None,
-    ):  # fmt: skip
+        self,
+        prompt,
+        sampling_params,
+        request_id,
+        *,
+        priority=0,
+        arrival_time=None,
+        truncate_prompt_tokens=None,
+        add_special_tokens=True,
+        trace_headers=None,
+        take=None,
+        group=None,
+        data_parallel_rank=None,
+    ):
         if self.is_dead:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
         self.engine.add_request(
-            request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time,
+            request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            arrival_time=arrival_time,
             trace_headers=trace_headers,
             tokenization_kwargs={
-                "add_special_tokens": add_special_tokens, "truncate_prompt_tokens": truncate_prompt_tokens
+                "add_special_tokens": add_special_tokens,
+                "truncate_prompt_tokens": truncate_prompt_tokens,
             },
-        )  # fmt: skip
+        )
         self.seen.append((prompt, sampling_params, request_id))
         self.ranks.append(data_parallel_rank)
         results = self._results[request_id] = Results(take)

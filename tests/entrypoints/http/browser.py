@@ -12,14 +12,25 @@ import urllib.request
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # how WebDriver calls the id of an element
 KEYS = {
-    "Tab": "\ue004", "Enter": "\ue007", "Escape": "\ue00c", "Left": "\ue012", "Right": "\ue014", "Down": "\ue015",
+    "Tab": "\ue004",
+    "Enter": "\ue007",
+    "Escape": "\ue00c",
+    "Left": "\ue012",
+    "Right": "\ue014",
+    "Down": "\ue015",
     "Home": "\ue011",
-}  # fmt: skip
+}
 LOOK = "return arguments[0].checkVisibility() && arguments[0].outerHTML.slice(0, 80)"
 PATIENCE = 60.0
 

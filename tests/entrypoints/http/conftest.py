@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.installed import is_installed
+from jaxpaged.errors import is_installed
 
 NEEDED = ("starlette", "uvicorn", "httptools", "openai", "anthropic", "prometheus_client")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]

@@ -62,6 +62,9 @@ def saying(text="", **options):
     """Options for `serving`, `ask` or `live_server`: a model that says `text`, and grammars that are real."""
     grammars = Grammars(TOKENIZER.backend.to_str(), TOKENIZER.vocab_size, [TOKENIZER.eos_token_id])
     return {
-        "executor": SayingExecutor(text), "grammars": grammars, "grammar_checker": CHECKER, "max_model_len": 1024,
+        "executor": SayingExecutor(text),
+        "grammars": grammars,
+        "grammar_checker": CHECKER,
+        "max_model_len": 1024,
         **options,
-    }  # fmt: skip
+    }

@@ -13,14 +13,30 @@ DRAWN = {"temperature": 1, "seed": 1, "stream": True}
 IDS = re.compile(rb'("(?:id|item_id|call_id|tool_call_id)":")[^"]+|("(?:created|created_at|completed_at)":)[\d.]+')
 
 COMPLETIONS = [
-    {}, {"n": 2}, {"logprobs": 2}, {"echo": True, "logprobs": 1}, {"stop": ["g", "no"]}, {"return_token_ids": True},
-    USAGE, EVERY, {"prompt": ["the cat", "b"], "n": 2, **USAGE}, {"stream_interval": 3}, {"max_tokens": 1},
-    {"n": 3, "logprobs": 1, **EVERY}, {"echo": True, "max_tokens": 0},
-]  # fmt: skip
+    {},
+    {"n": 2},
+    {"logprobs": 2},
+    {"echo": True, "logprobs": 1},
+    {"stop": ["g", "no"]},
+    {"return_token_ids": True},
+    USAGE,
+    EVERY,
+    {"prompt": ["the cat", "b"], "n": 2, **USAGE},
+    {"stream_interval": 3},
+    {"max_tokens": 1},
+    {"n": 3, "logprobs": 1, **EVERY},
+    {"echo": True, "max_tokens": 0},
+]
 CHATS = [
-    {}, {"n": 2, **USAGE}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}, EVERY,
-    {"tools": [TOOL], "n": 2, **USAGE}, {"include_reasoning": False}, {"stop": ["e"]},
-]  # fmt: skip
+    {},
+    {"n": 2, **USAGE},
+    {"logprobs": True, "top_logprobs": 2},
+    {"return_token_ids": True},
+    EVERY,
+    {"tools": [TOOL], "n": 2, **USAGE},
+    {"include_reasoning": False},
+    {"stop": ["e"]},
+]
 MESSAGES = [{}, {"tools": [{"name": "weather", "input_schema": {"type": "object"}}]}, {"stop_sequences": ["e"]}]
 RESPONSES = [{}, {"tools": [WEATHER]}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}]
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30}

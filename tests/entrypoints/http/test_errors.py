@@ -180,8 +180,9 @@ def test_a_body_over_the_limit_gives_413(ask, headers):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_an_unknown_model_gives_404_with_the_known_names(ask, path):
     prompt = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]}, "/detokenize": {"tokens": [5]}
-    }.get(path, {"prompt": "a"})  # fmt: skip
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/detokenize": {"tokens": [5]},
+    }.get(path, {"prompt": "a"})
     answer = ask(path, {"model": "gpt", **prompt}, names=("fake", "other"))
     assert answer.status == 404 and answer.error["param"] == "model" and answer.error["type"] == "NotFoundError"
     assert "'fake'" in answer.error["message"] and "'other'" in answer.error["message"]

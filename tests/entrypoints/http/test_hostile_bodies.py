@@ -27,9 +27,7 @@ BODIES = {
     "/v1/chat/completions": {**CHAT, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"},
     "/v1/chat/completions/batch": {**CHAT, "messages": [MESSAGES, MESSAGES]},
     "/invocations": {"messages": MESSAGES, "max_tokens": 2},
-    "/v1/messages": {
-        "max_tokens": 2, "messages": MESSAGES, "system": "ü", "stop_sequences": ["dog"], "metadata": {}
-    },
+    "/v1/messages": {"max_tokens": 2, "messages": MESSAGES, "system": "ü", "stop_sequences": ["dog"], "metadata": {}},
     "/v1/messages/count_tokens": {"messages": MESSAGES, "system": [{"type": "text", "text": "ü"}]},
     "/v1/responses": {"input": [{"role": "user", "content": "the cat ü"}], "max_output_tokens": 2, "store": False},
     "/tokenize": {"prompt": "the cat ü", "add_special_tokens": True, "return_token_strs": True},
@@ -40,13 +38,29 @@ BODIES = {
     "/classify": TEXTS,
     "/score": {"text_1": "the cat ü", "text_2": ["a", "sat"]},
     "/rerank": {"query": "the cat ü", "documents": ["a", {"text": "sat"}], "top_n": 1},
-}  # fmt: skip
+}
 POOLING = ("/score", "/rerank", "/v1/embeddings", "/pooling")
 ALIASES = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}
 NASTY = (
-    b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\x00", b"\\ud800", b"\\u0000", b"\xef\xbb\xbf",
-    b"1e999", b"-0", b"99999999999999999999", b"[", b"{", b'"', b"\\", b"null", b"NaN", b"\n",
-)  # fmt: skip
+    b"\xff",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\xf8\x88\x80\x80\x80",
+    b"\x00",
+    b"\\ud800",
+    b"\\u0000",
+    b"\xef\xbb\xbf",
+    b"1e999",
+    b"-0",
+    b"99999999999999999999",
+    b"[",
+    b"{",
+    b'"',
+    b"\\",
+    b"null",
+    b"NaN",
+    b"\n",
+)
 
 
 def mutated(draw, body):
@@ -67,9 +81,11 @@ def asked():
 
     def ask(path, bodies, **headers):
         pools = {**dict.fromkeys(POOLING, EMBEDS), "/classify": CLASSES}.get(path)
-        engine = {} if pools is None else {
-            "executor": FakePoolingExecutor(pools.width), "pooler": pools, "runner": "pooling"
-        }  # fmt: skip
+        engine = (
+            {}
+            if pools is None
+            else {"executor": FakePoolingExecutor(pools.width), "pooler": pools, "runner": "pooling"}
+        )
 
         async def ask_all():
             client = Client(create_app(make_service(**engine)))
@@ -158,10 +174,16 @@ def test_a_character_may_come_in_pieces():
         assert caught.value.status == 400
 
 
-@pytest.mark.parametrize(("unit", "few", "many"), [
-    (b"7,", 1_900_000, 2_100_000), (b'"a",', 600_000, 700_000), (b'"abc":7,', 150_000, 200_000),
-    (b"{},", 140_000, 160_000), (b"[7],", 140_000, 160_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("unit", "few", "many"),
+    [
+        (b"7,", 1_900_000, 2_100_000),
+        (b'"a",', 600_000, 700_000),
+        (b'"abc":7,', 150_000, 200_000),
+        (b"{},", 140_000, 160_000),
+        (b"[7],", 140_000, 160_000),
+    ],
+)
 def test_what_takes_the_decoder_long_is_refused_before_it_begins(unit, few, many):
     """Names of an object above all: 900,000 of them took 0.7 s, in which nobody else was served."""
 
@@ -186,7 +208,7 @@ LONG_TEXTS = {
     "C": CODE * 40_000,
     "signs": '{[,:"' * 500_000,
     "backslashes": '\\"' * 900_000,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("size", [1, 7, 65_536, 2**24])
@@ -244,7 +266,8 @@ def test_a_grammar_that_turns_out_too_much_when_it_is_followed_is_the_fault_of_i
         matcher = Broken()
 
     assert new_tokens.fault_of(Request(), "no token") == (
-        "structured_outputs cannot be followed: Too many items", "structured_outputs"
-    )  # fmt: skip
+        "structured_outputs cannot be followed: Too many items",
+        "structured_outputs",
+    )
     Request.matcher = None
     assert new_tokens.fault_of(Request(), "no token") == ("no token", None)

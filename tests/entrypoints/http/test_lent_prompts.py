@@ -69,8 +69,10 @@ def test_one_for_which_there_is_no_room_gives_it_back_and_so_does_one_that_a_dea
     async def scenario(server):
         heard = Heard(server.engine)
         server.engine.go_on.clear()
-        others = [asyncio.ensure_future(server.client.post("/v1/completions", {"prompt": "a", "max_tokens": 3}))
-                  for _ in range(20)]  # fmt: skip
+        others = [
+            asyncio.ensure_future(server.client.post("/v1/completions", {"prompt": "a", "max_tokens": 3}))
+            for _ in range(20)
+        ]
         await asyncio.sleep(0.05)
         answer = await server.client.post("/v1/completions", {**TEXT, "stream": stream})
         assert answer.status == 429 and heard.given_back
@@ -87,9 +89,13 @@ def test_one_for_which_there_is_no_room_gives_it_back_and_so_does_one_that_a_dea
 def test_others_tell_the_engine_nothing(serving):
     async def scenario(server):
         heard = Heard(server.engine)
-        bodies = [{"temperature": -1}, {"temperature": -1, "kv_transfer_params": {"do_remote_decode": True}},
-                  {"temperature": -1, "kv_transfer_params": [1]}, {"user": "do_remote_prefill", "temperature": -1},
-                  {"temperature": -1, "kv_transfer_params": {**LENT, "remote_port": 1 << 20}}]  # fmt: skip
+        bodies = [
+            {"temperature": -1},
+            {"temperature": -1, "kv_transfer_params": {"do_remote_decode": True}},
+            {"temperature": -1, "kv_transfer_params": [1]},
+            {"user": "do_remote_prefill", "temperature": -1},
+            {"temperature": -1, "kv_transfer_params": {**LENT, "remote_port": 1 << 20}},
+        ]
         for body in bodies:
             assert (await server.client.post("/v1/completions", {"prompt": "one", **body})).status == 400
         assert not heard.calls

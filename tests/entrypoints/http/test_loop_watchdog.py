@@ -72,8 +72,11 @@ ATTACKS = {
         {"messages": [USER] * 40_000, "max_tokens": 1},
         {"messages": [USER], "max_tokens": 1, "system": [{"type": "text", "text": "a"}] * 50_000},
         {"messages": [USER], "max_tokens": 1, "stop_sequences": ["a"] * 50_000},
-        {"messages": [USER], "max_tokens": 1,
-         "tools": [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(5000)]},
+        {
+            "messages": [USER],
+            "max_tokens": 1,
+            "tools": [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(5000)],
+        },
         {"messages": [USER], "max_tokens": 4000, "ignore_eos": True},
     ],
     "/v1/messages/count_tokens": [{"messages": [USER] * 40_000}],
@@ -85,10 +88,12 @@ ATTACKS = {
         {"max_output_tokens": 4000, "ignore_eos": True, "store": True},
     ],
     "/tokenize": [
-        {"prompt": WORDS * 5000}, {"prompt": WORDS * 2000, "return_token_strs": True}, {"messages": [USER] * 40_000}
+        {"prompt": WORDS * 5000},
+        {"prompt": WORDS * 2000, "return_token_strs": True},
+        {"messages": [USER] * 40_000},
     ],
     "/detokenize": [{"tokens": IDS}],
-}  # fmt: skip
+}
 VALID = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/responses": RESPONSE}
 QUICK = [*(("/v1/completions", number) for number in (1, 3, 14, 18)), ("/detokenize", 0)]
 CASES = [

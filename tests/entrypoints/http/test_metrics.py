@@ -10,13 +10,26 @@ from jaxpaged.entrypoints.http.metric_help import HELP
 from jaxpaged.entrypoints.http.metrics import exposition
 
 DASHBOARD = {
-    "vllm:e2e_request_latency_seconds", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
-    "vllm:request_time_per_output_token_seconds", "vllm:prompt_tokens", "vllm:generation_tokens",
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:request_success",
-    "vllm:request_prompt_tokens", "vllm:request_generation_tokens", "vllm:cache_config_info",
-    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
-    "vllm:request_inference_time_seconds", "vllm:request_max_num_generation_tokens", "jaxpaged:engine_restarts",
-}  # fmt: skip
+    "vllm:e2e_request_latency_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:prompt_tokens",
+    "vllm:generation_tokens",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:request_success",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:cache_config_info",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_max_num_generation_tokens",
+    "jaxpaged:engine_restarts",
+}
 
 
 def families(text):
@@ -49,8 +62,10 @@ def test_counts_are_those_of_the_answers(serving):
 
     async def scenario(server):
         ask = server.client.post
-        usages = [(await ask("/v1/completions", {**asked, "n": n, "stop": stop})).json["usage"]
-                  for n, stop in ((1, None), (3, None), (2, "k"))]  # fmt: skip
+        usages = [
+            (await ask("/v1/completions", {**asked, "n": n, "stop": stop})).json["usage"]
+            for n, stop in ((1, None), (3, None), (2, "k"))
+        ]
         streamed = await ask("/v1/completions", {**asked, "stream": True, "stream_options": {"include_usage": True}})
         usages.append(json.loads(streamed.body.decode().split("data: ")[-2])["usage"])
         server.engine.executor.fail_at = {len(server.engine.executor.executed) + 1: "result"}
@@ -118,8 +133,11 @@ def test_histograms_have_buckets_sum_and_count():
     metric = Histogram("h", {}, 3, 1.5, {"1": 2, "+Inf": 3})
     samples = families("".join(exposition([metric], {})))["h"].samples
     assert {(s.name, s.labels.get("le")): s.value for s in samples} == {
-        ("h_bucket", "1"): 2, ("h_bucket", "+Inf"): 3, ("h_sum", None): 1.5, ("h_count", None): 3,
-    }  # fmt: skip
+        ("h_bucket", "1"): 2,
+        ("h_bucket", "+Inf"): 3,
+        ("h_sum", None): 1.5,
+        ("h_count", None): 3,
+    }
 
 
 def test_samples_of_one_name_stand_together_and_labels_are_escaped():

@@ -23,7 +23,7 @@ JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXT | st.sampled_from(["auto", "required", "text", "json_object", "user"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -47,11 +47,15 @@ def test_invocations_stream(ask):
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [
-        ({}, 400, "prompt"), ({"input": "a"}, 400, "messages"), (b"[]", 400, "object"), (b"{", 400, "JSON"),
-        ({"prompt": "a", "temperature": 5}, 400, "temperature"), ({"prompt": "a", "model": "other"}, 404, "other"),
+        ({}, 400, "prompt"),
+        ({"input": "a"}, 400, "messages"),
+        (b"[]", 400, "object"),
+        (b"{", 400, "JSON"),
+        ({"prompt": "a", "temperature": 5}, 400, "temperature"),
+        ({"prompt": "a", "model": "other"}, 404, "other"),
         ({"prompt": "a", "lora_request": {"a": 1}}, 400, "lora_request"),
     ],
-)  # fmt: skip
+)
 def test_invocations_refuse_what_the_endpoints_refuse(ask, body, status, word):
     answer = ask("/invocations", body)
     assert answer.status == status and word in answer.error["message"]
@@ -84,18 +88,20 @@ EVENTS = {"enable_kv_cache_events": True, "topic": "kv"}
         ({**EVENTS, "publisher": "null"}, 1, []),
         (EVENTS, 1, [(0, "tcp://127.0.0.1:5557", None)]),
         (
-            {**EVENTS, "endpoint": "tcp://127.0.0.1:6000", "replay_endpoint": "ipc:///tmp/replay"}, 2,
+            {**EVENTS, "endpoint": "tcp://127.0.0.1:6000", "replay_endpoint": "ipc:///tmp/replay"},
+            2,
             [(0, "tcp://127.0.0.1:6000", "ipc:///tmp/replay"), (1, "tcp://127.0.0.1:6001", "ipc:///tmp/replay_dp1")],
         ),
     ],
-)  # fmt: skip
+)
 def test_routers_are_told_where_kv_events_are_published(serving, config, size, sources):
     async def scenario(server):
         whole = server.engine.config
         server.engine.config = dataclasses.replace(
-            whole, cache=dataclasses.replace(whole.cache, kv_events_config=config),
+            whole,
+            cache=dataclasses.replace(whole.cache, kv_events_config=config),
             parallel=dataclasses.replace(whole.parallel, data_parallel_size=size),
-        )  # fmt: skip
+        )
         return await server.client.get("/kv_event_sources")
 
     answer = serving(scenario)

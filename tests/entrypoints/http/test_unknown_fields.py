@@ -84,11 +84,13 @@ def test_a_slip_is_told_what_was_meant(ask):
         ("/v1/messages", "inference_geo", "us", None),
         ("/v1/messages", "service_tier", "best", "standard_only"),
         (
-            "/v1/messages", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]},
+            "/v1/messages",
+            "context_management",
+            {"edits": [{"type": "clear_tool_uses_20250919"}]},
             {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         ),
     ],
-)  # fmt: skip
+)
 def test_fields_of_the_apis_that_are_not_served_are_refused_unless_they_ask_for_nothing(
     asked, path, field, asking, nothing
 ):
@@ -100,9 +102,14 @@ def test_fields_of_the_apis_that_are_not_served_are_refused_unless_they_ask_for_
 
 def test_what_clients_say_of_themselves_passes(asked):
     said = {
-        "user": "someone", "metadata": {"a": "1"}, "safety_identifier": "a", "session_id": "a", "prompt_cache_key": "a",
-        "prompt_cache_retention": "24h", "service_tier": "auto",
-    }  # fmt: skip
+        "user": "someone",
+        "metadata": {"a": "1"},
+        "safety_identifier": "a",
+        "session_id": "a",
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "service_tier": "auto",
+    }
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         [answer] = asked(path, [json.dumps({**body_of(path), **said}).encode()])
         assert answer.status == 200, answer.body

@@ -14,13 +14,25 @@ from tests.engine.fake_engine import make_engine
 def record(step_id=1, tokens=5, bucket=8, begin=0.0, unfinished=1, num_steps=1, **times):
     """A step of 10 seconds: schedule 1, dispatch 2, nothing for 1, waiting for 4, update 2."""
     ends = {
-        "schedule_begin": begin, "schedule_end": begin + 1, "dispatch_end": begin + 3, "wait_begin": begin + 4,
-        "result_ready": begin + 8, "update_end": begin + 10,
-    }  # fmt: skip
+        "schedule_begin": begin,
+        "schedule_end": begin + 1,
+        "dispatch_end": begin + 3,
+        "wait_begin": begin + 4,
+        "result_ready": begin + 8,
+        "update_end": begin + 10,
+    }
     return StepRecord(
-        step_id=step_id, num_tokens=tokens, token_bucket=bucket, num_requests=2, num_sampled=1, sample_bucket=8,
-        full_sampler=False, num_unfinished=unfinished, num_steps=num_steps, **(ends | times),
-    )  # fmt: skip
+        step_id=step_id,
+        num_tokens=tokens,
+        token_bucket=bucket,
+        num_requests=2,
+        num_sampled=1,
+        sample_bucket=8,
+        full_sampler=False,
+        num_unfinished=unfinished,
+        num_steps=num_steps,
+        **(ends | times),
+    )
 
 
 def llm_after(num_requests=5, max_tokens=4):

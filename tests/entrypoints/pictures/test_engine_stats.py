@@ -17,9 +17,15 @@ def test_stats_of_an_engine_that_did_nothing():
 def test_stats_of_an_executor_with_buckets_show_padding():
     llm = llm_after()
     counters = {
-        "steps": 4, "scheduled_tokens": 60, "padded_tokens": 20, "bucket_steps": {16: 3, 32: 1},
-        "programs": 6, "programs_ready": 5, "compile_seconds": 1.25, "recompiles": 0,
-    }  # fmt: skip
+        "steps": 4,
+        "scheduled_tokens": 60,
+        "padded_tokens": 20,
+        "bucket_steps": {16: 3, 32: 1},
+        "programs": 6,
+        "programs_ready": 5,
+        "compile_seconds": 1.25,
+        "recompiles": 0,
+    }
     llm.executor_stats = lambda: counters
     shown = repr(llm.stats())
     assert "4; padded to: 3 of 16, 1 of 32; 25% of the tokens were padding" in shown

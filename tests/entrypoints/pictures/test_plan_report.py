@@ -5,34 +5,58 @@ import json
 import msgspec
 import pytest
 
+from jaxpaged.config.plan import DeviceFacts, Plan, PlannedProgram, Speed, StagePlan
 from jaxpaged.entrypoints.pictures.memory_plot import draw_memory
 from jaxpaged.entrypoints.pictures.plan_report import BAR, json_report, memory_bar, memory_parts, text_report
-from jaxpaged.plan import DeviceFacts, Plan, PlannedProgram, Speed, StagePlan
 
 GIB = 2**30
 
 
 def plan(**changes):
     values = {
-        "model": "some/model", "target": "v6e:2x4", "device": DeviceFacts("TPU v6e", 32 * GIB, 1e12, 1e15, 4e11),
-        "num_devices": 8, "num_hosts": 1, "obstacles": [],
-        "tensor_parallel_size": 8, "options": {"dtype": "bfloat16"}, "usable_bytes": 28 * GIB,
-        "weight_bytes": 4 * GIB, "state_bytes": 0, "temporary_bytes": GIB, "reserved_bytes": 2 * GIB,
+        "model": "some/model",
+        "target": "v6e:2x4",
+        "device": DeviceFacts("TPU v6e", 32 * GIB, 1e12, 1e15, 4e11),
+        "num_devices": 8,
+        "num_hosts": 1,
+        "obstacles": [],
+        "tensor_parallel_size": 8,
+        "options": {"dtype": "bfloat16"},
+        "usable_bytes": 28 * GIB,
+        "weight_bytes": 4 * GIB,
+        "state_bytes": 0,
+        "temporary_bytes": GIB,
+        "reserved_bytes": 2 * GIB,
         "code_bytes": 3 * 2**20,
-        "block_bytes": 2**20, "num_blocks": 22 * 1024, "blocks_per_request": 64, "concurrency": {1024: 2815, 8192: 351},
+        "block_bytes": 2**20,
+        "num_blocks": 22 * 1024,
+        "blocks_per_request": 64,
+        "concurrency": {1024: 2815, 8192: 351},
         "programs": [PlannedProgram("forward", 8, 1.5, 2**20, 2**21, collectives={"all-reduce": 9})],
-        "decode": [Speed(8, 1024, 8000.0, "memory")], "prefill": [Speed(1, 1024, 123456.0, "matmul")],
-        "assumptions": ["a bound"], "advice": [],
-    }  # fmt: skip
+        "decode": [Speed(8, 1024, 8000.0, "memory")],
+        "prefill": [Speed(1, 1024, 123456.0, "matmul")],
+        "assumptions": ["a bound"],
+        "advice": [],
+    }
     return Plan(**{**values, **changes})
 
 
 def test_the_report_has_memory_programs_concurrency_speed_and_assumptions():
     text = text_report(plan())
     for words in (
-        "some/model on v6e:2x4: 8 devices (TPU v6e), the model split over 8 of them", "4.00 GiB", "22.00 GiB: 22,528",
-        "1,024 KiB", "forward[8]", "9 all-reduce", "2,815 requests", "8,000", "123,456", "matmul", "a bound", "it fits",
-    ):  # fmt: skip
+        "some/model on v6e:2x4: 8 devices (TPU v6e), the model split over 8 of them",
+        "4.00 GiB",
+        "22.00 GiB: 22,528",
+        "1,024 KiB",
+        "forward[8]",
+        "9 all-reduce",
+        "2,815 requests",
+        "8,000",
+        "123,456",
+        "matmul",
+        "a bound",
+        "it fits",
+    ):
         assert words in text, words
 
 
@@ -80,7 +104,10 @@ def test_the_picture_shows_every_part_and_the_verdict(tmp_path):
     figure = draw_memory(plan())
     (axes,) = figure.axes
     assert [text.get_text().split("  ")[0] for text in axes.get_legend().get_texts()] == [
-        "weights", "KV blocks", "temporaries", "free",
-    ]  # fmt: skip
+        "weights",
+        "KV blocks",
+        "temporaries",
+        "free",
+    ]
     assert "does not fit" not in axes.get_title()
     assert "does not fit" in draw_memory(plan(num_blocks=3)).axes[0].get_title()

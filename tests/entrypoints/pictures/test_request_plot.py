@@ -6,9 +6,15 @@ import pytest
 from jaxpaged.entrypoints.pictures.request_plot import counts_between, draw_requests
 
 RESULT = {
-    "model_id": "demo", "backend": "openai", "num_prompts": 3, "start_times": [10.0, 11.0, 12.0],
-    "queue_times": [0.0, 0.5, 0.0], "ttfts": [1.0, 2.0, 0.0], "latencies": [3.0, 2.0, 0.5], "errors": ["", "", "cut"],
-}  # fmt: skip
+    "model_id": "demo",
+    "backend": "openai",
+    "num_prompts": 3,
+    "start_times": [10.0, 11.0, 12.0],
+    "queue_times": [0.0, 0.5, 0.0],
+    "ttfts": [1.0, 2.0, 0.0],
+    "latencies": [3.0, 2.0, 0.5],
+    "errors": ["", "", "cut"],
+}
 
 
 def test_every_request_has_its_phases_in_seconds_from_the_first():

@@ -55,8 +55,9 @@ def test_steps_one_after_the_other_leave_the_device_a_gap():
 
 def test_a_step_that_was_dispatched_ahead_leaves_no_gap():
     first = record(1)
-    second = record(2, schedule_begin=3.0, schedule_end=3.5, dispatch_end=4.0, wait_begin=11.0, result_ready=15.0,
-                    update_end=16.0)  # fmt: skip
+    second = record(
+        2, schedule_begin=3.0, schedule_end=3.5, dispatch_end=4.0, wait_begin=11.0, result_ready=15.0, update_end=16.0
+    )
     times = Timeline([first, second]).times
     assert times[1].gap == 0
     assert times[1].device == 7, "the device went on to it at the first result"

@@ -29,13 +29,22 @@ def main():
 
     _, layers, tokens, hidden = facts["shape"]
     config = LMCacheEngineConfig.from_defaults(
-        chunk_size=facts["chunk_size"], pre_caching_hash_algorithm="sha256_cbor", local_cpu=True,
-        max_local_cpu_size=0.1, remote_url=facts["url"], remote_serde="naive",
-    )  # fmt: skip
+        chunk_size=facts["chunk_size"],
+        pre_caching_hash_algorithm="sha256_cbor",
+        local_cpu=True,
+        max_local_cpu_size=0.1,
+        remote_url=facts["url"],
+        remote_serde="naive",
+    )
     metadata = LMCacheMetadata(
-        model_name=facts["model"], world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
-        kv_dtype=torch.bfloat16, kv_shape=(layers, 2, tokens, 1, hidden),
-    )  # fmt: skip
+        model_name=facts["model"],
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.bfloat16,
+        kv_shape=(layers, 2, tokens, 1, hidden),
+    )
     database = ChunkedTokenDatabase(config, metadata)
     keys = [key for _, end, key in database.process_tokens(facts["tokens"]) if end % facts["chunk_size"] == 0]
     loop = asyncio.new_event_loop()

@@ -309,9 +309,17 @@ def test_a_server_that_is_gone_costs_one_attempt(server, caplog):
 
 
 METHODS = [
-    "GetChunkSize", "RegisterKvCacheEngineDrivenContext", "Lookup", "QueryPrefetchStatus", "PrepareRetrieve",
-    "CommitRetrieve", "EndSession", "PrepareStore", "CommitStore", "FreeLookupLocks",
-]  # fmt: skip
+    "GetChunkSize",
+    "RegisterKvCacheEngineDrivenContext",
+    "Lookup",
+    "QueryPrefetchStatus",
+    "PrepareRetrieve",
+    "CommitRetrieve",
+    "EndSession",
+    "PrepareStore",
+    "CommitStore",
+    "FreeLookupLocks",
+]
 
 
 @pytest.mark.parametrize("method", METHODS)

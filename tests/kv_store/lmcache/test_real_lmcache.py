@@ -43,9 +43,13 @@ def peer(python, url, command, **facts):
     layout = layout_of()
     said = {"url": url, "model": MODEL, "tokens": TOKENS, "shape": layout.shape, "chunk_size": 16, **facts}
     done = subprocess.run(
-        [python, PEER, command], input=json.dumps(said), capture_output=True, text=True, timeout=120,
+        [python, PEER, command],
+        input=json.dumps(said),
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

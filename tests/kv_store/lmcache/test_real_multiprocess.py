@@ -33,11 +33,30 @@ def server_of(python, *options, port=None):  # noqa: F811
     """(process, its address, what it says of itself)."""
     port, web = port or free_port(), free_port()
     command = [
-        Path(python).with_name("lmcache"), "server", "--transport", "grpc", "--host", "127.0.0.1", "--port", str(port),
-        "--http-host", "127.0.0.1", "--http-port", str(web), "--chunk-size", "16", "--l1-size-gb", "0.001",
-        "--no-l1-use-lazy", "--eviction-policy", "LRU", "--disable-observability", "--disable-metrics",
-        "--disable-grpc-metrics", *options,
-    ]  # fmt: skip
+        Path(python).with_name("lmcache"),
+        "server",
+        "--transport",
+        "grpc",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(web),
+        "--chunk-size",
+        "16",
+        "--l1-size-gb",
+        "0.001",
+        "--no-l1-use-lazy",
+        "--eviction-policy",
+        "LRU",
+        "--disable-observability",
+        "--disable-metrics",
+        "--disable-grpc-metrics",
+        *options,
+    ]
     process = started(list(map(str, command)), port)
 
     def status():
@@ -66,9 +85,13 @@ def peer(python, url, command, **facts):  # noqa: F811
     shape = (layout.num_layers, 2, len(FULL), layout.num_heads, layout.head_dim)
     said = {"url": url, "tokens": FULL, "shape": shape, "chunk_size": 16, "block_size": 4, **facts}
     done = subprocess.run(
-        [python, PEER, command], input=json.dumps(said), capture_output=True, text=True, timeout=120,
+        [python, PEER, command],
+        input=json.dumps(said),
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "LMCACHE_TRACK_USAGE": "false"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

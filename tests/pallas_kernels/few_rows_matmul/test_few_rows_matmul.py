@@ -94,8 +94,9 @@ def test_what_lies_around_operands_is_never_read_into_a_sum_and_rows_stay_apart(
     around = np.full((20, num_inputs), poison).astype(dtype)
     x_TD, weight_FD = around.copy(), around.copy()
     x_TD[3:6], weight_FD[5 : 5 + num_outputs] = (
-        rng.integers(-9, 9, (3, num_inputs)), rng.integers(-9, 9, (num_outputs, num_inputs)),
-    )  # fmt: skip
+        rng.integers(-9, 9, (3, num_inputs)),
+        rng.integers(-9, 9, (num_outputs, num_inputs)),
+    )
     expected = x_TD[3:6].astype(np.float64) @ weight_FD[5 : 5 + num_outputs].astype(np.float64).T
     if dtype == "bfloat16":
         x_TD[4, 70], expected[1] = np.nan, np.nan  # of one row, in the last inputs: it stays there
@@ -172,11 +173,16 @@ def test_threads_change_no_bit():
     """XLA has as many threads as the process may use cores, and chunks go to whoever is free."""
     found = {
         subprocess.run(
-            [sys.executable, "-c", BITS, str(num_threads)], check=True, capture_output=True, text=True, timeout=120,
-            cwd=Path(__file__).parents[3], env={**os.environ, "XLA_FLAGS": ""},
+            [sys.executable, "-c", BITS, str(num_threads)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "XLA_FLAGS": ""},
         ).stdout
         for num_threads in (1, 8)
-    }  # fmt: skip
+    }
     assert len(found) == 1 and found.pop().startswith("1 ")
 
 

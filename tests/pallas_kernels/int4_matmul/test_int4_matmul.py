@@ -135,11 +135,16 @@ def test_threads_change_no_bit():
     """XLA has as many threads as the process may use cores, and chunks go to whoever is free."""
     found = {
         subprocess.run(
-            [sys.executable, "-c", BITS, str(num_threads)], check=True, capture_output=True, text=True, timeout=120,
-            cwd=Path(__file__).parents[3], env={**os.environ, "XLA_FLAGS": ""},
+            [sys.executable, "-c", BITS, str(num_threads)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "XLA_FLAGS": ""},
         ).stdout
         for num_threads in (1, 8)
-    }  # fmt: skip
+    }
     assert len(found) == 1 and found.pop().startswith("1 ")
 
 

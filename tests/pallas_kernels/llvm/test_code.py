@@ -102,7 +102,7 @@ def test_stored_names_make_the_same_kernels_known_again():
         (lambda patch: patch.setattr(machine.os, "name", "nt"), "POSIX"),
     ],
     ids=["no llvmlite", "another interface", "another LLVM", "another system"],
-)  # fmt: skip
+)
 def test_what_stands_in_the_way_of_kernels_is_told(monkeypatch, change, message):
     if "LLVM" in message and why_not() is not None:
         pytest.skip(why_not())

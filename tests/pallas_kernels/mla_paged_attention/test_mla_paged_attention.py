@@ -83,9 +83,16 @@ def run(step: Step, backend: str) -> tuple[np.ndarray, np.ndarray]:
     def attend(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
         metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=case.block_size)
         return mla.mla_paged_attention(
-            q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata,
-            scale=scale(case), backend=backend, interpret=INTERPRET[backend],
-        )  # fmt: skip
+            q_TNC,
+            q_rope_TNP,
+            latent_TC,
+            rope_TP,
+            cache_BSW,
+            metadata,
+            scale=scale(case),
+            backend=backend,
+            interpret=INTERPRET[backend],
+        )
 
     arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
     arrays = (x.astype(case.dtype) for x in arrays)
@@ -103,9 +110,17 @@ def run_part(step: Step, backend: str, nth: int, count: int) -> tuple[np.ndarray
     def attend(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
         metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=S, share=share)
         return mla.mla_paged_attention(
-            q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata,
-            scale=scale(case), backend=backend, interpret=INTERPRET[backend], undivided=True,
-        )  # fmt: skip
+            q_TNC,
+            q_rope_TNP,
+            latent_TC,
+            rope_TP,
+            cache_BSW,
+            metadata,
+            scale=scale(case),
+            backend=backend,
+            interpret=INTERPRET[backend],
+            undivided=True,
+        )
 
     arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
     arrays = (x.astype(case.dtype) for x in arrays)
@@ -178,18 +193,25 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt():
         out_TNC, cache_BSW = run_once(attend, cache_BSW, *part, *where)
         outs.append(out_TNC)
     together_TNC, _ = run_once(
-        attend, step.cache_BSW.astype(np.float32), *(x.astype(np.float32) for x in whole),
-        step.start_R1, step.seq_lens_R, step.tables_RM,
-    )  # fmt: skip
+        attend,
+        step.cache_BSW.astype(np.float32),
+        *(x.astype(np.float32) for x in whole),
+        step.start_R1,
+        step.seq_lens_R,
+        step.tables_RM,
+    )
     np.testing.assert_allclose(np.concatenate(outs), together_TNC, atol=2e-6)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
 
 BASE = {
-    "q_TNC": (5, 16, 128), "q_rope_TNP": (5, 16, 32), "latent_TC": (5, 128), "rope_TP": (5, 32),
+    "q_TNC": (5, 16, 128),
+    "q_rope_TNP": (5, 16, 32),
+    "latent_TC": (5, 128),
+    "rope_TP": (5, 32),
     "cache_BSW": (4, 16, 160),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

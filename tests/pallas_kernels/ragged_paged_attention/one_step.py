@@ -32,9 +32,15 @@ def attend_step(
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
     def attend(q_TNH, k_TKH, v_TKH, kv, sinks_N, shared_6R, num_seqs, *where):
         metadata = rpa.make_metadata(
-            num_seqs, *where, num_tokens=q_TNH.shape[0], block_size=case.block_size, window=settings["window"],
-            backend=backend, decodes_only=all(new <= 1 for _, new in case.rows), shared_6R=shared_6R,
-        )  # fmt: skip
+            num_seqs,
+            *where,
+            num_tokens=q_TNH.shape[0],
+            block_size=case.block_size,
+            window=settings["window"],
+            backend=backend,
+            decodes_only=all(new <= 1 for _, new in case.rows),
+            shared_6R=shared_6R,
+        )
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, backend=backend, **settings
         )
@@ -42,9 +48,17 @@ def attend_step(
     shares = case.shared and rpa.shared_work(backend, case.num_tokens, case.block_size) is not None
     q_TNH, k_TKH, v_TKH = (jnp.asarray(x, dtype) for x in (step.q_TNH, step.k_TKH, step.v_TKH))
     out_TNH, kv = attend(
-        q_TNH, k_TKH, v_TKH, kv, step.sinks_N, step.shared_6R if shares else None,
-        len(case.rows), step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM,
-    )  # fmt: skip
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        kv,
+        step.sinks_N,
+        step.shared_6R if shares else None,
+        len(case.rows),
+        step.query_start_loc_R1,
+        step.seq_lens_R,
+        step.block_tables_RM,
+    )
     return np.asarray(out_TNH, np.float32), kv
 
 

@@ -31,9 +31,14 @@ def test_every_token_is_in_the_row_of_its_chunk(name, chunk):
     num_tokens = 4 if is_decode else 112
     starts, lens, tables = step_of(rows, num_tokens, max(len(rows), 4))
     found = rows_of_chunks(
-        jnp.asarray(starts), jnp.asarray(lens), jnp.asarray(tables),
-        num_tokens=num_tokens, block_size=BLOCK, chunk=chunk, decodes_only=is_decode,
-    )  # fmt: skip
+        jnp.asarray(starts),
+        jnp.asarray(lens),
+        jnp.asarray(tables),
+        num_tokens=num_tokens,
+        block_size=BLOCK,
+        chunk=chunk,
+        decodes_only=is_decode,
+    )
     num_seqs, start_C1, length_C, table_CM = map(np.asarray, found)
     assert start_C1[-1] == starts[-1]
     assert not length_C[num_seqs:].any()

@@ -26,17 +26,25 @@ TEAMS = Case(
 )
 PROMPT = 2
 AMONG_OTHERS = Case(
-    "a long prompt among others", ((7, 5), (50, 1), (700, 150), (0, 11)), num_kv_heads=3, head_dim=32, padding=0,
+    "a long prompt among others",
+    ((7, 5), (50, 1), (700, 150), (0, 11)),
+    num_kv_heads=3,
+    head_dim=32,
+    padding=0,
     empty_rows=0,
-)  # fmt: skip
+)
 AVX2 = Machine("haswell", "+avx2,+fma", lanes=8, num_registers=16)
 
 QUICK = (
-    (ALL_SETTINGS, jnp.float32), (LONG, jnp.float32), (GROUP_OF_8, jnp.bfloat16),
-    (CASE["head_dim 256, multi-query"], jnp.bfloat16), (CASE["rows with no new token"], jnp.float32),
+    (ALL_SETTINGS, jnp.float32),
+    (LONG, jnp.float32),
+    (GROUP_OF_8, jnp.bfloat16),
+    (CASE["head_dim 256, multi-query"], jnp.bfloat16),
+    (CASE["rows with no new token"], jnp.float32),
     (CASE["rows that share beginnings, window, soft cap and sinks"], jnp.float32),
-    (CASE["block_size 48, which divides no tile"], jnp.float32), (TEAMS, jnp.bfloat16),
-)  # fmt: skip
+    (CASE["block_size 48, which divides no tile"], jnp.float32),
+    (TEAMS, jnp.bfloat16),
+)
 OTHERS = [(case, dtype) for dtype in (jnp.bfloat16, jnp.float32) for case in CASE.values()]
 OTHERS = [pair for pair in OTHERS if pair not in QUICK]
 WITH_TOKENS = [case for case in CASE.values() if case.num_tokens]
@@ -80,10 +88,14 @@ def test_what_else_a_step_has_changes_no_bit_of_a_prompt(dtype):
     alone = Case("alone", AMONG_OTHERS.rows[PROMPT : PROMPT + 1], num_kv_heads=3, head_dim=32, padding=0, empty_rows=0)
     places = slice(*step.query_start_loc_R1[PROMPT : PROMPT + 2])
     of_alone = dataclasses.replace(
-        step, q_TNH=step.q_TNH[places], k_TKH=step.k_TKH[places], v_TKH=step.v_TKH[places],
+        step,
+        q_TNH=step.q_TNH[places],
+        k_TKH=step.k_TKH[places],
+        v_TKH=step.v_TKH[places],
         query_start_loc_R1=np.array([0, places.stop - places.start], np.int32),
-        seq_lens_R=step.seq_lens_R[PROMPT : PROMPT + 1], block_tables_RM=step.block_tables_RM[PROMPT : PROMPT + 1],
-    )  # fmt: skip
+        seq_lens_R=step.seq_lens_R[PROMPT : PROMPT + 1],
+        block_tables_RM=step.block_tables_RM[PROMPT : PROMPT + 1],
+    )
     out_TNH, _ = run(AMONG_OTHERS, step, dtype, "cpu")
     np.testing.assert_array_equal(out_TNH[places], run(alone, of_alone, dtype, "cpu")[0])
 

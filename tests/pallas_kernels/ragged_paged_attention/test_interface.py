@@ -48,8 +48,14 @@ def test_a_layout_gives_back_what_it_was_given(backend, head_dim):
         np.testing.assert_array_equal(given, back)
 
 
-PROBLEM = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 16, "q_dtype": "bfloat16",
-           "kv_dtype": "bfloat16"}  # fmt: skip
+PROBLEM = {
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "block_size": 16,
+    "q_dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,15 @@ def outputs(backend, dtype, group_size, window, sizes):
     @jax.jit
     def step(q, k, v, kv, new, length):
         metadata = rpa.make_metadata(
-            2, jnp.stack([0, 1, 1 + new]), jnp.stack([OTHER, length]), tables,
-            num_tokens=T, block_size=S, window=window, backend=backend,
-        )  # fmt: skip
+            2,
+            jnp.stack([0, 1, 1 + new]),
+            jnp.stack([OTHER, length]),
+            tables,
+            num_tokens=T,
+            block_size=S,
+            window=window,
+            backend=backend,
+        )
         return rpa.ragged_paged_attention(q, k, v, kv, metadata, scale=0.3, window=window, backend=backend)
 
     kv, done, results = rpa.kv_zeros(20, S, K, H, dtype, backend), 0, []

@@ -47,8 +47,9 @@ def quantized_step(case: Case, dtype: Any, kv_dtype: Any, kind: str) -> Quantize
     caches, scales = [np.full(step.k_BKSH.shape, poison, np.float32) for _ in "kv"], []
     for _ in "kv":
         shape = {"none": K, "head": K, "token": (B, S, K)}[kind]
-        scales.append({"none": np.ones(shape), "head": 2.0 ** -rng.integers(6, 9, shape),
-                       "token": np.full(shape, np.nan)}[kind])  # fmt: skip
+        scales.append(
+            {"none": np.ones(shape), "head": 2.0 ** -rng.integers(6, 9, shape), "token": np.full(shape, np.nan)}[kind]
+        )
     caches_after, scales_after = [x.copy() for x in caches], [x.copy() for x in scales]
     contexts = []
     for row, (cached, new) in enumerate(case.rows):

@@ -49,10 +49,13 @@ def test_a_batch_equals_each_of_its_requests_alone():
         tokens = slice(*step.query_start_loc_R1[row : row + 2])
         alone = dataclasses.replace(
             step,
-            q_TNH=step.q_TNH[tokens], k_TKH=step.k_TKH[tokens], v_TKH=step.v_TKH[tokens],
+            q_TNH=step.q_TNH[tokens],
+            k_TKH=step.k_TKH[tokens],
+            v_TKH=step.v_TKH[tokens],
             query_start_loc_R1=np.array([0, MIXED.rows[row][1]], np.int32),
-            seq_lens_R=step.seq_lens_R[row : row + 1], block_tables_RM=step.block_tables_RM[row : row + 1],
-        )  # fmt: skip
+            seq_lens_R=step.seq_lens_R[row : row + 1],
+            block_tables_RM=step.block_tables_RM[row : row + 1],
+        )
         alone_TNH, _ = run(dataclasses.replace(MIXED, rows=MIXED.rows[row : row + 1]), alone, jnp.float32)
         np.testing.assert_allclose(together_TNH[tokens], alone_TNH, atol=2e-6)
 
@@ -66,10 +69,14 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(window):
     for first, last in ((0, 70), (70, 140), (140, 210)):  # equal lengths share a program
         part = dataclasses.replace(
             step,
-            q_TNH=step.q_TNH[first:last], k_TKH=step.k_TKH[first:last], v_TKH=step.v_TKH[first:last],
-            k_BKSH=kv[0], v_BKSH=kv[1],
-            query_start_loc_R1=np.array([0, last - first], np.int32), seq_lens_R=np.array([last], np.int32),
-        )  # fmt: skip
+            q_TNH=step.q_TNH[first:last],
+            k_TKH=step.k_TKH[first:last],
+            v_TKH=step.v_TKH[first:last],
+            k_BKSH=kv[0],
+            v_BKSH=kv[1],
+            query_start_loc_R1=np.array([0, last - first], np.int32),
+            seq_lens_R=np.array([last], np.int32),
+        )
         out_TNH, kv_tensor = run(case, part, jnp.float32)
         chunks.append(out_TNH)
         kv = tuple(np.asarray(x) for x in kv_tensor.arrays)
@@ -106,38 +113,56 @@ def test_wrong_settings_are_noticed(name, changes):
 # what is wrong: (a case that must notice, text of the reference, its numerics or lists, what the mutant has there)
 MUTANTS = {
     "values that nobody may see only get a weight of zero": (
-        MIXED, "jnp.where(needed[..., None, :, None], v, 0)", "v",
+        MIXED,
+        "jnp.where(needed[..., None, :, None], v, 0)",
+        "v",
     ),
     "queries in a tile see one position ahead": (
-        MIXED, "(position_C <= last_Q[:, None])", "(position_C <= last_Q[:, None] + 1)",
+        MIXED,
+        "(position_C <= last_Q[:, None])",
+        "(position_C <= last_Q[:, None] + 1)",
     ),
     "queries in a list see one position less": (
-        MIXED, "(position_IC <= position_I[:, None])", "(position_IC < position_I[:, None])",
+        MIXED,
+        "(position_IC <= position_I[:, None])",
+        "(position_IC < position_I[:, None])",
     ),
     "queries in a list see what the one after them wrote": (
-        MIXED, "(position_IC <= position_I[:, None])", "(position_IC <= position_I[:, None] + 1)",
+        MIXED,
+        "(position_IC <= position_I[:, None])",
+        "(position_IC <= position_I[:, None] + 1)",
     ),
     "the last chunk is forgotten": (
-        MIXED, "lax.div(last, chunk_slots) + 1, add_chunk", "lax.div(last, chunk_slots), add_chunk",
+        MIXED,
+        "lax.div(last, chunk_slots) + 1, add_chunk",
+        "lax.div(last, chunk_slots), add_chunk",
     ),
     "older chunks keep their weight": (
-        CASE["chunk that continues a context"], "state_KX.out * fade_KX[..., None]", "state_KX.out",
+        CASE["chunk that continues a context"],
+        "state_KX.out * fade_KX[..., None]",
+        "state_KX.out",
     ),
     "what a tile of items carries over is forgotten": (
-        CASE["long tail"], 'mode="drop"), token_J[-1],', 'mode="drop"), jnp.int32(NOWHERE),',
+        CASE["long tail"],
+        'mode="drop"), token_J[-1],',
+        'mode="drop"), jnp.int32(NOWHERE),',
     ),
     "a sink is forgotten": (CASE["sinks"], "if sinks is None:", "if True:"),
     "what rows share is read again by each": (
-        SHARING, "first_R // item_slots,\n", "first_R * 0,\n",
+        SHARING,
+        "first_R // item_slots,\n",
+        "first_R * 0,\n",
     ),
     "what rows share is forgotten by lists": (SHARING, "(nth_I == 0) & real_I", "(nth_I < 0) & real_I"),
     "what rows share is counted for each item": (SHARING, "(nth_I == 0) & real_I", "real_I"),
     "what rows share is forgotten by tiles": (SHARING, "if begun_QKG is None else", "if True else"),
     "a shared span has no end": (SHARING, "jnp.minimum(position_Q, tile.end - 1)", "position_Q"),
     "padding tokens write to a block": (
-        CASE["rows with no new token"], "jnp.where(held_T, block_T, NOWHERE)", "block_T * 0 + 1",
+        CASE["rows with no new token"],
+        "jnp.where(held_T, block_T, NOWHERE)",
+        "block_T * 0 + 1",
     ),
-}  # fmt: skip
+}
 
 
 def module_of(name, text):

@@ -113,9 +113,15 @@ def cases(draw):
     heads = draw(st.sampled_from([{}, {"num_kv_heads": 1, "group_size": 8}]))
     window = draw(st.sampled_from(list(SETTINGS)))
     return Case(
-        "drawn", tuple(rows), window=window, padding=padding, empty_rows=empty, shared=tuple(held), **SETTINGS[window],
+        "drawn",
+        tuple(rows),
+        window=window,
+        padding=padding,
+        empty_rows=empty,
+        shared=tuple(held),
+        **SETTINGS[window],
         **heads,
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=60)

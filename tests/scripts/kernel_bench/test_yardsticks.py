@@ -121,8 +121,12 @@ def test_the_kernels_of_jax_are_called_as_they_want_to_be(monkeypatch, platform)
 def test_dense_attention_leaves_out_what_it_cannot_do():
     can = {name for name, step in STEP.items() if attention.is_rectangular(step)}
     assert {"decode, 64 x 2,048", "prefill, 8,192", "prefill, 16 x 512"} <= can
-    assert not can & {"decode, long tail", "prefill, 2,048 after 6,144", "decode, int8 cache",
-                      "64 decodes and a chunk of 1,024"}  # fmt: skip
+    assert not can & {
+        "decode, long tail",
+        "prefill, 2,048 after 6,144",
+        "decode, int8 cache",
+        "64 decodes and a chunk of 1,024",
+    }
     assert attention.paged_jax_gpu(STEP["prefill, 64"]) is None
     assert attention.dense_jax(STEP["decode, window"], "xla") is None
 

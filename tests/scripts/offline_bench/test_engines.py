@@ -41,8 +41,17 @@ class FakeLlama:
 
 def run_llama(requests, shared_prefix, num_slots):
     size = run_llama_cpp.BATCH
-    batch = type("Batch", (), {"token": [0] * size, "pos": [0] * size, "n_seq_id": [0] * size,
-                               "seq_id": [[0] for _ in range(size)], "logits": [0] * size})()  # fmt: skip
+    batch = type(
+        "Batch",
+        (),
+        {
+            "token": [0] * size,
+            "pos": [0] * size,
+            "n_seq_id": [0] * size,
+            "seq_id": [[0] for _ in range(size)],
+            "logits": [0] * size,
+        },
+    )()
     lib, watch = FakeLlama(), session.Watch(len(requests))
     engine = type("Engine", (), {"lib": lib, "sampler": None})()
     run_llama_cpp.Run(engine, None, batch, requests, watch, num_slots, shared_prefix).run()

@@ -55,10 +55,16 @@ def test_an_engine_says_when_it_is_ready_and_what_each_workload_took(tmp_path):
 
 def test_the_first_minute_comes_before_anything_is_waited_for_and_other_batches_after_it(tmp_path):
     batches = [[{"prompt_token_ids": [10 + index], "max_tokens": 2}] for index in range(400)]
-    body = "; ".join([
-        "import time", "seen = self.__dict__.setdefault('seen', set())", "new = request['prompt_token_ids'][0]",
-        "assert new < 10 or new not in seen", "seen.add(new)", "time.sleep(0.01)",
-    ])  # fmt: skip
+    body = "; ".join(
+        [
+            "import time",
+            "seen = self.__dict__.setdefault('seen', set())",
+            "new = request['prompt_token_ids'][0]",
+            "assert new < 10 or new not in seen",
+            "seen.add(new)",
+            "time.sleep(0.01)",
+        ]
+    )
     outcome = run_fake(tmp_path, body=body, first_minute={"seconds": 0.4, "batches": batches})
     assert outcome.error is None
     assert [event["event"] for event in outcome.events][1:4] == ["first_token", "settled", "first_minute"]

@@ -12,10 +12,17 @@ def fake_run(engine, index, *, seconds, token=5, error=None):
     if index == 0:
         events.append({"event": "first_minute", "per_second": 30 / seconds, "later_per_second": 20.0})
     for name in ("single", "prefill-1k", "mixed"):
-        events.append({
-            "event": "run", "workload": name, "total_seconds": seconds, "first_seconds": [0.1 * seconds],
-            "last_seconds": [seconds], "first_token_ids": [token], "peak_bytes": 1 << 30,
-        })  # fmt: skip
+        events.append(
+            {
+                "event": "run",
+                "workload": name,
+                "total_seconds": seconds,
+                "first_seconds": [0.1 * seconds],
+                "last_seconds": [seconds],
+                "first_token_ids": [token],
+                "peak_bytes": 1 << 30,
+            }
+        )
     return {"model": "llama-110m", "engine": engine, "round": index, "events": events, "error": error}
 
 

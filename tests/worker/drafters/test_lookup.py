@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.config.speculation import Speculation
 from jaxpaged.messages import ProgramKey
-from jaxpaged.speculation import Speculation
 from jaxpaged.worker.drafters.lookup import CHUNK, LookupDrafter, draft, load_history, look_up, pack_history, remember
 from jaxpaged.worker.step.functions import NOTHING, Answers, RowTokens
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.plan import DeviceFacts, PlannedProgram, worst_bytes
 from jaxpaged.engine.build import facts_of, plan_engine, read_model, with_draft_model
 from jaxpaged.entrypoints.pictures.plan_report import text_report
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.planning import plan_on_target
 from jaxpaged.models.pooling import pooling_model
-from jaxpaged.plan import DeviceFacts, PlannedProgram, worst_bytes
 from jaxpaged.worker.memory import SLACK_BYTES, TRIAL_MARGIN
 from jaxpaged.worker.planning.compiling import Compiler
 from jaxpaged.worker.planning.planner import Planner, largest_split
@@ -32,9 +32,13 @@ from tests.models.draft_heads import EAGLE3, eagle3_tensors, write_eagle3
 
 MIB = 2**20
 OPTIONS = {
-    "max_num_seqs": 4, "token_buckets": (8,), "max_model_len": 64, "block_size": 8, "dtype": "float32",
+    "max_num_seqs": 4,
+    "token_buckets": (8,),
+    "max_model_len": 64,
+    "block_size": 8,
+    "dtype": "float32",
     "max_logprobs": 2,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +155,15 @@ def test_a_model_is_split_over_as_many_devices_as_divide_it(folder):
     shards = largest_split(config, model, decoder, toy(MIB, num_devices=7))
     assert decoder.num_heads % shards == 0 and 1 < shards <= 7
     plan = plan_on_target(
-        EngineConfig.from_options(model=str(folder), **OPTIONS), model, decoder, facts_of(decoder), "h100:7",
-        compile=False, output=None, progress=lambda *_: None,
-    )  # fmt: skip
+        EngineConfig.from_options(model=str(folder), **OPTIONS),
+        model,
+        decoder,
+        facts_of(decoder),
+        "h100:7",
+        compile=False,
+        output=None,
+        progress=lambda *_: None,
+    )
     assert plan.tensor_parallel_size == shards
 
 
@@ -358,8 +368,11 @@ def test_a_program_that_does_not_compile_is_a_finding(folder, monkeypatch):
     def explode(*_):
         raise RuntimeError("out of vmem\nand more")
 
-    monkeypatch.setattr(EnginePrograms, "builders", lambda self: dict.fromkeys(
-        [("forward", 8), ("sample", 8), ("sample_full", 8)], explode))  # fmt: skip
+    monkeypatch.setattr(
+        EnginePrograms,
+        "builders",
+        lambda self: dict.fromkeys([("forward", 8), ("sample", 8), ("sample_full", 8)], explode),
+    )
     monkeypatch.setattr(Compiler, "representative", property(lambda self: [next(iter(self.builders))]))
     plan = own.plan()
     assert not plan.fits and plan.programs[0].error == "out of vmem"
@@ -480,9 +493,13 @@ def test_on_a_tpu_spread_experts_cost_one_sum_over_devices_as_split_ones_do(tmp_
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 128, "mlp_only_layers": []}
     (tmp_path / "config.json").write_text(json.dumps(hf | sizes), encoding="utf-8")
     options = {
-        "tensor_parallel_size": 8, "dtype": "bfloat16", "block_size": 16, "num_scheduler_steps": 1,
-        "max_num_batched_tokens": 512, "token_buckets": (512,),
-    }  # fmt: skip
+        "tensor_parallel_size": 8,
+        "dtype": "bfloat16",
+        "block_size": 16,
+        "num_scheduler_steps": 1,
+        "max_num_batched_tokens": 512,
+        "token_buckets": (512,),
+    }
     split, spread = (
         planner(tmp_path, parse_target("v6e:2x4"), **options, enable_expert_parallel=each).plan()
         for each in (False, True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpaged.plan import DeviceFacts
+from jaxpaged.config.plan import DeviceFacts
 from jaxpaged.worker.planning.roofline import Work, decode_parts, decode_speed, link_seconds, prefill_speed
 
 HOST = 110e-6 + 3.2e-6  # for one request
@@ -13,9 +13,14 @@ DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links
 
 def work(**changes):
     values = {
-        "num_shards": 1, "weight_bytes": 2_000_000, "params": 1_000_000, "head_params": 100_000,
-        "attention_layers": ((None, 2, 100),), "heads": 64, "reduced_bytes": 500,
-    }  # fmt: skip
+        "num_shards": 1,
+        "weight_bytes": 2_000_000,
+        "params": 1_000_000,
+        "head_params": 100_000,
+        "attention_layers": ((None, 2, 100),),
+        "heads": 64,
+        "reduced_bytes": 500,
+    }
     return Work(**{**values, **changes})
 
 

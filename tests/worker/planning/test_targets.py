@@ -13,10 +13,27 @@ from pallas_kernels import gpu_targets, tpu_targets
 
 NEEDS_TPU_COMPILER = pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
 TOPOLOGIES = [
-    "v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x2", "v5e:4x4", "v5e:4x8", "v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2",
-    "v5p:2x2x4", "v5p:2x2x3", "v6e:1x1", "v6e:1x4", "v6e:2x2", "v6e:2x4", "v6e:4x2", "v6e:4x4", "tpu7x:1x1x1",
-    "tpu7x:2x2x1", "tpu7x:2x2x2",
-]  # fmt: skip
+    "v5e:1x1",
+    "v5e:2x2",
+    "v5e:2x4",
+    "v5e:4x2",
+    "v5e:4x4",
+    "v5e:4x8",
+    "v5p:1x1x1",
+    "v5p:2x2x1",
+    "v5p:2x2x2",
+    "v5p:2x2x4",
+    "v5p:2x2x3",
+    "v6e:1x1",
+    "v6e:1x4",
+    "v6e:2x2",
+    "v6e:2x4",
+    "v6e:4x2",
+    "v6e:4x4",
+    "tpu7x:1x1x1",
+    "tpu7x:2x2x1",
+    "tpu7x:2x2x2",
+]
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -26,10 +26,17 @@ from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.draft_heads import write_eagle3
 
 OPTIONS = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 32, "block_size": 8,
-    "num_gpu_blocks_override": 16, "compilation_cache_dir": "off", "dtype": "float32", "max_logprobs": 2,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 8,
+    "token_buckets": (8,),
+    "max_model_len": 32,
+    "block_size": 8,
+    "num_gpu_blocks_override": 16,
+    "compilation_cache_dir": "off",
+    "dtype": "float32",
+    "max_logprobs": 2,
     "num_scheduler_steps": 3,
-}  # fmt: skip
+}
 ONE_STEP = {"num_scheduler_steps": 1}  # fewer programs: those of runs are in the first bundle
 BACKEND_COMPILE, TRACE = "/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_trace_duration"
 
@@ -196,13 +203,18 @@ def test_donated_arguments_stay_donated(model, bundle):
 @pytest.mark.parametrize(
     ("option", "there", "here"),
     [
-        ("max_num_seqs", "4", "3"), ("max_logprobs", "2", "1"), ("logprobs_mode", "raw_logprobs", "raw_logits"),
-        ("dtype", "float32", "bfloat16"), ("block_size", "8", "16"), ("kv_cache_dtype", "float32", "bfloat16"),
-        ("max_model_len", "32", "24"), ("tensor_parallel_size", "1", "2"),
+        ("max_num_seqs", "4", "3"),
+        ("max_logprobs", "2", "1"),
+        ("logprobs_mode", "raw_logprobs", "raw_logits"),
+        ("dtype", "float32", "bfloat16"),
+        ("block_size", "8", "16"),
+        ("kv_cache_dtype", "float32", "bfloat16"),
+        ("max_model_len", "32", "24"),
+        ("tensor_parallel_size", "1", "2"),
         ("quantization", "None", "int8"),
         ("num_scheduler_steps", "3", "2"),
     ],
-)  # fmt: skip
+)
 def test_an_option_that_shapes_programs_is_named_with_both_values(model, bundle, option, there, here):
     value = int(here) if here.isdigit() else here
     with pytest.raises(ConfigError, match=f"stale: (options|model|device).*{there} there and .*{here} here") as refusal:
@@ -237,9 +249,19 @@ def test_another_model_is_refused_by_the_field_that_differs(model, bundle, tmp_p
 
 
 @pytest.mark.parametrize(
-    "field", ["versions.jax", "versions.jaxlib", "device.kind", "device.runtime", "device.mesh", "parameters",
-              "source.jaxpaged/worker/step/functions.py", "source.jaxpaged/models/llama.py", "jax.xla_flags"]
-)  # fmt: skip
+    "field",
+    [
+        "versions.jax",
+        "versions.jaxlib",
+        "device.kind",
+        "device.runtime",
+        "device.mesh",
+        "parameters",
+        "source.jaxpaged/worker/step/functions.py",
+        "source.jaxpaged/models/llama.py",
+        "jax.xla_flags",
+    ],
+)
 def test_every_field_of_the_fingerprint_counts(model, copy, field):
     path = copy / bundles.FINGERPRINT
     head = json.loads(path.read_text())

@@ -30,9 +30,13 @@ NOT_LAUNCHED = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"
 # its output 1 product; feed-forward 3 products and 1 between them. Steps with prompts have a second class of tiles, and
 # those in which rows share spans two launches for these.
 MOST_LAUNCHES = {
-    ProgramKey("decode", 8): 15, ProgramKey("decode", 64): 15, ProgramKey("decode_full", 8): 15,
-    ProgramKey("forward", 8): 15, ProgramKey("forward", 64): 17, ProgramKey(f"forward{SHARED}", 64): 19,
-}  # fmt: skip
+    ProgramKey("decode", 8): 15,
+    ProgramKey("decode", 64): 15,
+    ProgramKey("decode_full", 8): 15,
+    ProgramKey("forward", 8): 15,
+    ProgramKey("forward", 64): 17,
+    ProgramKey(f"forward{SHARED}", 64): 19,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +49,16 @@ def builders_of(folder, num_layers):
     mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
     model, decoder = read_model(folder)
     decoder = replace(
-        decoder, hidden_size=512, intermediate_size=1024, num_layers=num_layers, layers=decoder.layers[:1] * num_layers,
-        num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16",
-    )  # fmt: skip
+        decoder,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=num_layers,
+        layers=decoder.layers[:1] * num_layers,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+    )
     config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
     plan = Blueprint(config, model, decoder, mesh)
     return mesh, EnginePrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()

@@ -215,8 +215,11 @@ def test_the_states_of_programs_say_what_there_is_and_what_is_missing():
     while len(programs._begun) < 3:
         pass
     assert programs.states == [
-        ("forward", 8, "ready"), ("forward", 16, "failed"), ("forward", 32, "compiling"), ("forward", 64, "queued"),
-    ]  # fmt: skip
+        ("forward", 8, "ready"),
+        ("forward", 16, "failed"),
+        ("forward", 32, "compiling"),
+        ("forward", 64, "queued"),
+    ]
     gate.set()
     assert programs[keys[3]] == "d"
 

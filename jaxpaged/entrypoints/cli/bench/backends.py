@@ -122,7 +122,7 @@ class HttpBackend:
         advice = {
             401: " Give its key with --api-key, or in OPENAI_API_KEY.",
             404: " Check --model and --endpoint.",
-        }  # fmt: skip
+        }
         return f"the server answers {status}: {error_text(content)}{advice.get(status, '')}"
 
     async def close(self) -> None:
@@ -207,7 +207,7 @@ class GrpcBackend:
         advice = {
             "UNAUTHENTICATED": " Give its key with --api-key, or in OPENAI_API_KEY.",
             "NOT_FOUND": " Check --model.",
-        }  # fmt: skip
+        }
         return f"the server answers {error.code}: {error.message}{advice.get(error.code, '')}"
 
     async def close(self) -> None:

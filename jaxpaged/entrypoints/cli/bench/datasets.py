@@ -27,9 +27,13 @@ def sample_requests(args: argparse.Namespace, text: ClientText) -> list[BenchReq
     """What the flags of `dataset_flags` ask for. Raises UsageError."""
     check_dataset(args)
     sample = {
-        "random": random_requests, "sharegpt": sharegpt_requests, "prefix_repetition": prefix_requests,
-        "custom": custom_requests, "timed_trace": trace_requests, "burstgpt": burstgpt_requests,
-    }[args.dataset_name]  # fmt: skip
+        "random": random_requests,
+        "sharegpt": sharegpt_requests,
+        "prefix_repetition": prefix_requests,
+        "custom": custom_requests,
+        "timed_trace": trace_requests,
+        "burstgpt": burstgpt_requests,
+    }[args.dataset_name]
     requests = sample(args, text)
     if not requests:
         raise UsageError(f"{args.dataset_path or args.dataset_name} gives no request.")
@@ -51,11 +55,19 @@ def check_dataset(args: argparse.Namespace) -> None:
     if args.seed < 0:
         raise UsageError(f"--seed is {args.seed}; it must be at least 0.")
     least = {
-        "num_prompts": 1, "input_len": 1, "output_len": 1, "random_input_len": 1, "random_output_len": 1,
-        "random_prefix_len": 0, "prefix_repetition_prefix_len": 0, "prefix_repetition_suffix_len": 1,
-        "prefix_repetition_num_prefixes": 1, "prefix_repetition_output_len": 1, "sharegpt_output_len": 1,
+        "num_prompts": 1,
+        "input_len": 1,
+        "output_len": 1,
+        "random_input_len": 1,
+        "random_output_len": 1,
+        "random_prefix_len": 0,
+        "prefix_repetition_prefix_len": 0,
+        "prefix_repetition_suffix_len": 1,
+        "prefix_repetition_num_prefixes": 1,
+        "prefix_repetition_output_len": 1,
+        "sharegpt_output_len": 1,
         "timed_trace_chunk_hash_size": 1,
-    }  # fmt: skip
+    }
     for name, minimum in least.items():
         if (value := getattr(args, name)) is not None and value < minimum:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {minimum}.")
@@ -133,8 +145,11 @@ def sharegpt_requests(args: argparse.Namespace, text: ClientText) -> list[BenchR
     answer_len = args.output_len or args.sharegpt_output_len
     if answer_len is None:
         text.needed("sharegpt without --sharegpt-output-len")
-    turns = [pair for number, entry in enumerate(json_list(args.dataset_path), 1)
-             if (pair := first_turn(entry, f"entry {number} of {args.dataset_path}"))]  # fmt: skip
+    turns = [
+        pair
+        for number, entry in enumerate(json_list(args.dataset_path), 1)
+        if (pair := first_turn(entry, f"entry {number} of {args.dataset_path}"))
+    ]
     requests: list[BenchRequest] = []
     for prompt, answer in shuffled(turns, args):
         if len(requests) == args.num_prompts:

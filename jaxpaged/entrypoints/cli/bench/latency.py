@@ -33,10 +33,13 @@ def add_parser(commands: Any) -> None:
         "latency", help="the time that one batch takes", usage="%(prog)s [MODEL] [options]", epilog=EPILOG
     )
     counts = (
-        ("input-len", 32, "tokens of a prompt"), ("output-len", 128, "tokens of an answer"),
-        ("batch-size", 8, "prompts"), ("n", 1, "answers per prompt, or beams"),
-        ("num-iters-warmup", 10, "rounds that are not measured"), ("num-iters", 30, "rounds that are measured"),
-    )  # fmt: skip
+        ("input-len", 32, "tokens of a prompt"),
+        ("output-len", 128, "tokens of an answer"),
+        ("batch-size", 8, "prompts"),
+        ("n", 1, "answers per prompt, or beams"),
+        ("num-iters-warmup", 10, "rounds that are not measured"),
+        ("num-iters", 30, "rounds that are measured"),
+    )
     add_offline_flags(parser, counts)
     parser.add_argument("--use-beam-search", action="store_true", help="search with --n beams")
     add_generation_flags(parser)
@@ -73,9 +76,13 @@ def batch(llm: Any, args: argparse.Namespace) -> Callable[[], Any]:
         beams = BeamSearchParams(beam_width=args.n, max_tokens=args.output_len, ignore_eos=True)
         return lambda: llm.beam_search(prompts, beams)
     params = SamplingParams(
-        n=args.n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=args.output_len,
+        n=args.n,
+        temperature=1.0,
+        top_p=1.0,
+        ignore_eos=True,
+        max_tokens=args.output_len,
         detokenize=not args.disable_detokenize,
-    )  # fmt: skip
+    )
     return lambda: llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -96,6 +103,9 @@ def latency_result(seconds: list[float], model: str) -> dict[str, Any]:
     mean = sum(seconds) / len(seconds)
     variance = sum((each - mean) ** 2 for each in seconds) / len(seconds)
     return {
-        "model_id": model, "avg_latency": mean, "std_latency": variance**0.5, "latencies": seconds,
+        "model_id": model,
+        "avg_latency": mean,
+        "std_latency": variance**0.5,
+        "latencies": seconds,
         "percentiles": percentiles(seconds),
-    }  # fmt: skip
+    }

@@ -30,9 +30,13 @@ class Run:
 
 
 async def run_load(
-    send: Send, requests: Sequence[BenchRequest], arrivals: Sequence[float], max_concurrency: int | None,
-    on_end: Callable[[Outcome], None] = lambda outcome: None, clock: Callable[[], float] = time.perf_counter,
-) -> Run:  # fmt: skip
+    send: Send,
+    requests: Sequence[BenchRequest],
+    arrivals: Sequence[float],
+    max_concurrency: int | None,
+    on_end: Callable[[Outcome], None] = lambda outcome: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
     """Ask every request when `arrivals` says. Cancelled, it returns what has ended by then."""
     run = Run()
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()

@@ -27,17 +27,28 @@ METRICS = {
 DEFAULT_METRICS = ("ttft", "tpot", "itl")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = (
-    "input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "generated_texts",
+    "input_lens",
+    "output_lens",
+    "ttfts",
+    "itls",
+    "latencies",
+    "start_times",
+    "queue_times",
+    "generated_texts",
     "errors",
-)  # fmt: skip
+)
 """Fields of a result with a value for every request."""
 
 
 def serving_result(
-    outcomes: Sequence[Outcome], duration: float, *, metrics: Sequence[str] = DEFAULT_METRICS,
-    percentiles: Sequence[float] = (99.0,), goodput: Mapping[str, float] | None = None,
+    outcomes: Sequence[Outcome],
+    duration: float,
+    *,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
     count_tokens: Callable[[str], int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What vLLM's benchmark reports of a run, details included.
 
     `goodput` has the longest allowed milliseconds of metrics. `count_tokens` is for servers that do not say how many

@@ -56,9 +56,11 @@ async def open_server(args: argparse.Namespace) -> AsyncIterator[Server]:
     """
     fields = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     asked = Asked(
-        args.served_model_name or args.model or "", args.ignore_eos or args.dataset_name in MADE_UP,
-        args.logprobs, {**fields, **args.extra_body},
-    )  # fmt: skip
+        args.served_model_name or args.model or "",
+        args.ignore_eos or args.dataset_name in MADE_UP,
+        args.logprobs,
+        {**fields, **args.extra_body},
+    )
     chat = args.backend in ("openai-chat", "grpc-chat")
     backend = grpc_backend(args, chat) if args.backend.startswith("grpc") else http_backend(args, chat)
     try:

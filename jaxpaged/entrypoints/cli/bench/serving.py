@@ -150,9 +150,12 @@ async def measure(server: Server, requests: Sequence[BenchRequest], load: Load, 
     """Ask everything once, with a progress bar in a terminal."""
     with contextlib.closing(bar(len(requests), args.disable_tqdm)) as progress:
         return await run_load(
-            server.send, requests, load.arrivals(requests, args.seed), load.max_concurrency,
+            server.send,
+            requests,
+            load.arrivals(requests, args.seed),
+            load.max_concurrency,
             lambda outcome: progress.update(1),
-        )  # fmt: skip
+        )
 
 
 def bar(total: int, disabled: bool) -> Any:
@@ -160,26 +163,44 @@ def bar(total: int, disabled: bool) -> Any:
 
 
 def result_of(
-    args: argparse.Namespace, server: Server, requests: Sequence[BenchRequest], load: Load, run: Run,
-    statistics: Statistics, metadata: Mapping[str, str],
-) -> dict[str, Any]:  # fmt: skip
+    args: argparse.Namespace,
+    server: Server,
+    requests: Sequence[BenchRequest],
+    load: Load,
+    run: Run,
+    statistics: Statistics,
+    metadata: Mapping[str, str],
+) -> dict[str, Any]:
     """The result with all of vLLM's fields, and what the load generator itself took."""
     traffic = load.traffic
     result: dict[str, Any] = {
-        "date": report.now(), "endpoint_type": args.backend, "backend": args.backend, "label": args.label,
-        "model_id": server.model_id, "tokenizer_id": server.tokenizer_id, "num_prompts": len(requests), **metadata,
+        "date": report.now(),
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "label": args.label,
+        "model_id": server.model_id,
+        "tokenizer_id": server.tokenizer_id,
+        "num_prompts": len(requests),
+        **metadata,
         "request_rate": report.rate_in_result(traffic.request_rate),
         "burstiness": report.rate_in_result(traffic.burstiness),
         "max_concurrency": load.max_concurrency,
-    }  # fmt: skip
+    }
     if traffic.strategy is not None:
-        result |= {"ramp_up_strategy": traffic.strategy, "ramp_up_start_rps": traffic.start_rps,
-                   "ramp_up_end_rps": traffic.end_rps}  # fmt: skip
+        result |= {
+            "ramp_up_strategy": traffic.strategy,
+            "ramp_up_start_rps": traffic.start_rps,
+            "ramp_up_end_rps": traffic.end_rps,
+        }
         result["rps_change_events"] = rate_events(traffic, load.arrivals(requests, args.seed), run.duration)
     result |= serving_result(
-        run.outcomes, run.duration, metrics=statistics.metrics, percentiles=statistics.percentiles,
-        goodput=statistics.goodput, count_tokens=server.text.count_answer,
-    )  # fmt: skip
+        run.outcomes,
+        run.duration,
+        metrics=statistics.metrics,
+        percentiles=statistics.percentiles,
+        goodput=statistics.goodput,
+        count_tokens=server.text.count_answer,
+    )
     lags = sorted(run.send_lags)
     result["client_cpu_share"] = run.cpu_seconds / max(run.duration, 1e-9)
     result["max_send_lag_ms"] = 1e3 * lags[-1] if lags else 0.0

@@ -27,8 +27,10 @@ from jaxpaged.errors import EngineError, UsageError
 
 CHILD = (sys.executable, "-m", "jaxpaged.entrypoints.cli.bench.startup_child")
 FIGURES = {
-    "startup": "Startup time", "compilation": "Compilation time", "first_token": "Time to first token",
-}  # fmt: skip
+    "startup": "Startup time",
+    "compilation": "Compilation time",
+    "first_token": "Time to first token",
+}
 EPILOG = """\
 startup: from reading the options until ordinary requests are served at full speed, without Python's imports.
 compilation: seconds of all threads that prepared programs. first token: from the start of the process to the first

@@ -29,21 +29,34 @@ def add_parser(commands: Any) -> None:
     add_server_flags(parser)
     load = parser.add_argument_group("loads")
     given = load.add_mutually_exclusive_group()
-    given.add_argument("--request-rates", type=comma_separated(number, tuple), metavar="A,B,...",
-                       help="requests a second of every run; inf: all at once")  # fmt: skip
-    given.add_argument("--max-concurrencies", type=comma_separated(whole_number, tuple), metavar="A,B,...",
-                       help="requests under way at most, of every run")  # fmt: skip
-    load.add_argument("--workload-var", choices=("request_rate", "max_concurrency"), default="max_concurrency",
-                      help="what is varied when loads are found (default: max_concurrency)")  # fmt: skip
-    load.add_argument("--workload-iters", type=whole_number, default=6, metavar="N",
-                      help="loads that are found (default: 6)")  # fmt: skip
+    given.add_argument(
+        "--request-rates",
+        type=comma_separated(number, tuple),
+        metavar="A,B,...",
+        help="requests a second of every run; inf: all at once",
+    )
+    given.add_argument(
+        "--max-concurrencies",
+        type=comma_separated(whole_number, tuple),
+        metavar="A,B,...",
+        help="requests under way at most, of every run",
+    )
+    load.add_argument(
+        "--workload-var",
+        choices=("request_rate", "max_concurrency"),
+        default="max_concurrency",
+        help="what is varied when loads are found (default: max_concurrency)",
+    )
+    load.add_argument(
+        "--workload-iters", type=whole_number, default=6, metavar="N", help="loads that are found (default: 6)"
+    )
     load.add_argument("--num-runs", type=whole_number, default=1, metavar="N", help="runs at every load (default: 1)")
-    load.add_argument("--no-cache-salt", action="store_true",
-                      help="send no cache_salt, for servers that refuse it")  # fmt: skip
+    load.add_argument("--no-cache-salt", action="store_true", help="send no cache_salt, for servers that refuse it")
     report = add_run_flags(parser, load)
     report.add_argument("-o", "--output-dir", default="results", metavar="FOLDER", help="default: results")
-    report.add_argument("--experiment-name", metavar="NAME",
-                        help="the new folder in it that holds everything (default: the time)")  # fmt: skip
+    report.add_argument(
+        "--experiment-name", metavar="NAME", help="the new folder in it that holds everything (default: the time)"
+    )
     parser.set_defaults(run=run, command_parser=parser)
 
 

@@ -41,14 +41,21 @@ examples:
 
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
-        "throughput", help="requests and tokens a second of an engine", usage="%(prog)s [MODEL] [options]",
+        "throughput",
+        help="requests and tokens a second of an engine",
+        usage="%(prog)s [MODEL] [options]",
         epilog=EPILOG,
-    )  # fmt: skip
+    )
     add_offline_flags(parser, [("n", 1, "answers per prompt")])
-    parser.add_argument("--backend", choices=("vllm", "vllm-chat"), default="vllm",
-                        help="vllm: continue prompts; vllm-chat: answer them as chats (default: vllm)")  # fmt: skip
-    parser.add_argument("--async-engine", action="store_true",
-                        help="with the engine core in a process of its own, as the server has it")  # fmt: skip
+    parser.add_argument(
+        "--backend",
+        choices=("vllm", "vllm-chat"),
+        default="vllm",
+        help="vllm: continue prompts; vllm-chat: answer them as chats (default: vllm)",
+    )
+    parser.add_argument(
+        "--async-engine", action="store_true", help="with the engine core in a process of its own, as the server has it"
+    )
     add_dataset_flags(parser)
     add_generation_flags(parser)
     parser.set_defaults(run=run, command_parser=parser)
@@ -153,11 +160,16 @@ def throughput_result(outputs: Sequence["RequestOutput"], seconds: float, model:
     tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
     tokens_out = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     return {
-        "model_id": model, "elapsed_time": seconds, "num_requests": len(outputs),
-        "total_num_tokens": tokens_in + tokens_out, "requests_per_second": len(outputs) / seconds,
-        "tokens_per_second": (tokens_in + tokens_out) / seconds, "total_prompt_tokens": tokens_in,
-        "total_output_tokens": tokens_out, "output_tokens_per_second": tokens_out / seconds,
-    }  # fmt: skip
+        "model_id": model,
+        "elapsed_time": seconds,
+        "num_requests": len(outputs),
+        "total_num_tokens": tokens_in + tokens_out,
+        "requests_per_second": len(outputs) / seconds,
+        "tokens_per_second": (tokens_in + tokens_out) / seconds,
+        "total_prompt_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "output_tokens_per_second": tokens_out / seconds,
+    }
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -33,8 +33,10 @@ def trace_requests(args: argparse.Namespace, text: ClientText) -> list[BenchRequ
             "--dataset-name timed_trace has token ids, and a chat takes text. Use the backend openai or grpc."
         )
     allowed, size = RandomText(tokenizer, args.seed).allowed, args.timed_trace_chunk_hash_size
-    labels = [getattr(args, f"timed_trace_label_{name}")
-              for name in ("timestamp", "input_length", "output_length", "hash_ids")]  # fmt: skip
+    labels = [
+        getattr(args, f"timed_trace_label_{name}")
+        for name in ("timestamp", "input_length", "output_length", "hash_ids")
+    ]
     blocks: dict[int, list[int]] = {}
     requests = []
     for where, row in json_lines(args.dataset_path):
@@ -75,8 +77,11 @@ def burstgpt_requests(args: argparse.Namespace, text: ClientText) -> list[BenchR
     nothing is to be shuffled.
     """
     made = RandomText(text.needed("burstgpt"), args.seed)
-    rows = [row for where, columns in csv_rows(args.dataset_path, BURSTGPT_COLUMNS)
-            if columns["Model"] == BURSTGPT_MODEL and (row := burstgpt_row(columns, where))[2] > 0]  # fmt: skip
+    rows = [
+        row
+        for where, columns in csv_rows(args.dataset_path, BURSTGPT_COLUMNS)
+        if columns["Model"] == BURSTGPT_MODEL and (row := burstgpt_row(columns, where))[2] > 0
+    ]
     if not args.disable_shuffle and len(rows) > args.num_prompts:
         rows = random.Random(args.seed).sample(rows, args.num_prompts)
     requests = []

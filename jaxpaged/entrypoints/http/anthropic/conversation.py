@@ -44,9 +44,10 @@ def chat_messages(body: MessagesPrompt) -> list[dict[str, Any]]:
             messages += given_messages(role, blocks, tools)
     if continues(body) and "tool_calls" in messages[-1]:
         raise HttpError(
-            400, "messages ends with a tool_use block, which needs an answer. Add a user message with its tool_result.",
+            400,
+            "messages ends with a tool_use block, which needs an answer. Add a user message with its tool_result.",
             "messages",
-        )  # fmt: skip
+        )
     return messages
 
 
@@ -120,9 +121,10 @@ def tool_message(path: str, block: ToolResultBlock, tools: dict[str, str]) -> di
     """A result. Templates have no word for a call that failed, so the text says it."""
     if block.tool_use_id not in tools:
         raise HttpError(
-            400, f"{path}.tool_use_id is {block.tool_use_id!r}, but no tool_use block before it has this id.",
+            400,
+            f"{path}.tool_use_id is {block.tool_use_id!r}, but no tool_use block before it has this id.",
             f"{path}.tool_use_id",
-        )  # fmt: skip
+        )
     parts = [TextBlock(block.content)] if isinstance(block.content, str) else block.content or []
     for index, part in enumerate(parts):
         check_block("user", f"{path}.content[{index}]", part)

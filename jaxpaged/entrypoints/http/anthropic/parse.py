@@ -26,7 +26,7 @@ from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 REFUSALS = {
     "mcp_servers": "This server calls no tools itself",
@@ -63,9 +63,13 @@ def count_tokens(service: Service, body: CountTokensRequest) -> int:
     conversation = conversation_of(body)
     with client_names(engine_names(body)):
         prompt = service.prompts.read_chat(
-            conversation.messages, conversation.truncation, conversation.add_special_tokens, None,
-            most=service.most_counted, **conversation.template,
-        )  # fmt: skip
+            conversation.messages,
+            conversation.truncation,
+            conversation.add_special_tokens,
+            None,
+            most=service.most_counted,
+            **conversation.template,
+        )
     return len(prompt.token_ids)
 
 
@@ -102,9 +106,11 @@ def check_edits(management: ContextManagement | None) -> None:
         if not edit.type.startswith("clear_thinking"):
             path = f"context_management.edits[{index}]"
             raise HttpError(
-                400, f"{path}.type is {edit.type!r}; the messages are taken as they are. Leave it out, and send those "
-                "that are to be read.", path,
-            )  # fmt: skip
+                400,
+                f"{path}.type is {edit.type!r}; the messages are taken as they are. Leave it out, and send those "
+                "that are to be read.",
+                path,
+            )
 
 
 def check_tools(tools: list[MessagesTool]) -> None:
@@ -113,9 +119,10 @@ def check_tools(tools: list[MessagesTool]) -> None:
         path = f"tools[{index}]"
         if tool.type not in (None, "custom"):
             raise HttpError(
-                400, f"{path}.type is {tool.type!r}; this server has no tools of its own. Give 'custom' ones.",
+                400,
+                f"{path}.type is {tool.type!r}; this server has no tools of its own. Give 'custom' ones.",
                 f"{path}.type",
-            )  # fmt: skip
+            )
         if not TOOL_NAME.fullmatch(tool.name):
             raise HttpError(
                 400, f"{path}.name is {tool.name!r}; it must have 1 to 128 letters, digits, _ or -.", f"{path}.name"
@@ -157,18 +164,21 @@ def check_thinking(thinking: ThinkingOption | None, choice: MessagesToolChoice |
         raise HttpError(400, f"{path} is {thinking.budget_tokens}; it must be at least {LEAST_BUDGET}.", path)
     if choice is not None and choice.type in ("any", "tool"):
         raise HttpError(
-            400, f"thinking is enabled, but tool_choice.type is {choice.type!r}, which leaves no room for it. "
-            "Use 'auto'.", "thinking",
-        )  # fmt: skip
+            400,
+            f"thinking is enabled, but tool_choice.type is {choice.type!r}, which leaves no room for it. Use 'auto'.",
+            "thinking",
+        )
 
 
 def check_calls_are_found(body: MessagesPrompt, tool_parser: str | None) -> None:
     """Raise HttpError 400 when the model may call tools as it likes, but nobody would find the calls."""
     if choice_of(body) == "auto" and tool_parser is None:
         raise HttpError(
-            400, "tools are given, but this server does not look for calls. Start it with --enable-auto-tool-choice, "
-            "or use a tool_choice of type 'any', 'tool' or 'none'.", "tools",
-        )  # fmt: skip
+            400,
+            "tools are given, but this server does not look for calls. Start it with --enable-auto-tool-choice, "
+            "or use a tool_choice of type 'any', 'tool' or 'none'.",
+            "tools",
+        )
 
 
 def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conversation:

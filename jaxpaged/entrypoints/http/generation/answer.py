@@ -72,9 +72,12 @@ class AnswerReader:
         self.is_plain = reading.is_plain  # all text is content
         if not reading.is_plain:
             self._parser = make_parser(
-                reading.tool_parser, reading.reasoning_parser, tools=reading.tools, ending=ending or "",
+                reading.tool_parser,
+                reading.reasoning_parser,
+                tools=reading.tools,
+                ending=ending or "",
                 forced=reading.forced,
-            )  # fmt: skip
+            )
 
     def read(self, completion: CompletionOutput) -> AnswerPart:
         """The next result: its text is what is new since the last one, so a final result alone has all of it."""

@@ -38,12 +38,16 @@ async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -
     tokenizer = processor.tokenizer
     return [
         RequestOutput(
-            request.request_id, prompt.text, prompt.token_ids, None,
+            request.request_id,
+            prompt.text,
+            prompt.token_ids,
+            None,
             [completion(i, each, prompt, request.params, tokenizer) for i, each in enumerate(found.sequences)],
-            finished=True, num_cached_tokens=cached,
+            finished=True,
+            num_cached_tokens=cached,
         )
         for prompt, found, cached in zip(request.prompts, searching.results(), num_cached, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def completion(

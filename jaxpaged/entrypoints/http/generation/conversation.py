@@ -23,7 +23,7 @@ from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams, Thinking
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams, Thinking
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,13 @@ def parse_conversation(
     reading = reading_of(conversation, formats)
     shape = shape_of(conversation, reading.tool_parser)
     prompt = prompts.read_chat(
-        conversation.messages, conversation.truncation, conversation.add_special_tokens, conversation.cache_salt,
-        thinking_markers=thinking_markers(reading.reasoning_parser), **conversation.template,
-    )  # fmt: skip
+        conversation.messages,
+        conversation.truncation,
+        conversation.add_special_tokens,
+        conversation.cache_salt,
+        thinking_markers=thinking_markers(reading.reasoning_parser),
+        **conversation.template,
+    )
     params = params.clone()
     if reading.finds_markers:
         params.skip_special_tokens = False
@@ -104,10 +108,12 @@ def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
         tool_parser = formats.tool_parser
         if tool_parser is None:
             raise HttpError(
-                400, "tool_choice is 'auto', as it is with tools unless something else is said, but this server does "
+                400,
+                "tool_choice is 'auto', as it is with tools unless something else is said, but this server does "
                 "not look for calls. Start it with --enable-auto-tool-choice, or use 'required', a named function or "
-                "'none'.", "tool_choice",
-            )  # fmt: skip
+                "'none'.",
+                "tool_choice",
+            )
     elif use is not None and use.is_forced:
         forced = ANY_CALLS if use.choice == "required" else use.name
     return Reading(
@@ -131,10 +137,12 @@ def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredO
     either = None if tool_parser is None else shape_or_calls(shape, use, tool_parser)
     if either is None:
         raise HttpError(
-            400, f"tool_choice is {use.choice!r}, but the answer must also have a shape of its own, in which no call "
+            400,
+            f"tool_choice is {use.choice!r}, but the answer must also have a shape of its own, in which no call "
             "can be written. Ask for one of the two, or set tool_choice to 'none'. Both are possible with 'auto' and "
-            f"one of the tool call parsers {', '.join(sorted(WRITTEN))}.", "tool_choice",
-        )  # fmt: skip
+            f"one of the tool call parsers {', '.join(sorted(WRITTEN))}.",
+            "tool_choice",
+        )
     return either
 
 
@@ -151,8 +159,9 @@ def after_thinking(
     if not isinstance(thinking, ReasoningFormat):
         raise RequestError(
             f"structured_outputs cannot be used: thinking in the format {reasoning_parser!r}, which this server looks "
-            "for, has no one end after which an answer could begin. Leave it out.", "structured_outputs",
-        )  # fmt: skip
+            "for, has no one end after which an answer could begin. Leave it out.",
+            "structured_outputs",
+        )
     marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(ending))
     return msgspec.structs.replace(shape, thinking=marks)
 

@@ -21,7 +21,7 @@ from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 TOKEN_BYTES = 8
 """Of text and id of a token in an answer, about."""
@@ -178,13 +178,24 @@ def outputs_of(
     headers, group, core = trace_headers(request.request_id), request.group, CHOSEN.get()
     if request.is_pooling:
         return engine.encode(
-            prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group,
+            prompt,
+            request.params,
+            engine_id,
+            priority=request.priority,
+            trace_headers=headers,
+            group=group,
             data_parallel_rank=core,
-        )  # fmt: skip
+        )
     return engine.generate(
-        prompt, request.params, engine_id, priority=request.priority, trace_headers=headers, group=group,
-        data_parallel_rank=core, take=None if take is None else lambda output: take(number, checked(output)),
-    )  # fmt: skip
+        prompt,
+        request.params,
+        engine_id,
+        priority=request.priority,
+        trace_headers=headers,
+        group=group,
+        data_parallel_rank=core,
+        take=None if take is None else lambda output: take(number, checked(output)),
+    )
 
 
 def checked[O: Output](output: O) -> O:

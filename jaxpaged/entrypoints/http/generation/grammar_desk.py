@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpaged.engine.input.fair_turns import FairTurns
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN, Check, GrammarChecker
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 FIRST_SECONDS = 0.1
 """Of computing, which each shape has before the hard ones; ordinary ones take milliseconds."""
@@ -66,9 +66,7 @@ class GrammarDesk:
         before = check.seconds
         running = asyncio.get_running_loop().run_in_executor(self._threads, check.run, seconds)
         # The turn lasts as long as the computing, which ends soon after it is taken back.
-        running.add_done_callback(
-            lambda done: turns.give_back(asker.client, asker.user, cost=check.seconds - before)
-        )
+        running.add_done_callback(lambda done: turns.give_back(asker.client, asker.user, cost=check.seconds - before))
         return await asyncio.shield(running)
 
     def close(self) -> None:

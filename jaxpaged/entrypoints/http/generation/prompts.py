@@ -57,9 +57,13 @@ class PromptReader:
         return [self._read(each, truncation, add_special_tokens, cache_salt, most) for each in prompts]
 
     def _read(
-        self, prompt: str | list[int], truncation: Truncation, add_special_tokens: bool, cache_salt: str | None,
+        self,
+        prompt: str | list[int],
+        truncation: Truncation,
+        add_special_tokens: bool,
+        cache_salt: str | None,
         most: int | None,
-    ) -> TokenPrompt:  # fmt: skip
+    ) -> TokenPrompt:
         if isinstance(prompt, list):
             self._check_tokens(len(truncation.cut(prompt, self._processor.max_model_len - 1)))
         parsed = self._processor.parse(prompt, add_special_tokens, truncation, most)
@@ -82,9 +86,13 @@ class PromptReader:
         """
         check_salt(cache_salt)
         prompt = self._processor.chat_prompt(
-            messages, add_special_tokens=add_special_tokens, truncation=truncation, most=most,
-            template_variables={**self._template_variables, **template_variables}, **template,
-        )  # fmt: skip
+            messages,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation,
+            most=most,
+            template_variables={**self._template_variables, **template_variables},
+            **template,
+        )
         return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"))
 
     def _check_tokens(self, count: int) -> None:

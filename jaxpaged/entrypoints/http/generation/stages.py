@@ -135,9 +135,10 @@ def user_of(body: Any) -> str:
     """The user that a body names, in the words of any API; empty: it names none."""
     metadata = getattr(body, "metadata", None)
     named = (
-        getattr(body, "user", None), getattr(body, "safety_identifier", None),
+        getattr(body, "user", None),
+        getattr(body, "safety_identifier", None),
         metadata.get("user_id") if isinstance(metadata, dict) else None,
-    )  # fmt: skip
+    )
     return next((name for name in named if isinstance(name, str)), "")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.json_schema import moved
 from jaxpaged.parsing.output import ToolSchemas
-from jaxpaged.structural_tags import read_structural_tag
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.json_schema import moved
+from jaxpaged.sampling_params.structural_tags import read_structural_tag
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -50,12 +50,14 @@ class ToolUse:
         for number, (name, schema) in enumerate(self.schemas.items()):
             definition = f"tool{number}"
             definitions[definition] = moved(schema, definition)
-            calls.append({
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{definition}"}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            })  # fmt: skip
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{definition}"}},
+                    "required": ["name", "parameters"],
+                    "additionalProperties": False,
+                }
+            )
         most = {} if self.parallel else {"maxItems": 1}
         return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
 
@@ -91,9 +93,12 @@ class WrittenCalls:
             for name, schema in use.schemas.items()
         ]
         calls = {
-            "type": "tags_with_separator", "tags": tags, "separator": self.separator, "at_least_one": True,
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": self.separator,
+            "at_least_one": True,
             "stop_after_first": not use.parallel,
-        }  # fmt: skip
+        }
         around = [{"type": "const_string", "value": text} if text else None for text in (self.start, self.end)]
         return {"type": "sequence", "elements": [part for part in (around[0], calls, around[1]) if part]}
 

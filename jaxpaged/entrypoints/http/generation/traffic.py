@@ -35,9 +35,14 @@ class Traffic:
     """
 
     def __init__(
-        self, max_running: int, max_queued: int | None = None, max_queued_tokens: int | None = None,
-        *, max_sequences: int = 2048, max_answer_bytes: int = 2**28,
-    ):  # fmt: skip
+        self,
+        max_running: int,
+        max_queued: int | None = None,
+        max_queued_tokens: int | None = None,
+        *,
+        max_sequences: int = 2048,
+        max_answer_bytes: int = 2**28,
+    ):
         self._max_running = max_running
         self._max_sequences = max_sequences
         self._max_answer_bytes = max_answer_bytes
@@ -63,9 +68,11 @@ class Traffic:
         """
         if load.answer_bytes > self._max_answer_bytes:
             raise HttpError(
-                400, f"max_tokens, n and log probabilities make an answer of up to {load.answer_bytes} bytes; one "
-                f"request may ask for {self._max_answer_bytes}. Ask for less, or for a stream.", "max_tokens",
-            )  # fmt: skip
+                400,
+                f"max_tokens, n and log probabilities make an answer of up to {load.answer_bytes} bytes; one "
+                f"request may ask for {self._max_answer_bytes}. Ask for less, or for a stream.",
+                "max_tokens",
+            )
         self._check_room(load)
         number = next(self._numbers)
         self._loads[number] = load
@@ -83,9 +90,11 @@ class Traffic:
         """Raise HttpError 400 for more sequences than one request may ask for, before its prompts are looked at."""
         if num_prompts * n > self._max_sequences:
             raise HttpError(
-                400, f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may have "
-                f"{self._max_sequences}. Send several.", "n",
-            )  # fmt: skip
+                400,
+                f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may have "
+                f"{self._max_sequences}. Send several.",
+                "n",
+            )
 
     def engine_ids(self, request_ids: Sequence[str] | None = None) -> list[str]:
         """What to abort in the engine to end these HTTP requests, or all of them. Unknown ids pass."""
@@ -110,9 +119,11 @@ class Traffic:
             return
         if self._excess([load], load.num_sequences) is not None:
             raise HttpError(
-                400, f"The request has {load.num_sequences} sequences and {load.num_prompt_tokens} prompt tokens, but "
-                f"{self._max_running} sequences are computed at a time, and {excess}. Send several.", "n",
-            )  # fmt: skip
+                400,
+                f"The request has {load.num_sequences} sequences and {load.num_prompt_tokens} prompt tokens, but "
+                f"{self._max_running} sequences are computed at a time, and {excess}. Send several.",
+                "n",
+            )
         raise HttpError(429, f"The queue is full: {excess}. Try again later.", headers=RETRY_AFTER)
 
     def _excess(self, loads: Iterable[Load], num_sequences: int) -> str | None:

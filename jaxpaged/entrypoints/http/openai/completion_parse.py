@@ -49,20 +49,22 @@ def check(body: CompletionRequest) -> None:
     check_given(body, "prompt")
     if body.use_beam_search and body.echo and body.logprobs is not None:
         raise HttpError(
-            400, "echo and logprobs are given, but beam search has no log probabilities of the prompt. Leave one out.",
+            400,
+            "echo and logprobs are given, but beam search has no log probabilities of the prompt. Leave one out.",
             "echo",
-        )  # fmt: skip
+        )
     if body.suffix:
         raise HttpError(400, "suffix is given, but the model does not fill in the middle. Leave it out.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise HttpError(
-            400, f"best_of is {body.best_of} and n is {body.n or 1}, but all sequences are returned. Leave it out.",
+            400,
+            f"best_of is {body.best_of} and n is {body.n or 1}, but all sequences are returned. Leave it out.",
             "best_of",
-        )  # fmt: skip
+        )
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
         raise HttpError(
             400, f"n is {body.n}, but a stream with echo and logprobs has one sequence. Set stream to false.", "n"
-        )  # fmt: skip
+        )
     if body.logprobs is not None and body.logprobs < -1:
         raise HttpError(400, f"logprobs is {body.logprobs}; it must be at least -1, which means all.", "logprobs")
 

@@ -43,9 +43,13 @@ def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequenc
         usage.add(number, output, num_dropped=style.num_dropped(output))
         all_choices += choices(body, style, number * (body.n or 1), output, tokenizer)
     return CompletionResponse(
-        id=parsed.generation.request_id, created=int(time.time()), model=parsed.model, choices=all_choices,
-        usage=usage.read(), kv_transfer_params=outputs[0].kv_transfer_params if len(outputs) == 1 else None,
-    )  # fmt: skip
+        id=parsed.generation.request_id,
+        created=int(time.time()),
+        model=parsed.model,
+        choices=all_choices,
+        usage=usage.read(),
+        kv_transfer_params=outputs[0].kv_transfer_params if len(outputs) == 1 else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,12 @@ class SequenceText:
         return Shown(completion.text, ids, logprobs)
 
     def _logprobs(
-        self, token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str],
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[Candidates | None],
+        texts: Sequence[str],
         is_written: Callable[[str], bool],
-    ) -> CompletionLogprobs:  # fmt: skip
+    ) -> CompletionLogprobs:
         """`is_written` says whether a special token of some name, which is the next, stands in the text."""
         offsets = []
         for token_id, text in zip(token_ids, texts):
@@ -133,9 +140,10 @@ def joined(parts: Sequence[Shown]) -> Shown:
     logprobs = [part.logprobs for part in parts if part.logprobs is not None]
     columns = [[value for each in logprobs for value in getattr(each, name)] for name in COLUMNS]
     return Shown(
-        "".join(part.text for part in parts), [token_id for part in parts for token_id in part.token_ids],
+        "".join(part.text for part in parts),
+        [token_id for part in parts for token_id in part.token_ids],
         CompletionLogprobs(*columns) if logprobs else None,
-    )  # fmt: skip
+    )
 
 
 class CompletionStream(OpenAIStream):

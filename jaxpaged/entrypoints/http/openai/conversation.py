@@ -40,9 +40,11 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_temp
             raise HttpError(400, f"{name} is given, but the model takes text only. Leave it out.", name)
     if body.chat_template is not None and not trust_template:
         raise HttpError(
-            400, "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
-            "--trust-request-chat-template.", "chat_template",
-        )  # fmt: skip
+            400,
+            "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
+            "--trust-request-chat-template.",
+            "chat_template",
+        )
     variables = dict(body.chat_template_kwargs or {})
     check_depth("chat_template_kwargs", variables)
     check_depth("documents", body.documents)
@@ -88,9 +90,10 @@ def tool_use(
     if isinstance(choice, NamedToolChoice):
         if choice.function.name not in names:
             raise HttpError(
-                400, f"tool_choice names the function {choice.function.name!r}, but tools has {', '.join(names)}.",
+                400,
+                f"tool_choice names the function {choice.function.name!r}, but tools has {', '.join(names)}.",
                 "tool_choice",
-            )  # fmt: skip
+            )
         return ToolUse(tools, "named", choice.function.name, parallel)
     if choice not in (None, "auto", "none", "required"):
         raise HttpError(

@@ -28,9 +28,14 @@ class ChunkWriter:
     """Writes the chunks of one stream, of type `kind`, with what all of them have in common."""
 
     def __init__(
-        self, kind: type[Chunk], name: str, request_id: str, model: str, usage: UsageOptions,
+        self,
+        kind: type[Chunk],
+        name: str,
+        request_id: str,
+        model: str,
+        usage: UsageOptions,
         counter: UsageCounter,
-    ):  # fmt: skip
+    ):
         self._new = functools.partial(kind, id=request_id, object=name, created=int(time.time()), model=model)
         self._usage = usage
         self._counter = counter

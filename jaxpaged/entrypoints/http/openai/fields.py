@@ -24,7 +24,7 @@ from jaxpaged.entrypoints.http.generation.sampling_fields import (
 from jaxpaged.entrypoints.http.openai.guided import SHAPES, GuidedFields, guided_name, guided_shape
 from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")
@@ -32,14 +32,21 @@ SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_
 """Fields that are sampling parameters under the same name."""
 
 KEPT_WITH_BEAMS = (
-    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
-)  # fmt: skip
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 """Those that beam search has a use for, besides `n`, `temperature` and `seed`."""
 NEUTRAL = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 REFUSED_WITH_BEAMS = (
-    "stream", "structured_outputs", "vllm_xargs", "kv_transfer_params", *SHAPES,
+    "stream",
+    "structured_outputs",
+    "vllm_xargs",
+    "kv_transfer_params",
+    *SHAPES,
     *(name for name in SAMPLING if name not in (*KEPT_WITH_BEAMS, "n", "temperature", "seed")),
-)  # fmt: skip
+)
 """Fields that have no meaning where nothing is drawn, unless they have their neutral values."""
 
 REFUSALS = {
@@ -117,14 +124,16 @@ def check_fields(body: GenerationFields) -> None:
         raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise HttpError(
-            400, "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
+            400,
+            "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
             "stream_options",
-        )  # fmt: skip
+        )
     if body.stream and body.prompt_logprobs:
         raise HttpError(
-            400, f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
+            400,
+            f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
             "prompt_logprobs",
-        )  # fmt: skip
+        )
     check_stop("stop", body.stop)
     check_beams(body)
 
@@ -134,9 +143,10 @@ def check_beams(body: GenerationFields) -> None:
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
             raise HttpError(
-                400, f"length_penalty is {body.length_penalty}, but use_beam_search is not true. Set it.",
+                400,
+                f"length_penalty is {body.length_penalty}, but use_beam_search is not true. Set it.",
                 "length_penalty",
-            )  # fmt: skip
+            )
         return
     for name in REFUSED_WITH_BEAMS:
         value = getattr(body, name)
@@ -160,9 +170,10 @@ def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
         return None if given is None else StructuredOutputsParams.from_dict(given)
     if given is not None:
         raise HttpError(
-            400, f"structured_outputs is given, and response_format.type is {wanted.type!r}. Give one of them.",
+            400,
+            f"structured_outputs is given, and response_format.type is {wanted.type!r}. Give one of them.",
             "structured_outputs",
-        )  # fmt: skip
+        )
     if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if wanted.type == "json_schema":
@@ -173,9 +184,10 @@ def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
         with client_names(SHAPE_NAMES):
             return StructuredOutputsParams(structural_tag=tag)
     raise HttpError(
-        400, f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema, "
-        "structural_tag.", "response_format.type",
-    )  # fmt: skip
+        400,
+        f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema, structural_tag.",
+        "response_format.type",
+    )
 
 
 def schema_of(wanted: ResponseFormat) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.sampling_fields import EngineFields
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 SHAPES = {
     "guided_json": "json",
@@ -18,9 +18,10 @@ SHAPES = {
 BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 """Libraries that vLLM chooses from. Here is one, which compiles what all of them do."""
 BACKEND_OPTIONS = {
-    "no-fallback": None, "disable-any-whitespace": "disable_any_whitespace",
+    "no-fallback": None,
+    "disable-any-whitespace": "disable_any_whitespace",
     "no-additional-properties": "disable_additional_properties",
-}  # fmt: skip
+}
 """What may stand behind a library's name -> the part of `structured_outputs` that it is, if any."""
 
 
@@ -64,7 +65,9 @@ def backend_options(backend: str | None) -> dict[str, bool]:
     if name not in BACKENDS or not set(wanted) <= set(BACKEND_OPTIONS):
         field = "guided_decoding_backend"
         raise HttpError(
-            400, f"{field} is {backend!r}; it must be one of {', '.join(BACKENDS)}, and may be followed by ':' and "
-            f"{', '.join(BACKEND_OPTIONS)}. Leave it out.", field,
-        )  # fmt: skip
+            400,
+            f"{field} is {backend!r}; it must be one of {', '.join(BACKENDS)}, and may be followed by ':' and "
+            f"{', '.join(BACKEND_OPTIONS)}. Leave it out.",
+            field,
+        )
     return {part: True for option in wanted if (part := BACKEND_OPTIONS[option])}

@@ -77,9 +77,13 @@ def top_logprob(tokenizer: Tokenizer, token_id: int, candidate: Logprob, as_ids:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], positions: Sequence[Candidates | None], texts: Sequence[str],
-    offsets: Sequence[int], as_ids: bool,
-) -> CompletionLogprobs:  # fmt: skip
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    positions: Sequence[Candidates | None],
+    texts: Sequence[str],
+    offsets: Sequence[int],
+    as_ids: bool,
+) -> CompletionLogprobs:
     """The candidates that the engine gave, at most one more than were asked for, of tokens with these texts, which
     begin at `offsets`."""
     result = CompletionLogprobs([], [], [], [])

@@ -65,6 +65,9 @@ class Models:
         model = self._service.model
         permission = ModelPermission(id=f"modelperm-{name}", created=model.created)
         return ModelCard(
-            id=name, created=model.created, root=model.names[0], max_model_len=model.max_model_len,
+            id=name,
+            created=model.created,
+            root=model.names[0],
+            max_model_len=model.max_model_len,
             permission=[permission],
-        )  # fmt: skip
+        )

@@ -54,6 +54,7 @@ class UsageCounter:
             prompt_tokens + self._completion_tokens,
             self._completion_tokens,
             details,
-            msgspec.UNSET if num_thinking is None
+            msgspec.UNSET
+            if num_thinking is None
             else CompletionTokensDetails(min(num_thinking, self._completion_tokens)),
-        )  # fmt: skip
+        )

@@ -22,9 +22,13 @@ from jaxpaged.messages import EngineSnapshot, KVBlockMap, RequestState, StepReco
 ENGINE_ID = re.compile(r"(?:\d+_)?([^#]*)(?:#.*)?", re.DOTALL)
 """The core's name of a sequence: its number among several, the request as the front end calls it, and a count."""
 COUNTED = (
-    "prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
     "num_preemptions",
-)  # fmt: skip
+)
 TIMED = {"first_token": "time_to_first_token", "next_token": "inter_token_latency", "whole": "e2e_request_latency"}
 
 
@@ -145,9 +149,15 @@ def shown_steps(before: StepRecord | None, records: Sequence[StepRecord], first:
 def shown_step(number: int, record: StepRecord, times: StepTimes) -> ShownStep:
     milliseconds = [round(each * MILLISECONDS, 3) for each in (times.device, times.host, times.compile)]
     return ShownStep(
-        number, record.num_tokens, record.token_bucket, padding(record), record.num_requests, record.num_sampled,
-        record.num_steps, *milliseconds,
-    )  # fmt: skip
+        number,
+        record.num_tokens,
+        record.token_bucket,
+        padding(record),
+        record.num_requests,
+        record.num_sampled,
+        record.num_steps,
+        *milliseconds,
+    )
 
 
 def shown_requests(snapshot: EngineSnapshot, labels: Labels, now: float) -> list[ShownRequest]:
@@ -155,10 +165,17 @@ def shown_requests(snapshot: EngineSnapshot, labels: Labels, now: float) -> list
 
     def shown(state: RequestState, is_running: bool) -> ShownRequest:
         return ShownRequest(
-            labels.of(state.request_id), is_running, round(max(now - state.arrival_time, 0.0), 2),
-            state.num_prompt_tokens, state.num_cached_tokens, state.num_computed_tokens, state.num_output_tokens,
-            state.num_preemptions, state.loaded, state.is_loading,
-        )  # fmt: skip
+            labels.of(state.request_id),
+            is_running,
+            round(max(now - state.arrival_time, 0.0), 2),
+            state.num_prompt_tokens,
+            state.num_cached_tokens,
+            state.num_computed_tokens,
+            state.num_output_tokens,
+            state.num_preemptions,
+            state.loaded,
+            state.is_loading,
+        )
 
     running = [shown(state, True) for state in snapshot.running]
     return running + [shown(state, False) for state in snapshot.waiting]

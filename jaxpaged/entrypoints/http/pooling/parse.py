@@ -50,9 +50,11 @@ def parse_inputs(
     check_fields(body)
     check_given(body, "input")
     params = PoolingParams(
-        task=task or getattr(body, "task", None), dimensions=getattr(body, "dimensions", None),
-        use_activation=body.use_activation, normalize=body.normalize,
-    )  # fmt: skip
+        task=task or getattr(body, "task", None),
+        dimensions=getattr(body, "dimensions", None),
+        use_activation=body.use_activation,
+        normalize=body.normalize,
+    )
     pooler.check(params)
     return Parsed(body, model, pooled(service, inputs_of(body.input), body, "input", request_id, params))
 
@@ -69,9 +71,14 @@ def parse_rerank(service: Service, body: RerankRequest, request_id: str, model: 
 
 
 def parse_pairs(
-    service: Service, body: ScoreRequest | RerankRequest, request_id: str, model: str, names: tuple[str, str],
-    first: list[str], second: list[str],
-) -> ParsedPairs:  # fmt: skip
+    service: Service,
+    body: ScoreRequest | RerankRequest,
+    request_id: str,
+    model: str,
+    names: tuple[str, str],
+    first: list[str],
+    second: list[str],
+) -> ParsedPairs:
     pooler = pooler_of(service)
     check_fields(body)
     check_count(names[1], len(second))
@@ -119,8 +126,9 @@ def check_fields(body: PoolingFields) -> None:
     if body.endianness not in (None, "native", "little"):
         raise HttpError(400, f"endianness is {body.endianness!r}; vectors are little-endian.", "endianness")
     if body.mm_processor_kwargs is not None:
-        raise HttpError(400, "mm_processor_kwargs is given, but only text is pooled. Leave it out.",
-                        "mm_processor_kwargs")  # fmt: skip
+        raise HttpError(
+            400, "mm_processor_kwargs is given, but only text is pooled. Leave it out.", "mm_processor_kwargs"
+        )
 
 
 def inputs_of(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -177,9 +185,11 @@ def texts_of(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[str]]
             first, second = (as_list(getattr(body, name)) for name in names)
             return names, first, second
     raise HttpError(
-        400, f"Given are {', '.join(sorted(given)) or 'no texts'}. Give text_1 and text_2, queries and documents, "
-        "queries and items, or data_1 and data_2.", sorted(given)[0] if given else "text_1",
-    )  # fmt: skip
+        400,
+        f"Given are {', '.join(sorted(given)) or 'no texts'}. Give text_1 and text_2, queries and documents, "
+        "queries and items, or data_1 and data_2.",
+        sorted(given)[0] if given else "text_1",
+    )
 
 
 def as_list(texts: str | Sequence[str]) -> list[str]:

@@ -72,9 +72,12 @@ def answered[Answer: PooledAnswer](
     service: Service, parsed: Parsed, outputs: Outputs, kind: type[Answer], data: list
 ) -> Answer:
     return kind(
-        id=parsed.generation.request_id, created=int(time.time()), model=parsed.model, data=data,
+        id=parsed.generation.request_id,
+        created=int(time.time()),
+        model=parsed.model,
+        data=data,
         usage=usage_of(service, outputs),
-    )  # fmt: skip
+    )
 
 
 def scores_of(parsed: ParsedPairs, outputs: Outputs) -> list[float]:

@@ -81,18 +81,21 @@ class Turns:
         call_id = text_field(item, "call_id", path)
         if call_id not in self._names:
             raise HttpError(
-                400, f"{path}.call_id is {call_id!r}, but no function_call before it has that call_id. Give the call "
-                "too, or its previous_response_id.", f"{path}.call_id",
-            )  # fmt: skip
+                400,
+                f"{path}.call_id is {call_id!r}, but no function_call before it has that call_id. Give the call "
+                "too, or its previous_response_id.",
+                f"{path}.call_id",
+            )
         if item.get("output") is None:
             raise HttpError(400, f"{path}.output is missing. Give what the function returned.", f"{path}.output")
         try:
             message = template_message({"role": "tool", "content": item["output"]}, path)
         except HttpError as error:
             raise HttpError(
-                400, str(error).replace(f"{path}.content", f"{path}.output"),
+                400,
+                str(error).replace(f"{path}.content", f"{path}.output"),
                 (error.parameter or path).replace(f"{path}.content", f"{path}.output"),
-            ) from None  # fmt: skip
+            ) from None
         self._turn = None
         self.messages.append({**message, "tool_call_id": call_id, "name": self._names[call_id]})
 
@@ -184,9 +187,11 @@ def chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[str, 
     if kind == "allowed_tools":
         return allowed_tools(choice, names)
     raise HttpError(
-        400, f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or an object of type 'function' or "
-        "'allowed_tools'.", "tool_choice",
-    )  # fmt: skip
+        400,
+        f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or an object of type 'function' or "
+        "'allowed_tools'.",
+        "tool_choice",
+    )
 
 
 def allowed_tools(choice: dict[str, Any], names: list[str]) -> tuple[str, list[str]]:

@@ -35,20 +35,28 @@ from jaxpaged.entrypoints.http.responses.store import ResponseStore
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 ENGINE_NAMES = {
-    "prompt": "input", "messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs",
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
     "extra_args": "vllm_xargs",
-}  # fmt: skip
+}
 """What other parts of the server call a field -> what it is called here."""
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_TOP_LOGPROBS = 20
 INCLUDABLE = (
-    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url",
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
-)  # fmt: skip
+)
 """Values of `include`. Thinking is never encrypted: its text is in the items, so clients can send it back without a
 store. The others are about tools and media that are not served, so there is nothing that they could include."""
 
@@ -112,9 +120,10 @@ def earlier_items(store: ResponseStore, body: ResponsesRequest, owner: bytes) ->
     status = previous.response.status
     if status in ("queued", "in_progress", "failed"):
         raise HttpError(
-            400, f"The response {previous_id!r} is {status}, so nothing can follow it. Wait for it, or go on from "
-            "another.", "previous_response_id",
-        )  # fmt: skip
+            400,
+            f"The response {previous_id!r} is {status}, so nothing can follow it. Wait for it, or go on from another.",
+            "previous_response_id",
+        )
     output = [msgspec.to_builtins(item) for item in previous.response.output]
     # Arguments that were cut off are no JSON, and templates refuse them.
     whole = [item for item in output if item["type"] != "function_call" or item["status"] == "completed"]
@@ -223,16 +232,18 @@ def check_way_to_answer(body: ResponsesRequest) -> None:
     """Streams, the background, and what is kept."""
     if body.background and body.store is False:
         raise HttpError(
-            400, "background is true, but store is false, so nobody could ask for the response. Leave out store.",
+            400,
+            "background is true, but store is false, so nobody could ask for the response. Leave out store.",
             "background",
-        )  # fmt: skip
+        )
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
         raise HttpError(
-            400, "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
+            400,
+            "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
             "stream_options",
-        )  # fmt: skip
+        )
     check_service_tier(body.service_tier)
 
 
@@ -240,17 +251,20 @@ def check_style(body: ResponsesRequest) -> None:
     """What clients wish of the text and of the thinking, where this server can only give what the model gives."""
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise HttpError(
-            400, f"text.verbosity is {body.text.verbosity!r}, but the model writes as it does. Leave it out.",
+            400,
+            f"text.verbosity is {body.text.verbosity!r}, but the model writes as it does. Leave it out.",
             "text.verbosity",
-        )  # fmt: skip
+        )
     reasoning = body.reasoning or ReasoningOptions()
     for name in ("summary", "generate_summary"):
         value = getattr(reasoning, name)
         if value not in (None, "auto"):
             raise HttpError(
-                400, f"reasoning.{name} is {value!r}, but thinking is given as it is, in no other form. Use 'auto', or "
-                "leave it out.", f"reasoning.{name}",
-            )  # fmt: skip
+                400,
+                f"reasoning.{name} is {value!r}, but thinking is given as it is, in no other form. Use 'auto', or "
+                "leave it out.",
+                f"reasoning.{name}",
+            )
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
@@ -261,9 +275,11 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             raise HttpError(
-                400, f"metadata has an entry of {len(key)} and {len(value)} characters; its key may have "
-                f"{MAX_METADATA_KEY} and its value {MAX_METADATA_VALUE}. Shorten it.", "metadata",
-            )  # fmt: skip
+                400,
+                f"metadata has an entry of {len(key)} and {len(value)} characters; its key may have "
+                f"{MAX_METADATA_KEY} and its value {MAX_METADATA_VALUE}. Shorten it.",
+                "metadata",
+            )
 
 
 def check_logprobs(body: ResponsesRequest) -> None:
@@ -290,9 +306,10 @@ def shape_of(body: ResponsesRequest) -> StructuredOutputsParams | None:
         return shape
     if shape is not None:
         raise HttpError(
-            400, "structured_outputs and text.format both say what the answer must look like. Leave one out.",
+            400,
+            "structured_outputs and text.format both say what the answer must look like. Leave one out.",
             "structured_outputs",
-        )  # fmt: skip
+        )
     return StructuredOutputsParams.from_dict(body.structured_outputs)
 
 

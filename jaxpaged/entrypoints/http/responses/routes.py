@@ -71,9 +71,10 @@ class Responses:
             return json_response(stored.response)
         if not stored.has_events or not stored.response.background:
             raise HttpError(
-                400, "The response was not made with background and stream, so its events were not kept. Leave out "
-                "stream.", "stream",
-            )  # fmt: skip
+                400,
+                "The response was not made with background and stream, so its events were not kept. Leave out stream.",
+                "stream",
+            )
         return self._following(request_id_of(request, "resp"), stored, -1 if after is None else after)
 
     async def cancel(self, request: Request) -> HttpResponse:
@@ -110,9 +111,12 @@ class Responses:
         prompt, params = generation.prompts[0].for_engine(), generation.params
         with client_names(generation.names):
             await asyncio.to_thread(
-                service.engine.input_processor.process, generation.request_id, prompt, params,
+                service.engine.input_processor.process,
+                generation.request_id,
+                prompt,
+                params,
                 priority=generation.priority,
-            )  # fmt: skip
+            )
         self._store.check_room()
         with contextlib.ExitStack() as admission:
             admission.enter_context(service.traffic.admitted(generation.load(service.model.max_model_len)))

@@ -98,9 +98,10 @@ class ResponseStore:
         """Raise HttpError 429 when there is no place for another running one."""
         if sum(stored.is_running for stored in self._kept.values()) >= self._max_count:
             raise HttpError(
-                429, f"{self._max_count} responses run in the background, and no more are kept. Try again later.",
+                429,
+                f"{self._max_count} responses run in the background, and no more are kept. Try again later.",
                 headers=RETRY_AFTER,
-            )  # fmt: skip
+            )
 
     def put(self, stored: StoredResponse, size: int | None = None) -> None:
         """Keep a response, or measure again one that is kept. `size`: it has been measured."""
@@ -117,13 +118,17 @@ class ResponseStore:
             return stored
         if self._forgotten.get(response_id) == owner:
             raise HttpError(
-                404, f"The response {response_id!r} was dropped: this server keeps {self._max_count} responses and "
-                f"{self._max_bytes} bytes of them, the newest ones. Send the conversation as input.", "response_id",
-            )  # fmt: skip
+                404,
+                f"The response {response_id!r} was dropped: this server keeps {self._max_count} responses and "
+                f"{self._max_bytes} bytes of them, the newest ones. Send the conversation as input.",
+                "response_id",
+            )
         raise HttpError(
-            404, f"The response {response_id!r} is not known. It may have been made without store, with another API "
-            "key, or before the server was started.", "response_id",
-        )  # fmt: skip
+            404,
+            f"The response {response_id!r} is not known. It may have been made without store, with another API "
+            "key, or before the server was started.",
+            "response_id",
+        )
 
     def remove(self, stored: StoredResponse) -> None:
         """Forget a response."""

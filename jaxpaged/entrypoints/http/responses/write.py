@@ -37,8 +37,11 @@ from jaxpaged.parsing.deltas import Delta, ToolCallDelta
 ENCODER = msgspec.json.Encoder()
 STATUS: dict[str, Status] = {"length": "incomplete", "abort": "cancelled"}
 """How an answer ended -> the response's status, where that is not completed."""
-PREFIX = {OutputMessage: "response.output_text", ReasoningItem: "response.reasoning_text",
-          FunctionCall: "response.function_call_arguments"}  # fmt: skip
+PREFIX = {
+    OutputMessage: "response.output_text",
+    ReasoningItem: "response.reasoning_text",
+    FunctionCall: "response.function_call_arguments",
+}
 """Kind of an item -> what its events are called before `.delta` and `.done`."""
 
 

@@ -19,10 +19,20 @@ def log_request(scope: Scope, status: int, seconds: float, level: int = logging.
     address = client[0] if client else "-"
     method, path, request_id = quote(scope["method"]), quote(scope["path"]), scope.get("request_id")
     logger.log(
-        level, "%s %s %d in %.3f s%s from %s",
-        method, path, status, seconds, f", {request_id}," if request_id else "", address,
+        level,
+        "%s %s %d in %.3f s%s from %s",
+        method,
+        path,
+        status,
+        seconds,
+        f", {request_id}," if request_id else "",
+        address,
         extra={
-            "method": method, "path": path, "status": status, "duration": round(seconds, 6), "client": address,
+            "method": method,
+            "path": path,
+            "status": status,
+            "duration": round(seconds, 6),
+            "client": address,
             **({"request_id": request_id} if request_id else {}),
         },
-    )  # fmt: skip
+    )

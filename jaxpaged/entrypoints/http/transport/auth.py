@@ -51,9 +51,10 @@ class ApiKeys:
             await self._app({**scope, KEY_OWNER: digest(key).hex()}, receive, send)
             return
         refusal = HttpError(
-            401, "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+            401,
+            "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
             headers={"WWW-Authenticate": "Bearer"},
-        )  # fmt: skip
+        )
         await error_response(refusal)(scope, receive, send)
 
 

@@ -68,7 +68,9 @@ def allowed_connections(wanted: int) -> int:
         if soft < needed:
             logger.warning(
                 "this process may open %d files, so it keeps %d connections instead of %d. Raise 'ulimit -Hn'.",
-                soft, max(soft - FILES_BESIDES, 1), wanted,
-            )  # fmt: skip
+                soft,
+                max(soft - FILES_BESIDES, 1),
+                wanted,
+            )
             return max(soft - FILES_BESIDES, 1)
     return wanted

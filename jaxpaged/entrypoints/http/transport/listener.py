@@ -100,18 +100,30 @@ class Listener(uvicorn.Server):
     """
 
     def __init__(
-        self, app: ASGIApp, bound: socket.socket, *, max_header_bytes: int, max_connections: int = MAX_CONNECTIONS,
+        self,
+        app: ASGIApp,
+        bound: socket.socket,
+        *,
+        max_header_bytes: int,
+        max_connections: int = MAX_CONNECTIONS,
         tls: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.connections = Connections(max_connections)
         protocol: Any = functools.partial(LimitedProtocol, max_header_bytes, self.connections)
         super().__init__(
             uvicorn.Config(
-                app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
-                server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=CLOSING_TIMEOUT,
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=CLOSING_TIMEOUT,
                 **(tls or {}),
             )
-        )  # fmt: skip
+        )
         self._bound = bound
 
     @contextlib.contextmanager

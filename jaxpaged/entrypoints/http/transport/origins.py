@@ -82,6 +82,8 @@ def is_address(host: str) -> bool:
 
 def refusal(origin: str) -> HttpError:
     return HttpError(
-        403, f"Pages of {origin} may not ask this server. If they should, start it with --allowed-origins and their "
-        "origin, such as https://my.site.", "Origin",
-    )  # fmt: skip
+        403,
+        f"Pages of {origin} may not ask this server. If they should, start it with --allowed-origins and their "
+        "origin, such as https://my.site.",
+        "Origin",
+    )

@@ -17,8 +17,8 @@ from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.http.transport.access_log import log_request
 from jaxpaged.entrypoints.http.transport.sse import PIPE
 
-FINE_BUCKETS = (.01, .025, .05, .075, .1, .25, .5, .75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)  # fmt: skip
-COARSE_BUCKETS = (.1, .5, 1)  # fmt: skip
+FINE_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
+COARSE_BUCKETS = (0.1, 0.5, 1)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 UNCOUNTED = frozenset({"/metrics", "/health", "/ready", "/startup", "/load", "/ping", "/version", "/engine/state"})
 """Paths that machines ask all the time."""

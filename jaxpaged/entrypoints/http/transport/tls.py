@@ -36,9 +36,11 @@ def tls_settings(options: ServerOptions) -> dict[str, Any]:
     except (ssl.SSLError, OSError) as error:
         raise UsageError(f"{authorities} holds no certificates: {error}. Check --ssl-ca-certs.") from None
     return {
-        "ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": authorities,
+        "ssl_certfile": certificate,
+        "ssl_keyfile": key,
+        "ssl_ca_certs": authorities,
         "ssl_cert_reqs": ssl.VerifyMode(options.ssl_cert_reqs),
-    }  # fmt: skip
+    }
 
 
 def check_readable(option: str, file: str) -> None:

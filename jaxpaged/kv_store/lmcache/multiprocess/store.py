@@ -180,10 +180,16 @@ class MPStore(ChunkStore):
     def _register(self, instance_id: int) -> Any:
         layers, _, hidden = self.layout.part_shape[1:]
         return self.calls.ask(
-            "RegisterKvCacheEngineDrivenContext", instance_id=instance_id, model_name=self.model,
-            world_size=self.layout.num_parts, block_size=self.layout.page_tokens, num_layers=layers,
-            hidden_dim_size=hidden, dtype_str=self.layout.dtype.name, use_mla=False,
-        )  # fmt: skip
+            "RegisterKvCacheEngineDrivenContext",
+            instance_id=instance_id,
+            model_name=self.model,
+            world_size=self.layout.num_parts,
+            block_size=self.layout.page_tokens,
+            num_layers=layers,
+            hidden_dim_size=hidden,
+            dtype_str=self.layout.dtype.name,
+            use_mla=False,
+        )
 
     def _check_in_use(self, registration: Registration) -> None:
         """After a server named a place: raise unless it is in the memory that is held. A server that was started anew
@@ -290,10 +296,15 @@ class MPStore(ChunkStore):
         """Of chunks from number `start` up to without `end`, one unless it is given; `worker` None: all parts."""
         size = self.layout.chunk_tokens
         return self.calls.messages.IpcCacheServerKey(
-            model_name=self.model, world_size=self.layout.num_parts, worker_id=worker,
-            token_ids=lease.token_ids.tolist(), start=start * size, end=(start + 1 if end is None else end) * size,
-            request_id=lease.request_id, num_kv_readers=1,
-        )  # fmt: skip
+            model_name=self.model,
+            world_size=self.layout.num_parts,
+            worker_id=worker,
+            token_ids=lease.token_ids.tolist(),
+            start=start * size,
+            end=(start + 1 if end is None else end) * size,
+            request_id=lease.request_id,
+            num_kv_readers=1,
+        )
 
     # ---- ends -----------------------------------------------------------------------------------------------
 

@@ -55,8 +55,18 @@ def test_a_common_beginning_is_common(text):
 
 
 def test_prefixes_are_repeated_equally_often(text):
-    words = ("--dataset-name", "prefix_repetition", "--num-prompts", 11, "--prefix-repetition-num-prefixes", 3,
-             "--prefix-repetition-prefix-len", 32, "--prefix-repetition-suffix-len", 8)  # fmt: skip
+    words = (
+        "--dataset-name",
+        "prefix_repetition",
+        "--num-prompts",
+        11,
+        "--prefix-repetition-num-prefixes",
+        3,
+        "--prefix-repetition-prefix-len",
+        32,
+        "--prefix-repetition-suffix-len",
+        8,
+    )
     requests = sample_requests(flags(*words, "--disable-shuffle"), text)
     beginnings = [tuple(text.tokenizer.encode(request.prompt)[:24]) for request in requests]
     assert [beginnings.count(each) for each in dict.fromkeys(beginnings)] == [3, 3, 3]
@@ -81,11 +91,15 @@ def sharegpt(tmp_path, *conversations):
 def test_first_turns_of_conversations_are_asked_and_odd_lengths_left_out(text, tmp_path):
     long = "the fox ran home " * 600
     words = sharegpt(
-        tmp_path, talk("Where does the fox live?", "It lives in the wood near the river.", "And the owl?"),
-        talk("a", "A very short prompt is not asked."), talk("Tell me everything.", "b"),
-        talk(long, "Too long a prompt."), talk("Tell me a story of a fox.", long),
-        {"conversations": [{"value": "alone"}]}, {"other": 1},
-    )  # fmt: skip
+        tmp_path,
+        talk("Where does the fox live?", "It lives in the wood near the river.", "And the owl?"),
+        talk("a", "A very short prompt is not asked."),
+        talk("Tell me everything.", "b"),
+        talk(long, "Too long a prompt."),
+        talk("Tell me a story of a fox.", long),
+        {"conversations": [{"value": "alone"}]},
+        {"other": 1},
+    )
     requests = sample_requests(flags(*words, "--num-prompts", 3, "--no-oversample"), text)
     assert [request.prompt for request in requests] == ["Where does the fox live?"]
     assert requests[0].output_len == text.count("It lives in the wood near the river.")
@@ -94,8 +108,10 @@ def test_first_turns_of_conversations_are_asked_and_odd_lengths_left_out(text, t
     assert [request.prompt for request in again] == ["Where does the fox live?"] * 3
     longer = sample_requests(flags(*words, "--sharegpt-output-len", 9, "--disable-shuffle", "--no-oversample"), text)
     assert [(request.prompt, request.output_len) for request in longer] == [
-        ("Where does the fox live?", 9), ("Tell me everything.", 9), ("Tell me a story of a fox.", 9),
-    ]  # fmt: skip
+        ("Where does the fox live?", 9),
+        ("Tell me everything.", 9),
+        ("Tell me a story of a fox.", 9),
+    ]
 
 
 def test_without_a_tokenizer_only_lengths_that_are_given_are_taken(tmp_path):
@@ -141,8 +157,16 @@ TRACE = [
 
 
 def trace(tmp_path, *rows):
-    return ("--dataset-name", "timed_trace", "--dataset-path", lines(tmp_path / "t.jsonl", *rows),
-            "--timed-trace-chunk-hash-size", 8, "--timed-trace-sec-multiplier", 0.001)  # fmt: skip
+    return (
+        "--dataset-name",
+        "timed_trace",
+        "--dataset-path",
+        lines(tmp_path / "t.jsonl", *rows),
+        "--timed-trace-chunk-hash-size",
+        8,
+        "--timed-trace-sec-multiplier",
+        0.001,
+    )
 
 
 def test_a_trace_is_sent_at_its_times_and_equal_blocks_are_equal_tokens(text, tmp_path):
@@ -158,8 +182,16 @@ def test_a_trace_is_sent_at_its_times_and_equal_blocks_are_equal_tokens(text, tm
 
 def test_a_trace_may_use_other_names(text, tmp_path):
     rows = [{"t": 5, "i": 8, "o": 1, "h": [1]}]
-    labels = ("--timed-trace-label-timestamp", "t", "--timed-trace-label-input-length", "i",
-              "--timed-trace-label-output-length", "o", "--timed-trace-label-hash-ids", "h")  # fmt: skip
+    labels = (
+        "--timed-trace-label-timestamp",
+        "t",
+        "--timed-trace-label-input-length",
+        "i",
+        "--timed-trace-label-output-length",
+        "o",
+        "--timed-trace-label-hash-ids",
+        "h",
+    )
     [request] = sample_requests(flags(*trace(tmp_path, *rows), *labels), text)
     assert request.prompt_len == 8 and request.timestamp == 0.0
 
@@ -183,8 +215,10 @@ def burstgpt(tmp_path, content=BURSTGPT):
 def test_burstgpt_has_the_lengths_and_times_of_gpt_4_rows_that_were_answered(text, tmp_path):
     requests = sample_requests(flags(*burstgpt(tmp_path)), text)
     assert [(each.prompt_len, each.output_len, each.timestamp) for each in requests] == [
-        (20, 3, 0.0), (25, 2, 2.5), (30, 4, 4.0),
-    ]  # fmt: skip
+        (20, 3, 0.0),
+        (25, 2, 2.5),
+        (30, 4, 4.0),
+    ]
     assert [text.count(each.prompt) for each in requests] == [20, 25, 30]
     first = sample_requests(flags(*burstgpt(tmp_path), "--disable-shuffle", "--num-prompts", 2), text)
     assert [each.prompt_len for each in first] == [20, 30]

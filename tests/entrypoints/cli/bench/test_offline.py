@@ -40,9 +40,22 @@ def prompts(tmp_path):
 def test_latency_reports_vllms_fields(bench, made, tmp_path):
     path = tmp_path / "l.json"
     status, out, err = bench(
-        "latency", "--input-len", "8", "--output-len", "4", "--batch-size", "3", "--n", "2", "--num-iters", "5",
-        "--num-iters-warmup", "1", "--output-json", str(path),
-    )  # fmt: skip
+        "latency",
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+        "--batch-size",
+        "3",
+        "--n",
+        "2",
+        "--num-iters",
+        "5",
+        "--num-iters-warmup",
+        "1",
+        "--output-json",
+        str(path),
+    )
     assert status == 0, err
     found = json.loads(path.read_text(encoding="utf-8"))
     assert set(found) == {"model_id", "avg_latency", "std_latency", "latencies", "percentiles"}

@@ -35,8 +35,13 @@ def read(*arrivals, start=100.0):
 
 
 def test_times_are_those_of_chunks_and_the_usage_does_not_prolong_the_answer():
-    found = read((100.5, text("a")), (100.7, text("b")), (101.2, text("c", finish_reason="length")),
-                 (109.0, event(USAGE)), (109.5, event(b"[DONE]")))  # fmt: skip
+    found = read(
+        (100.5, text("a")),
+        (100.7, text("b")),
+        (101.2, text("c", finish_reason="length")),
+        (109.0, event(USAGE)),
+        (109.5, event(b"[DONE]")),
+    )
     assert found.success and found.generated_text == "abc"
     assert found.ttft == pytest.approx(0.5) and found.itl == pytest.approx([0.2, 0.5])
     assert found.latency == pytest.approx(1.2) and found.num_chunks == 3

@@ -12,11 +12,29 @@ from tests.entrypoints.cli.bench.conftest import answer, live_grpc
 from tests.entrypoints.http.live_server import live_server
 
 FIELDS = {
-    "date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate",
-    "burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
-    "request_throughput", "request_goodput", "output_throughput", "total_token_throughput", "max_output_tokens_per_s",
-    "max_concurrent_requests", "rtfx",
-} | {f"{what}_{name}_ms" for name in ("ttft", "tpot", "itl") for what in ("mean", "median", "std", "p99")}  # fmt: skip
+    "date",
+    "endpoint_type",
+    "backend",
+    "label",
+    "model_id",
+    "tokenizer_id",
+    "num_prompts",
+    "request_rate",
+    "burstiness",
+    "max_concurrency",
+    "duration",
+    "completed",
+    "failed",
+    "total_input_tokens",
+    "total_output_tokens",
+    "request_throughput",
+    "request_goodput",
+    "output_throughput",
+    "total_token_throughput",
+    "max_output_tokens_per_s",
+    "max_concurrent_requests",
+    "rtfx",
+} | {f"{what}_{name}_ms" for name in ("ttft", "tpot", "itl") for what in ("mean", "median", "std", "p99")}
 """What vLLM's results have, details left out."""
 
 
@@ -25,8 +43,17 @@ def questions(tmp_path):
     """Flags for a small file of prompts, which need no tokenizer."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "d e", "f")), encoding="utf-8")
-    return ["--dataset-name", "custom", "--dataset-path", str(path), "--custom-output-len", "5",
-            "--skip-tokenizer-init", "--skip-chat-template", "--ignore-eos"]  # fmt: skip
+    return [
+        "--dataset-name",
+        "custom",
+        "--dataset-path",
+        str(path),
+        "--custom-output-len",
+        "5",
+        "--skip-tokenizer-init",
+        "--skip-chat-template",
+        "--ignore-eos",
+    ]
 
 
 def place(over, **settings):
@@ -50,10 +77,27 @@ def saved(folder):
 def test_every_backend_gives_the_same_kind_of_result(over, bench, questions, tmp_path):
     with place(over) as served:
         status, out, err = bench(
-            "serve", *where(over, served), *questions, "--num-prompts", "4", "--num-warmups", "2", "--temperature", "0",
-            "--save-result", "--save-detailed", "--result-dir", str(tmp_path / "r"), "--metadata", "machine=a",
-            "b=c=d", "--goodput", "e2el:100000", "--max-concurrency", "2",
-        )  # fmt: skip
+            "serve",
+            *where(over, served),
+            *questions,
+            "--num-prompts",
+            "4",
+            "--num-warmups",
+            "2",
+            "--temperature",
+            "0",
+            "--save-result",
+            "--save-detailed",
+            "--result-dir",
+            str(tmp_path / "r"),
+            "--metadata",
+            "machine=a",
+            "b=c=d",
+            "--goodput",
+            "e2el:100000",
+            "--max-concurrency",
+            "2",
+        )
     assert status == 0, err
     name, found = saved(tmp_path / "r")
     assert name == f"{over}-infqps-concurrency2-fake-{found['date']}.json"
@@ -82,8 +126,12 @@ def test_http_and_grpc_ask_for_the_same(bench, questions):
             with live_grpc_engine() as (target, engine):
                 assert bench("serve", *where(over, target), *questions, *flags)[0] == 0
                 seen = engine.seen
-        reached.append([(prompt, params.temperature, params.seed, params.max_tokens, params.ignore_eos)
-                        for prompt, params, _ in seen[1:]])  # fmt: skip
+        reached.append(
+            [
+                (prompt, params.temperature, params.seed, params.max_tokens, params.ignore_eos)
+                for prompt, params, _ in seen[1:]
+            ]
+        )
     assert reached[0] == reached[1] and len(reached[0]) == 3
 
 
@@ -140,9 +188,20 @@ def test_half_of_the_requests_failing_is_told_and_is_a_failure(bench, questions,
 
     server = scripted(script)
     status, out, err = bench(
-        "serve", "--base-url", server.url, "--model", "m", *questions, "--num-prompts", "6", "--disable-shuffle",
-        "--save-result", "--save-detailed", "--result-dir", str(tmp_path / "r"),
-    )  # fmt: skip
+        "serve",
+        "--base-url",
+        server.url,
+        "--model",
+        "m",
+        *questions,
+        "--num-prompts",
+        "6",
+        "--disable-shuffle",
+        "--save-result",
+        "--save-detailed",
+        "--result-dir",
+        str(tmp_path / "r"),
+    )
     _, found = saved(tmp_path / "r")
     assert status == FAILURE and found["failed"] == found["errors"].count(found["errors"][1]) > 0
     assert found["completed"] + found["failed"] == 6 and found["total_output_tokens"] == 2 * found["completed"]
@@ -156,22 +215,44 @@ def test_requests_ask_for_what_vllm_asks_for(bench, questions, scripted):
     flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "1", "--disable-shuffle"]
     assert bench("serve", *flags, "--top-k", "3", "--logprobs", "2", "--served-model-name", "n")[0] == 0
     assert server.seen[-1] == {
-        "model": "n", "prompt": "abc", "max_tokens": 5, "logprobs": 2, "stream": True,
-        "stream_options": {"include_usage": True}, "ignore_eos": True, "top_k": 3,
-    }  # fmt: skip
+        "model": "n",
+        "prompt": "abc",
+        "max_tokens": 5,
+        "logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "top_k": 3,
+    }
     chat = [*flags, "--backend", "openai-chat"]
     del chat[chat.index("--ignore-eos")]
     assert bench("serve", *chat)[0] == 0
     assert server.seen[-1] == {
-        "model": "m", "messages": [{"role": "user", "content": "abc"}], "max_completion_tokens": 5, "stream": True,
+        "model": "m",
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_completion_tokens": 5,
+        "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
 
 
 def test_the_timeline_is_drawn_beside_the_result(bench, questions, scripted, tmp_path):
     server = scripted(lambda path, body, headers: (404, [b"{}"]) if body is None else (200, answer("a", "b")))
-    flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "2", "--save-result",
-             "--plot-timeline", "--result-dir", str(tmp_path), "--result-filename", "a.json"]  # fmt: skip
+    flags = [
+        "--base-url",
+        server.url,
+        "--model",
+        "m",
+        *questions,
+        "--num-prompts",
+        "2",
+        "--save-result",
+        "--plot-timeline",
+        "--result-dir",
+        str(tmp_path),
+        "--result-filename",
+        "a.json",
+    ]
     status, _, err = bench("serve", *flags)
     assert status == 0 and "a.timeline.png" in err
     assert (tmp_path / "a.timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -189,8 +270,20 @@ def test_the_server_records_its_devices_during_the_measurement_only(bench, quest
         return 200, answer("a")
 
     server = scripted(script)
-    flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "1", "--num-warmups", "1",
-             "--profile", "--api-key", "k"]  # fmt: skip
+    flags = [
+        "--base-url",
+        server.url,
+        "--model",
+        "m",
+        *questions,
+        "--num-prompts",
+        "1",
+        "--num-warmups",
+        "1",
+        "--profile",
+        "--api-key",
+        "k",
+    ]
     assert bench("serve", *flags)[0] == 0
     completions = "/v1/completions"
     start, stop = ("/start_profile", "Bearer k"), ("/stop_profile", "Bearer k")
@@ -207,8 +300,20 @@ def test_the_server_records_its_devices_during_the_measurement_only(bench, quest
 
 def test_results_are_appended_as_lines(bench, questions, scripted, tmp_path):
     server = scripted(lambda path, body, headers: (404, [b"{}"]) if body is None else (200, answer("a", "b")))
-    flags = ["--base-url", server.url, "--model", "m", *questions, "--num-prompts", "2", "--append-result",
-             "--result-dir", str(tmp_path / "r"), "--result-filename", "all.jsonl"]  # fmt: skip
+    flags = [
+        "--base-url",
+        server.url,
+        "--model",
+        "m",
+        *questions,
+        "--num-prompts",
+        "2",
+        "--append-result",
+        "--result-dir",
+        str(tmp_path / "r"),
+        "--result-filename",
+        "all.jsonl",
+    ]
     assert [bench("serve", *flags)[0] for _ in range(2)] == [0, 0]
     lines = (tmp_path / "r" / "all.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in lines]

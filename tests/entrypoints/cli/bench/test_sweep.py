@@ -16,10 +16,17 @@ def result(load, rate, latency, run=0, **more):
     """A result of `bench sweep`; latencies are multiples of one."""
     concurrency, request_rate = (load, "inf") if isinstance(load, int) else (None, load)
     made = {
-        "run_number": run, "model_id": "demo", "backend": "openai", "num_prompts": 100, "request_rate": request_rate,
-        "max_concurrency": concurrency, "request_throughput": rate, "output_throughput": 32 * rate, "completed": 100,
+        "run_number": run,
+        "model_id": "demo",
+        "backend": "openai",
+        "num_prompts": 100,
+        "request_rate": request_rate,
+        "max_concurrency": concurrency,
+        "request_throughput": rate,
+        "output_throughput": 32 * rate,
+        "completed": 100,
         "failed": 0,
-    }  # fmt: skip
+    }
     for name, times in (("ttft", 1.0), ("tpot", 0.1), ("e2el", 5.0)):
         for which, more_times in (("mean", 1.1), ("median", 1.0), ("p99", 2.0)):
             made[f"{which}_{name}_ms"] = latency * times * more_times
@@ -32,9 +39,24 @@ def asked(scripted, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in "abcd"), encoding="utf-8")
     server = scripted(lambda path, body, headers: (404, [b"{}"]) if body is None else (200, answer("x", "y")))
-    flags = ["--base-url", server.url, "--model", "m", "--dataset-name", "custom", "--dataset-path", str(path),
-             "--skip-tokenizer-init", "--skip-chat-template", "--num-prompts", "4", "-o", str(tmp_path / "r"),
-             "--experiment-name", "x"]  # fmt: skip
+    flags = [
+        "--base-url",
+        server.url,
+        "--model",
+        "m",
+        "--dataset-name",
+        "custom",
+        "--dataset-path",
+        str(path),
+        "--skip-tokenizer-init",
+        "--skip-chat-template",
+        "--num-prompts",
+        "4",
+        "-o",
+        str(tmp_path / "r"),
+        "--experiment-name",
+        "x",
+    ]
     return server, flags, tmp_path / "r" / "x"
 
 
@@ -129,8 +151,11 @@ def test_the_table_has_its_columns_below_each_other_and_rows_by_load():
 
 # ---- the picture
 
-MANY = [result(level, rate, latency, run) for level, rate, latency in ((1, 2.0, 5.0), (8, 9.0, 30.0), (64, 11.0, 600.0))
-        for run in (0, 1)]  # fmt: skip
+MANY = [
+    result(level, rate, latency, run)
+    for level, rate, latency in ((1, 2.0, 5.0), (8, 9.0, 30.0), (64, 11.0, 600.0))
+    for run in (0, 1)
+]
 
 
 def test_every_load_is_in_the_picture():

@@ -26,9 +26,15 @@ def call(index, arguments, name=None):
 
 
 ANSWER = [
-    Delta(reasoning="it is "), Delta(reasoning="day"), Delta(content="Let me "), Delta(content="see."),
-    call(0, '{"city": ', "weather"), call(0, '"Lisbon"}'), call(1, "{}", "time"), Delta(content="Done."),
-]  # fmt: skip
+    Delta(reasoning="it is "),
+    Delta(reasoning="day"),
+    Delta(content="Let me "),
+    Delta(content="see."),
+    call(0, '{"city": ', "weather"),
+    call(0, '"Lisbon"}'),
+    call(1, "{}", "time"),
+    Delta(content="Done."),
+]
 
 
 def events_of(deltas, cut=lambda i: True):

@@ -94,10 +94,12 @@ def test_thinking_goes_back_to_the_template_and_what_is_redacted_does_not():
         ([user(text("a")), assistant(RESULT)], "messages[1].content[0]"),
         ([user(text("a"), RESULT)], "messages[0].content[1].tool_use_id"),
         ([user(text("a")), assistant(USE)], "messages"),
-        ([user(text("a")), assistant(USE), user({**RESULT, "content": [{"type": "image"}]})],
-         "messages[2].content[0].content[0]"),
+        (
+            [user(text("a")), assistant(USE), user({**RESULT, "content": [{"type": "image"}]})],
+            "messages[2].content[0].content[0]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_blocks_that_cannot_be_are_refused_by_their_place(turns, path):
     with pytest.raises(HttpError) as refusal:
         messages_of(*turns)

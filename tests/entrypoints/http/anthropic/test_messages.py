@@ -329,12 +329,19 @@ WRONG = [
     ({"thinking": {"type": "enabled", "budget_tokens": 10}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "always"}}, "thinking.type"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000, "tools": [TOOL],
-      "tool_choice": {"type": "any"}}, "thinking"),
+    (
+        {
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "max_tokens": 2000,
+            "tools": [TOOL],
+            "tool_choice": {"type": "any"},
+        },
+        "thinking",
+    ),
     ({"output_config": {"effort": "extreme"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-]  # fmt: skip
+]
 
 
 def test_every_invalid_field_gives_400_with_its_name(serving):
@@ -374,10 +381,9 @@ def test_a_format_comes_after_thinking_and_not_together_with_forced_calls(ask):
 KEYS = st.sampled_from(["type", "name", "text", "role", "content", "format", "schema"])
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 70) | st.sampled_from([2**64, 0.5, "", "auto", "text", "any", "user"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(KEYS, inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=4,
-)  # fmt: skip
+)
 FIELDS = st.sampled_from([field.name for field in msgspec.structs.fields(MessagesRequest)])
 
 

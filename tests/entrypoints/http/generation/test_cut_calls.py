@@ -15,13 +15,15 @@ ASKED = {
     "/v1/chat/completions": (CHAT, "required", {"type": "function", "function": {"name": "weather"}}),
     "/v1/messages": (
         {"model": "fake", "messages": CHAT["messages"], "tools": [{"name": "weather", "input_schema": SCHEMA}]},
-        {"type": "any"}, {"type": "tool", "name": "weather"},
+        {"type": "any"},
+        {"type": "tool", "name": "weather"},
     ),
     "/v1/responses": (
-        {"input": "the cat", "store": False, "tools": [{"type": "function", **FUNCTION}]}, "required",
+        {"input": "the cat", "store": False, "tools": [{"type": "function", **FUNCTION}]},
+        "required",
         {"type": "function", "name": "weather"},
     ),
-}  # fmt: skip
+}
 
 
 def read(path, body):

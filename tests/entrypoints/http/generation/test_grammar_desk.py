@@ -11,7 +11,7 @@ from jaxpaged.engine.input.grammar_checker import GrammarRefused
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.entrypoints.http.generation.grammar_desk import NUM_HARD, Asker, GrammarDesk
 from jaxpaged.errors import RequestError
-from jaxpaged.structured_outputs import StructuredOutputsParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from tests.engine.test_kv_transfer import BORROWS
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
@@ -132,10 +132,19 @@ def test_a_client_that_closes_its_connection_takes_its_work_back():
 
         sent, headers = [], [(b"content-type", b"application/json")]
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
-            "headers": headers, "query_string": b"", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
-            "scheme": "http", "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"},
-        }  # fmt: skip
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "headers": headers,
+            "query_string": b"",
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+            "scheme": "http",
+            "root_path": "",
+            "http_version": "1.1",
+            "asgi": {"version": "3.0"},
+        }
         asked = asyncio.ensure_future(create_app(service)(scope, receive, send))
         while not checker.hard:
             await asyncio.sleep(0.001)

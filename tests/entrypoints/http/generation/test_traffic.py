@@ -54,9 +54,12 @@ def test_sequences_of_one_request_count_each():
 @pytest.mark.parametrize("is_idle", [True, False])
 @pytest.mark.parametrize(
     ("limits", "sequences", "tokens", "number"),
-    [({"max_queued": 2}, 7, 10, "3 sequences"), ({"max_queued": 0}, 5, 10, "1 sequences"),
-     ({"max_queued_tokens": 50}, 5, 60, "60 prompt tokens")],
-)  # fmt: skip
+    [
+        ({"max_queued": 2}, 7, 10, "3 sequences"),
+        ({"max_queued": 0}, 5, 10, "1 sequences"),
+        ({"max_queued_tokens": 50}, 5, 60, "60 prompt tokens"),
+    ],
+)
 def test_what_the_queue_could_never_take_is_not_told_to_come_back(limits, sequences, tokens, number, is_idle):
     """Before, it was told to try again later, for ever."""
     traffic = Traffic(max_running=4, **limits)

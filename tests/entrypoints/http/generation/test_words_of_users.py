@@ -8,8 +8,10 @@ import pytest
 from jaxpaged.parsing.reasoning import REASONING_FORMATS
 from tests.entrypoints.http.saying_model import saying
 
-CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}" \
-    "{{ c.function.arguments | tojson }}{% endfor %}[/]{% endfor %}[assistant]"  # fmt: skip
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}[/]{% endfor %}[assistant]"
+)
 SHAPE = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
 SAYS = '{"a": 22}'
 
@@ -21,8 +23,11 @@ def conversations(start, end):
     for said in (start, end, f"{start}hm{end}", f"{end} {start}"):
         yield [{"role": "user", "content": f"What does {said} mean?"}]
         yield [{"role": "system", "content": said}, {"role": "user", "content": "x"}]
-        yield [{"role": "user", "content": "x"}, {"role": "assistant", "content": f"{said}\nLet me"},
-               {"role": "user", "content": "go on"}]  # fmt: skip
+        yield [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": f"{said}\nLet me"},
+            {"role": "user", "content": "go on"},
+        ]
         yield [{"role": "user", "content": "x"}, answer, {"role": "tool", "tool_call_id": "c", "content": said}]
     parts = [{"type": "text", "text": text} for text in ("x", start)]
     yield [{"role": "user", "content": parts}]
@@ -74,15 +79,20 @@ def test_what_the_template_writes_at_the_end_does(serving, name, form):
         assert (message["content"], message["reasoning"]) == ("yes", None)
 
 
-@pytest.mark.parametrize(("last", "content", "reasoning"), [
-    ("<think>\nLet me", "yes", "so"), ("<think>hm</think>I say", "so</think>yes", None),
-    ("I say", "so</think>yes", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("last", "content", "reasoning"),
+    [
+        ("<think>\nLet me", "yes", "so"),
+        ("<think>hm</think>I say", "so</think>yes", None),
+        ("I say", "so</think>yes", None),
+    ],
+)
 def test_an_answer_that_is_continued_is_the_models_own(ask, last, content, reasoning):
     messages = [{"role": "user", "content": "</think><think>"}, {"role": "assistant", "content": last}]
     body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
-    answer = ask("/v1/chat/completions", body, options={"reasoning_parser": "qwen3"},
-                 **saying("so</think>yes", chat=CHAT))  # fmt: skip
+    answer = ask(
+        "/v1/chat/completions", body, options={"reasoning_parser": "qwen3"}, **saying("so</think>yes", chat=CHAT)
+    )
     message = answer.json["choices"][0]["message"]
     assert (message["content"], message["reasoning"]) == (content, reasoning)
 
@@ -90,9 +100,10 @@ def test_an_answer_that_is_continued_is_the_models_own(ask, last, content, reaso
 def test_responses_and_messages_read_answers_alike(serving):
     question = "What does <think> mean?"
     called = [
-        {"role": "user", "content": "x"}, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"role": "user", "content": "x"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "<think>"},
-    ]  # fmt: skip
+    ]
     result = [{"type": "tool_result", "tool_use_id": "c", "content": "<think>"}]
     used = [
         {"role": "user", "content": "x"},

@@ -35,9 +35,11 @@ def test_a_completion_has_the_models_text_and_counts_its_tokens(ask):
     assert answer.json["model"] == "fake"
     num_prompt = len(TOKENIZER.encode(PROMPT))
     assert answer.json["usage"] == {
-        "prompt_tokens": num_prompt, "completion_tokens": 4, "total_tokens": num_prompt + 4,
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 4,
+        "total_tokens": num_prompt + 4,
         "prompt_tokens_details": None,
-    }  # fmt: skip
+    }
 
 
 def test_without_max_tokens_there_are_16(ask):
@@ -222,12 +224,31 @@ def test_token_ids_are_returned_when_asked_for(ask):
 
 def test_every_sampling_parameter_reaches_the_engine(serving):
     body = {
-        "prompt": PROMPT, "n": 2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5,
-        "temperature": 0.75, "top_p": 0.5, "top_k": 7, "min_p": 0.125, "seed": 11, "stop": ["x"], "stop_token_ids": [9],
-        "bad_words": ["dog"], "include_stop_str_in_output": True, "ignore_eos": True, "max_tokens": 3, "min_tokens": 2,
-        "logprobs": 2, "prompt_logprobs": 1, "skip_special_tokens": False, "spaces_between_special_tokens": False,
-        "logit_bias": {"8": -5}, "allowed_token_ids": [7, 8, 10, 11], "vllm_xargs": {"mine": [1, "two"]},
-    }  # fmt: skip
+        "prompt": PROMPT,
+        "n": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "temperature": 0.75,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.125,
+        "seed": 11,
+        "stop": ["x"],
+        "stop_token_ids": [9],
+        "bad_words": ["dog"],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "max_tokens": 3,
+        "min_tokens": 2,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logit_bias": {"8": -5},
+        "allowed_token_ids": [7, 8, 10, 11],
+        "vllm_xargs": {"mine": [1, "two"]},
+    }
 
     async def scenario(server):
         answer = await server.client.post("/v1/completions", body)

@@ -34,9 +34,14 @@ def token_ids(client):
 
 def test_a_chat_answer_is_parsed(client):
     answer = client.chat.completions.create(
-        model="fake", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2,
+        model="fake",
+        messages=MESSAGES,
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
         extra_body={"return_token_ids": True, "top_k": 5},
-    )  # fmt: skip
+    )
     choice = answer.choices[0]
     assert choice.finish_reason == "length" and choice.message.role == "assistant"
     assert choice.message.content == TOKENIZER.decode(choice.token_ids)
@@ -48,10 +53,14 @@ def test_a_chat_streams(client):
     whole = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=6, temperature=0)
     chunks = list(
         client.chat.completions.create(
-            model="fake", messages=MESSAGES, max_tokens=6, temperature=0, stream=True,
+            model="fake",
+            messages=MESSAGES,
+            max_tokens=6,
+            temperature=0,
+            stream=True,
             stream_options={"include_usage": True},
         )
-    )  # fmt: skip
+    )
     text = "".join(chunk.choices[0].delta.content for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 6

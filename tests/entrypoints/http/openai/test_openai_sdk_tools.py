@@ -13,8 +13,11 @@ from tests.entrypoints.http.saying_model import saying
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 PARAMETERS = {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}]
 OPTIONS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 CALL = '<think>hm</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -56,8 +59,10 @@ def test_a_call_is_parsed(client, say):
     assert choice.finish_reason == "tool_calls" and choice.message.reasoning == "hm"
     [call] = choice.message.tool_calls
     assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
-        "function", "weather", {"city": "Rome"}
-    )  # fmt: skip
+        "function",
+        "weather",
+        {"city": "Rome"},
+    )
 
 
 def test_the_streaming_helper_puts_calls_together(client, say):

@@ -121,9 +121,11 @@ def test_every_answer_of_n_has_calls_of_its_own(ask):
 
 def test_log_probabilities_of_every_token_stream_with_the_calls(ask):
     answer = ask(
-        PATH, {**ASKED, "tools": TOOLS, "logprobs": True, "stream": True, "return_token_ids": True}, options=HERMES,
+        PATH,
+        {**ASKED, "tools": TOOLS, "logprobs": True, "stream": True, "return_token_ids": True},
+        options=HERMES,
         **saying(CALLS),
-    )  # fmt: skip
+    )
     choices = [event["choices"][0] for event in answer.events[:-1]]
     num_tokens = sum(len(choice.get("token_ids", ())) for choice in choices)
     assert sum(len(c["logprobs"]["content"]) for c in choices if c["logprobs"]) == num_tokens > 50
@@ -242,9 +244,10 @@ def test_calls_come_after_thinking(ask):
 ANSWER_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"]}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": ANSWER_SCHEMA, "strict": True}}
 OLD_TAG = {
-    "type": "structural_tag", "triggers": ["<f="],
+    "type": "structural_tag",
+    "triggers": ["<f="],
     "structures": [{"begin": "<f=1>", "schema": {"const": "a"}, "end": "</f>"}],
-}  # fmt: skip
+}
 CONTENT = {"type": "json_schema", "json_schema": {"const": "a"}}
 TAG = {"type": "tag", "begin": "<f=1>", "content": CONTENT, "end": "</f>"}
 NEW_TAG = {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG]}}

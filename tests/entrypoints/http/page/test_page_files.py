@@ -57,11 +57,23 @@ def test_a_file_that_the_browser_has_is_not_sent_again(serving):
 @pytest.mark.parametrize(
     "path",
     [
-        "/page/", "/page", "/page/index.html", "/page/../files.py", "/page/%2e%2e/files.py", "/page/..%2ffiles.py",
-        "/page/static/main.js", "/page//etc/passwd", "/page/main.js/../../files.py", "/../etc/passwd",
-        "/page/main.js%00", "/page/....//files.py", "/page/..\\files.py", "//etc/passwd", "/page/__init__.py",
+        "/page/",
+        "/page",
+        "/page/index.html",
+        "/page/../files.py",
+        "/page/%2e%2e/files.py",
+        "/page/..%2ffiles.py",
+        "/page/static/main.js",
+        "/page//etc/passwd",
+        "/page/main.js/../../files.py",
+        "/../etc/passwd",
+        "/page/main.js%00",
+        "/page/....//files.py",
+        "/page/..\\files.py",
+        "//etc/passwd",
+        "/page/__init__.py",
     ],
-)  # fmt: skip
+)
 def test_no_path_leads_to_any_other_file(ask, path):
     answer = ask(path)
     assert answer.status == 404 and b"import" not in answer.body and b"root:" not in answer.body

@@ -21,17 +21,25 @@ from tests.entrypoints.http.saying_model import saying
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None or CHROMEDRIVER is None, reason="needs chromium and chromedriver: "
-                       "apt-get install chromium chromium-driver"),
-]  # fmt: skip
+    pytest.mark.skipif(
+        CHROMIUM is None or CHROMEDRIVER is None,
+        reason="needs chromium and chromedriver: apt-get install chromium chromium-driver",
+    ),
+]
 WIDTHS = (360, 768, 1280, 1920)
 SEEN = "[...document.querySelectorAll(arguments[0])].filter(each => each.checkVisibility())"
 
 
 PAIRS = (
-    ("--ink", "--paper"), ("--dim", "--paper"), ("--dim", "--sunk"), ("--dim", "--raised"), ("--accent", "--paper"),
-    ("--on-accent", "--accent"), ("--bad", "--paper"), ("--ink", "--soft"),
-)  # fmt: skip
+    ("--ink", "--paper"),
+    ("--dim", "--paper"),
+    ("--dim", "--sunk"),
+    ("--dim", "--raised"),
+    ("--accent", "--paper"),
+    ("--on-accent", "--accent"),
+    ("--bad", "--paper"),
+    ("--ink", "--soft"),
+)
 CONTRAST = """
     const canvas = document.createElement("canvas").getContext("2d");
     const linear = (value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);

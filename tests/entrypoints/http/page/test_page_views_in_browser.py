@@ -12,9 +12,11 @@ from tests.entrypoints.http.saying_model import saying
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None or CHROMEDRIVER is None, reason="needs chromium and chromedriver: "
-                       "apt-get install chromium chromium-driver"),
-]  # fmt: skip
+    pytest.mark.skipif(
+        CHROMIUM is None or CHROMEDRIVER is None,
+        reason="needs chromium and chromedriver: apt-get install chromium chromium-driver",
+    ),
+]
 TOKENS, CHANCES = 2, 3  # places of the views' buttons
 RATE = """return import(document.baseURI + 'page/speed.js').then(({Speed}) => {
     const speed = new Speed();

@@ -22,8 +22,9 @@ def scores(answer):
     return [each["score"] for each in answer.json["data"]]
 
 
-@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"),
-                                   ("data_1", "data_2")])  # fmt: skip
+@pytest.mark.parametrize(
+    "names", [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
 def test_an_embedding_model_gives_the_cosine_under_every_name(ask_pooling, names):
     first, second = names
     answer = ask_pooling("/score", {first: QUERY, second: DOCUMENTS})

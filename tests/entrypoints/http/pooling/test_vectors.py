@@ -33,8 +33,11 @@ def test_texts_and_ids_alone_and_in_lists_are_embedded(ask_pooling):
     assert answer.json["data"][1]["object"] == "embedding"
     count = len(ids) + len(ENCODE("a dog"))
     assert answer.json["usage"] == {
-        "prompt_tokens": count, "total_tokens": count, "completion_tokens": 0, "prompt_tokens_details": None,
-    }  # fmt: skip
+        "prompt_tokens": count,
+        "total_tokens": count,
+        "completion_tokens": 0,
+        "prompt_tokens_details": None,
+    }
 
 
 def test_base64_holds_the_same_numbers(ask_pooling):
@@ -117,10 +120,14 @@ def test_another_models_name_is_not_known(ask_pooling):
 
 
 BODIES = {
-    "/v1/embeddings": {"input": "a"}, "/pooling": {"input": "a"}, "/classify": {"input": "a"},
-    "/score": {"text_1": "a", "text_2": "b"}, "/v1/score": {"queries": "a", "documents": ["b"]},
-    "/rerank": {"query": "a", "documents": ["b"]}, "/v1/rerank": {"query": "a", "documents": ["b"]},
-}  # fmt: skip
+    "/v1/embeddings": {"input": "a"},
+    "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/score": {"queries": "a", "documents": ["b"]},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+}
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -166,10 +166,21 @@ def test_the_shape_of_the_text_reaches_the_engine(serving):
 
 def test_sampling_fields_reach_the_engine(serving):
     fields = {
-        "temperature": 0.7, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 7, "stop": ["x"], "stop_token_ids": [9],
-        "min_tokens": 1, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5,
-        "ignore_eos": True, "bad_words": ["dog"], "skip_special_tokens": False,
-    }  # fmt: skip
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["x"],
+        "stop_token_ids": [9],
+        "min_tokens": 1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "ignore_eos": True,
+        "bad_words": ["dog"],
+        "skip_special_tokens": False,
+    }
 
     async def scenario(server):
         body = {"input": "a", "max_output_tokens": 3, **fields, "logit_bias": {"5": 1}, "vllm_xargs": {"a": 1}}
@@ -203,9 +214,15 @@ def test_the_events_of_a_message_come_in_order(respond):
     kinds = [event["type"] for event in events_of(respond({**GREEDY, "stream": True}, "the sun"))]
     without_deltas = [kind for kind in kinds if not kind.endswith(".delta")]
     assert "response.output_text.delta" in kinds and without_deltas == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
-    ]  # fmt: skip
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
 
 
 def test_every_snapshot_is_of_its_own_time(respond):

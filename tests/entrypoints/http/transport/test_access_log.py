@@ -28,9 +28,11 @@ def test_a_request_leaves_its_path_status_id_and_duration(serving, caplog):
     serving(scenario)
     lines = access(caplog)
     assert [(line.method, line.path, line.status) for line in lines] == [
-        ("POST", "/v1/completions", 200), ("POST", "/v1/completions", 200), ("POST", "/v1/completions", 400),
+        ("POST", "/v1/completions", 200),
+        ("POST", "/v1/completions", 200),
+        ("POST", "/v1/completions", 400),
         ("GET", "/no%20where%0A", 404),
-    ]  # fmt: skip
+    ]
     assert lines[0].request_id == "cmpl-me" and lines[1].request_id.startswith("cmpl-")
     assert all(line.duration > 0 and line.levelname == "INFO" for line in lines)
     assert "POST /v1/completions 200 in 0." in lines[0].getMessage() and "cmpl-me" in lines[0].getMessage()
@@ -76,9 +78,17 @@ def test_nothing_that_was_asked_is_logged_by_any_endpoint_whatever_comes_of_it(s
     caplog.set_level(logging.DEBUG, "jaxpaged")
     message = [{"role": "user", "content": SECRET}]
     fields = {
-        "prompt": SECRET, "messages": message, "input": SECRET, "max_tokens": 4, "query": SECRET, "text_1": SECRET,
-        "documents": [SECRET], "queries": SECRET, "stop": SECRET, "user": SECRET,
-    }  # fmt: skip
+        "prompt": SECRET,
+        "messages": message,
+        "input": SECRET,
+        "max_tokens": 4,
+        "query": SECRET,
+        "text_1": SECRET,
+        "documents": [SECRET],
+        "queries": SECRET,
+        "stop": SECRET,
+        "user": SECRET,
+    }
 
     async def scenario(server):
         bodies = {each.path: each.body for each in public_endpoints(server.service) if each.method == "POST"}

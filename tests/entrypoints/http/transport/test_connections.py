@@ -140,13 +140,16 @@ def test_where_all_have_requests_under_way_the_new_one_goes():
     assert len(held) == 1
 
 
-@pytest.mark.parametrize(("wanted", "limits", "allowed", "raised"), [
-    (100, (1024, 4096), 100, None),
-    (1000, (1024, 4096), 1000, (1256, 4096)),
-    (8000, (1024, 4096), 3840, (4096, 4096)),
-    (1000, (1024, -1), 1000, (1256, -1)),
-    (1000, (-1, -1), 1000, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "limits", "allowed", "raised"),
+    [
+        (100, (1024, 4096), 100, None),
+        (1000, (1024, 4096), 1000, (1256, 4096)),
+        (8000, (1024, 4096), 3840, (4096, 4096)),
+        (1000, (1024, -1), 1000, (1256, -1)),
+        (1000, (-1, -1), 1000, None),
+    ],
+)
 def test_as_many_as_the_system_allows_files(monkeypatch, caplog, wanted, limits, allowed, raised):
     import resource
 

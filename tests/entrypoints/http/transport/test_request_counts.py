@@ -67,8 +67,11 @@ def test_labels_are_declared_paths_and_known_methods_only(serving):
     strange += [("GET", f"/nowhere/{i}", None) for i in range(5)]
     strange += [(f"METHOD{i}", "/v1/completions", None) for i in range(5)]
     _, found = counted(serving, *strange)
-    counts = {dict(labels)["handler"]: (dict(labels)["method"], n) for (name, labels), n in found.items()
-              if name == "http_requests_total"}  # fmt: skip
+    counts = {
+        dict(labels)["handler"]: (dict(labels)["method"], n)
+        for (name, labels), n in found.items()
+        if name == "http_requests_total"
+    }
     assert counts == {"/v1/responses/{id}": ("GET", 5), "none": ("GET", 5), "/v1/completions": ("other", 5)}
 
 

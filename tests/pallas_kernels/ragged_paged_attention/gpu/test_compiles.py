@@ -17,8 +17,16 @@ from pallas_kernels.testing import layer_of
 ROOT = Path(__file__).parents[4]
 SHAPE = {shape.name: shape for shape in SERVING_SHAPES}
 FIRST = "decodes and chunks"
-QUICK = {"h100": ["a few decodes", FIRST, "decodes that share", "head_dim 256, window, soft cap",
-                  "head_dim 64, window, sinks", "float8 cache, scales of heads"]}  # fmt: skip
+QUICK = {
+    "h100": [
+        "a few decodes",
+        FIRST,
+        "decodes that share",
+        "head_dim 256, window, soft cap",
+        "head_dim 64, window, sinks",
+        "float8 cache, scales of heads",
+    ]
+}
 NUM_KERNELS = 5  # write; attend and merge for each class of tiles; for what rows share two more
 
 needs_compiler = [

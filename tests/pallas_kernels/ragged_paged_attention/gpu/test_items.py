@@ -19,7 +19,7 @@ from pallas_kernels.ragged_paged_attention.gpu.items import (
     TOKEN,
     Sizes,
     make_items,
-)  # fmt: skip
+)
 
 ROWS = [(0, 5), (300, 1), (10, 90), (63, 1), (0, 1), (9, 0), (1000, 3), (260, 70)]
 

@@ -67,34 +67,56 @@ def test_the_number_of_parts_changes_nothing(monkeypatch, per_core):
 # what is wrong: (a case that must notice, the module, its text, what the mutant has in its place)
 MUTANTS = {
     "slots that nobody may see are read": (
-        "window, soft cap and sinks", kernels, "needed_C if masked else None)", "None)",
+        "window, soft cap and sinks",
+        kernels,
+        "needed_C if masked else None)",
+        "None)",
     ),
     "queries see one position ahead": (
-        "window, soft cap and sinks", kernels, "position_C[None, :] <= tile.position",
+        "window, soft cap and sinks",
+        kernels,
+        "position_C[None, :] <= tile.position",
         "position_C[None, :] <= tile.position + 1",
     ),
     "the window is one too long": (
-        "window, soft cap and sinks", kernels, "> tile.position - layer.window", ">= tile.position - layer.window",
+        "window, soft cap and sinks",
+        kernels,
+        "> tile.position - layer.window",
+        ">= tile.position - layer.window",
     ),
     "older slots keep their weight": (
-        "long tail of windows", kernels, "out * fade_X1 + dot(", "out + dot(",
+        "long tail of windows",
+        kernels,
+        "out * fade_X1 + dot(",
+        "out + dot(",
     ),
     "a part's weight is forgotten in the merger": (
-        "one decode", kernels, "total_X1 * fade_X1 + new_total_X1 * weight_X1", "total_X1 * fade_X1 + weight_X1",
+        "one decode",
+        kernels,
+        "total_X1 * fade_X1 + new_total_X1 * weight_X1",
+        "total_X1 * fade_X1 + weight_X1",
     ),
     "the last part is forgotten": (
-        "one decode", kernels, "first + fact(at.NUM_PARTS), add", "first + fact(at.NUM_PARTS) - 1, add",
+        "one decode",
+        kernels,
+        "first + fact(at.NUM_PARTS), add",
+        "first + fact(at.NUM_PARTS) - 1, add",
     ),
     "what rows share is forgotten": (
-        "rows that share beginnings, window, soft cap and sinks", kernels, "fact(at.BEGUN) > 0", "fact(at.BEGUN) < 0",
+        "rows that share beginnings, window, soft cap and sinks",
+        kernels,
+        "fact(at.BEGUN) > 0",
+        "fact(at.BEGUN) < 0",
     ),
     "queries see spans that others share": (
-        "rows that share beginnings, window, soft cap and sinks", kernels,
-        "place.real & (place.position >= fact(at.FIRST_QUERY))", "place.real",
+        "rows that share beginnings, window, soft cap and sinks",
+        kernels,
+        "place.real & (place.position >= fact(at.FIRST_QUERY))",
+        "place.real",
     ),
     "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
     # No mutant without the bounds of written blocks: the interpreter drops what lies outside of an array by itself.
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(x, marks=marks(i, False)) for i, x in enumerate(MUTANTS)])

@@ -46,25 +46,34 @@ def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tok
 # what is wrong: (a case that must notice, text, what the mutant has in its place)
 MUTANTS = {
     "slots that nobody may see are read": (
-        "window, soft cap and sinks", "v_CP = load_pieces(v + slot_C * layer.heads.head_dim, needed_C,",
+        "window, soft cap and sinks",
+        "v_CP = load_pieces(v + slot_C * layer.heads.head_dim, needed_C,",
         "v_CP = load_pieces(v + slot_C * layer.heads.head_dim, None,",
     ),
     "queries see one position ahead": (
-        "window, soft cap and sinks", "position_C[None, :] <= position_X[:, None]",
+        "window, soft cap and sinks",
+        "position_C[None, :] <= position_X[:, None]",
         "position_C[None, :] <= position_X[:, None] + 1",
     ),
     "the window is one too long": (
-        "window, soft cap and sinks", "> position_X[:, None] - layer.window", ">= position_X[:, None] - layer.window",
+        "window, soft cap and sinks",
+        "> position_X[:, None] - layer.window",
+        ">= position_X[:, None] - layer.window",
     ),
     "older slots keep their weight": ("long tail of windows", "out_XP[i] * fade_X[:, None]),)", "out_XP[i]),)"),
     "a part's weight is forgotten in the merger": (
-        "one decode", "total_X * fade_X + new_total_X * weight_X", "total_X * fade_X + weight_X",
+        "one decode",
+        "total_X * fade_X + new_total_X * weight_X",
+        "total_X * fade_X + weight_X",
     ),
-    "the last part is forgotten": ("one decode", "first + tl.load(fact + NUM_PARTS))",
-                                   "first + tl.load(fact + NUM_PARTS) - 1)"),
+    "the last part is forgotten": (
+        "one decode",
+        "first + tl.load(fact + NUM_PARTS))",
+        "first + tl.load(fact + NUM_PARTS) - 1)",
+    ),
     "a sink is forgotten": ("window, soft cap and sinks", "if layer.has_sinks:", "if False:"),
     "new tokens go to other slots": ("rows with no new token", "block_size + offset_X", "block_size + offset_X % 8"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -43,13 +43,26 @@ def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_block
 
     def attend(kv, q_TNH, k_TKH, v_TKH, sinks_N, shared_6R, *where):
         metadata = rpa.make_metadata(
-            R, *where, num_tokens=T, block_size=S, window=case.window, backend="tpu",
+            R,
+            *where,
+            num_tokens=T,
+            block_size=S,
+            window=case.window,
+            backend="tpu",
             shared_6R=shared_6R if shares else None,
-        )  # fmt: skip
+        )
         return rpa.ragged_paged_attention(
-            q_TNH, k_TKH, v_TKH, kv, metadata, scale=H**-0.5, window=case.window, soft_cap=case.soft_cap,
-            sinks_N=sinks_N if case.sinks else None, backend="tpu",
-        )  # fmt: skip
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            kv,
+            metadata,
+            scale=H**-0.5,
+            window=case.window,
+            soft_cap=case.soft_cap,
+            sinks_N=sinks_N if case.sinks else None,
+            backend="tpu",
+        )
 
     kv = jax.eval_shape(lambda: rpa.kv_zeros(NUM_BLOCKS, S, K, H, kv_dtype or dtype, "tpu", kv_scales))
     new_TKH = struct((T, K, H), dtype)

@@ -27,40 +27,64 @@ SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=146, shared
 MUTANTS = {
     "decodes see all that was fetched": (CASE, "decode", "visible_nXP != 0", "visible_nXP >= 0"),
     "decodes forget their last piece": (
-        CASE, "segments", "(runs.end_Z - 1) // item_slots - first_Z + 1", "(runs.end_Z - 1) // item_slots - first_Z",
+        CASE,
+        "segments",
+        "(runs.end_Z - 1) // item_slots - first_Z + 1",
+        "(runs.end_Z - 1) // item_slots - first_Z",
     ),
     "what was seen before keeps its weight": (
-        CASE, "decode", "self.acc_ref[...] * keep + out * add", "self.acc_ref[...] + out * add",
+        CASE,
+        "decode",
+        "self.acc_ref[...] * keep + out * add",
+        "self.acc_ref[...] + out * add",
     ),
     "queries of a tile see one position ahead": (
-        CASE, "prefill", "position_1P <= last_X1", "position_1P <= last_X1 + 1",
+        CASE,
+        "prefill",
+        "position_1P <= last_X1",
+        "position_1P <= last_X1 + 1",
     ),
     "queries of a tile see others' contexts": (
-        CASE, "prefill", "(query_X1 >= self.first_query) & (query_X1 < self.end_query)", "query_X1 >= 0",
+        CASE,
+        "prefill",
+        "(query_X1 >= self.first_query) & (query_X1 < self.end_query)",
+        "query_X1 >= 0",
     ),
     "what nobody may see only gets a weight of zero": (
-        CASE, "softmax", "pl.when(jnp.logical_not(whole))", "pl.when(item.segment < 0)",
+        CASE,
+        "softmax",
+        "pl.when(jnp.logical_not(whole))",
+        "pl.when(item.segment < 0)",
     ),
     "blocks are not waited for": (CASE, "fetch", "            self._await_blocks(step)\n", ""),
     "both buffers are one": (CASE, "fetch", "self.scratch.blocks.at[step & 1, i, :", "self.scratch.blocks.at[0, i, :"),
     "blocks that nobody needs are fetched": (
-        WINDOW, "fetch", "first = jnp.maximum(item.first - item.position, 0)", "first = 0 * item.first",
+        WINDOW,
+        "fetch",
+        "first = jnp.maximum(item.first - item.position, 0)",
+        "first = 0 * item.first",
     ),
     "neighbours of a new token are not kept": (CASE, "write", "return self.num_tokens(z) < self.group", "return z < 0"),
     "the first new token is not written": (CASE, "write", "slot == first + i", "slot == first + i + 1"),
     "decodes forget sinks": (SINKS, "decode", "if self.sinks_ref is None:", "if True:"),
     "prompts forget sinks": (SINKS, "prefill", "if sinks_ref is None:", "if True:"),
     "a window is one too wide for prompts": (
-        WINDOW, "prefill", "position_1P > last_X1 - self.window", "position_1P >= last_X1 - self.window",
+        WINDOW,
+        "prefill",
+        "position_1P > last_X1 - self.window",
+        "position_1P >= last_X1 - self.window",
     ),
     "decodes forget spans": (SHARED, "decode", "begun_Z[item.segment] > 0", "begun_Z[item.segment] < 0"),
     "prompts forget spans": (SHARED, "prefill", "begun_J[tile] > 0", "begun_J[tile] < 0"),
     "what rows share is read by each of them too": (SHARED, "plan", "jnp.maximum(begin_Z, own_Z)", "begin_Z"),
     "queries that share a span stand side by side": (SHARED, "prefill", "if self.position_QL is None:", "if True:"),
     "spans are read beyond their ends": (
-        SHARED, "prefill", "(position_1P >= self.item.first) & (position_1P < self.item.end)", "position_1P >= 0",
+        SHARED,
+        "prefill",
+        "(position_1P >= self.item.first) & (position_1P < self.item.end)",
+        "position_1P >= 0",
     ),
-}  # fmt: skip
+}
 QUICK = ("queries of a tile see others' contexts", "blocks are not waited for")
 
 

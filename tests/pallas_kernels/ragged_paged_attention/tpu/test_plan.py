@@ -22,10 +22,16 @@ from pallas_kernels.testing import QUICK_COMPILE, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import marks
 
 QUICK = (
-    "decodes and prompts in any order", "block_size 48, which divides no tile", "window, no multiple of the block",
-    "window of one token", "long tail", "chunk that continues a context, window", "rows with no new token",
-    "padded far beyond the total", "nothing at all",
-)  # fmt: skip
+    "decodes and prompts in any order",
+    "block_size 48, which divides no tile",
+    "window, no multiple of the block",
+    "window of one token",
+    "long tail",
+    "chunk that continues a context, window",
+    "rows with no new token",
+    "padded far beyond the total",
+    "nothing at all",
+)
 SOME_CASES = [pytest.param(case, id=case.name, marks=marks(i, case.name in QUICK)) for i, case in enumerate(CASES)]
 
 
@@ -40,10 +46,18 @@ def plan_of(case):
 def pieces_of(segments, queries_per_block, item_slots):
     """(grid block, row, position of a query, first slot of a piece) of every query and item, in order."""
     found, item = [], 0
-    arrays = (np.asarray(x) for x in (
-        segments.row_Z, segments.least_Z - segments.first_query_Z, segments.first_query_Z, segments.end_query_Z,
-        segments.base_Z, segments.item_end_Z, segments.stop_Z,
-    ))  # fmt: skip
+    arrays = (
+        np.asarray(x)
+        for x in (
+            segments.row_Z,
+            segments.least_Z - segments.first_query_Z,
+            segments.first_query_Z,
+            segments.end_query_Z,
+            segments.base_Z,
+            segments.item_end_Z,
+            segments.stop_Z,
+        )
+    )
     item_end_J = np.asarray(segments.item_end_J)
     for row, offset, first, end, base, item_end, stop in zip(*arrays):
         while item < item_end:
@@ -62,8 +76,9 @@ def wanted_pieces(case, wanted_row, item_slots):
     for row, (cached, new) in enumerate(case.rows):
         for position in range(cached, cached + new) if wanted_row(new) else ():
             first = 0 if case.window is None else max(0, position - case.window + 1)
-            wanted |= {(row, position, piece * item_slots)
-                       for piece in range(first // item_slots, position // item_slots + 1)}  # fmt: skip
+            wanted |= {
+                (row, position, piece * item_slots) for piece in range(first // item_slots, position // item_slots + 1)
+            }
     return wanted
 
 

@@ -44,7 +44,7 @@ REFUSED = [
     ("skip_special_tokens", [1]),
     ("spaces_between_special_tokens", [0]),
     ("skip_reading_prefix_cache", [1]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,15 @@ def test_a_tiny_temperature_is_raised_with_a_warning(caplog):
 
 def test_values_are_normalised():
     params = SamplingParams(
-        stop="END", bad_words="no", seed=-1, top_k=-1, stop_token_ids=(4, 4, 2), output_kind="delta",
-        logit_bias={"17": 300, 3: -300, 4: 1}, temperature=1,
-    )  # fmt: skip
+        stop="END",
+        bad_words="no",
+        seed=-1,
+        top_k=-1,
+        stop_token_ids=(4, 4, 2),
+        output_kind="delta",
+        logit_bias={"17": 300, 3: -300, 4: 1},
+        temperature=1,
+    )
     assert (params.stop, params.bad_words, params.seed, params.top_k) == (["END"], ["no"], RANDOM_SEED, 0)
     assert params.stop_token_ids == [4, 2]
     assert [SamplingParams(thinking_token_budget=n).thinking_token_budget for n in (-1, 0, 9)] == [None, 0, 9]
@@ -179,9 +185,10 @@ def test_logprobs_are_limited_by_the_engine(name):
 
 
 @pytest.mark.parametrize(
-    "words", [[[1]] * 129, [[]], [[1] * 129], [[1] * 128] * 8 + [[1]], [[100]]],
+    "words",
+    [[[1]] * 129, [[]], [[1] * 129], [[1] * 128] * 8 + [[1]], [[100]]],
     ids=["too many", "empty", "too long", "too long together", "outside the vocabulary"],
-)  # fmt: skip
+)
 def test_bad_words_as_tokens_must_fit_the_sampler(words):
     params = SamplingParams(bad_words=["x"])
     params.bad_words_token_ids = words

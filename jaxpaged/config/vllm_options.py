@@ -15,9 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.errors import ConfigError, RequestError
-from jaxpaged.installed import is_installed
-from jaxpaged.text_checks import shown_option
+from jaxpaged.errors import ConfigError, RequestError, is_installed, shown_option
 
 logger = logging.getLogger(__name__)
 

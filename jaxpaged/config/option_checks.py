@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from jaxpaged.errors import ConfigError, did_you_mean
-from jaxpaged.text_checks import shown_option
+from jaxpaged.errors import ConfigError, did_you_mean, shown_option
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -29,9 +28,13 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
 
 KIND_NAMES = {
-    int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "a mapping",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "a mapping",
     tuple: "a list",
-}  # fmt: skip
+}
 
 
 def checked(f: dataclasses.Field, value: Any) -> Any:

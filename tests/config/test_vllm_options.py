@@ -5,12 +5,11 @@ import logging
 
 import pytest
 
-from jaxpaged import vllm_options
-from jaxpaged.config import EngineConfig, all_options
+from jaxpaged.config import EngineConfig, all_options, vllm_options
+from jaxpaged.config.vllm_options import FOREIGN_OPTIONS, VALUES
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
 from jaxpaged.errors import ConfigError
-from jaxpaged.vllm_options import FOREIGN_OPTIONS, VALUES
 
 OWN = {f.name for _, f in all_options()}
 NAMES = sorted(FOREIGN_OPTIONS)
@@ -55,14 +54,21 @@ def test_what_cannot_be_neutral_is_refused_by_name_with_a_reason(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("trust_remote_code", 1), ("tokenizer_mode", "mistral"), ("cpu_offload_gb", 10),
-        ("prefill_context_parallel_size", 2), ("data_parallel_rank", True),
-        ("enable_lora", True), ("limit_mm_per_prompt", {"image": 1}),
-        ("structured_outputs_config", {"backend": "outlines"}), ("enforce_eager", "yes"),
-        ("enable_kv_cache_events", True), ("distributed_executor_backend", "external_launcher"),
-        ("allowed_local_media_path", "/"), ("worker_cls", "my.Worker"),
+        ("trust_remote_code", 1),
+        ("tokenizer_mode", "mistral"),
+        ("cpu_offload_gb", 10),
+        ("prefill_context_parallel_size", 2),
+        ("data_parallel_rank", True),
+        ("enable_lora", True),
+        ("limit_mm_per_prompt", {"image": 1}),
+        ("structured_outputs_config", {"backend": "outlines"}),
+        ("enforce_eager", "yes"),
+        ("enable_kv_cache_events", True),
+        ("distributed_executor_backend", "external_launcher"),
+        ("allowed_local_media_path", "/"),
+        ("worker_cls", "my.Worker"),
     ],
-)  # fmt: skip
+)
 def test_what_asks_for_something_is_refused(name, value):
     with pytest.raises(ConfigError, match=f"^{name} is "):
         EngineConfig.from_options(**{name: value})
@@ -71,13 +77,25 @@ def test_what_asks_for_something_is_refused(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tokenizer_mode", "hf"), ("limit_mm_per_prompt", {"image": 0, "video": 0}), ("cpu_offload_gb", 0.0),
-        ("structured_outputs_config", {"backend": "guidance"}), ("collect_detailed_traces", ()), ("hf_token", True),
-        ("disable_log_stats", True), ("disable_custom_all_reduce", True), ("swap_space", 0), ("hf_overrides", None),
-        ("safetensors_load_strategy", "prefetch"), ("ignore_patterns", ["original/**/*"]), ("model_impl", "vllm"),
-        ("lora_target_modules", ["q_proj"]), ("mamba_cache_mode", "align"), ("watermark", 0.01), ("device", "auto"),
+        ("tokenizer_mode", "hf"),
+        ("limit_mm_per_prompt", {"image": 0, "video": 0}),
+        ("cpu_offload_gb", 0.0),
+        ("structured_outputs_config", {"backend": "guidance"}),
+        ("collect_detailed_traces", ()),
+        ("hf_token", True),
+        ("disable_log_stats", True),
+        ("disable_custom_all_reduce", True),
+        ("swap_space", 0),
+        ("hf_overrides", None),
+        ("safetensors_load_strategy", "prefetch"),
+        ("ignore_patterns", ["original/**/*"]),
+        ("model_impl", "vllm"),
+        ("lora_target_modules", ["q_proj"]),
+        ("mamba_cache_mode", "align"),
+        ("watermark", 0.01),
+        ("device", "auto"),
     ],
-)  # fmt: skip
+)
 def test_other_values_that_ask_for_nothing_pass(name, value, caplog):
     assert EngineConfig.from_options(**{name: value}) == EngineConfig()
     assert caplog.records == []
@@ -92,11 +110,17 @@ def test_eager_mode_is_let_through_with_a_word(caplog):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("trust_remote_code", True), ("compilation_config", {"cudagraph_mode": "FULL"}), ("compilation_config", 3),
-        ("preemption_mode", "swap"), ("moe_backend", "triton"), ("cuda_graph_sizes", [1, 2]), ("enable_dbo", True),
-        ("model_loader_extra_config", {"enable_multithread_load": True}), ("attention_config", {"backend": "X"}),
+        ("trust_remote_code", True),
+        ("compilation_config", {"cudagraph_mode": "FULL"}),
+        ("compilation_config", 3),
+        ("preemption_mode", "swap"),
+        ("moe_backend", "triton"),
+        ("cuda_graph_sizes", [1, 2]),
+        ("enable_dbo", True),
+        ("model_loader_extra_config", {"enable_multithread_load": True}),
+        ("attention_config", {"backend": "X"}),
     ],
-)  # fmt: skip
+)
 def test_what_changes_only_how_vllm_works_passes_with_a_word(name, value, caplog):
     assert EngineConfig.from_options(**{name: value}) == EngineConfig()
     assert [f"{name}=" in record.getMessage() for record in caplog.records] == [True]
@@ -108,8 +132,10 @@ def test_what_changes_only_how_vllm_works_passes_with_a_word(name, value, caplog
 def test_the_parts_of_a_speculative_config_become_one():
     config = EngineConfig.from_options(spec_method="ngram", spec_tokens=3, speculative_config={"prompt_lookup_max": 4})
     assert config.speculative.speculative_config == {
-        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,
-    }  # fmt: skip
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+    }
     of_flags = EngineConfig.from_options(**parsed("--spec-method", "ngram", "--spec-tokens", "3"))
     assert of_flags.speculative.num_drafts == 3
 
@@ -144,11 +170,18 @@ def test_what_is_given_under_both_names_is_refused():
 @pytest.mark.parametrize(
     ("platforms", "device", "passes"),
     [
-        ("cpu", "cpu", True), ("cpu", "auto", True), ("cpu", "cuda", False), ("cpu", "tpu", False),
-        ("cuda,cpu", "cuda", True), ("cuda", "gpu", True), ("cuda,cpu", "cpu", False), ("tpu", "tpu", True),
-        ("cpu", "hpu", False), ("cpu", 3, False),
+        ("cpu", "cpu", True),
+        ("cpu", "auto", True),
+        ("cpu", "cuda", False),
+        ("cpu", "tpu", False),
+        ("cuda,cpu", "cuda", True),
+        ("cuda", "gpu", True),
+        ("cuda,cpu", "cpu", False),
+        ("tpu", "tpu", True),
+        ("cpu", "hpu", False),
+        ("cpu", 3, False),
     ],
-)  # fmt: skip
+)
 def test_a_device_passes_where_jax_takes_it_anyway(monkeypatch, platforms, device, passes):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     if passes:
@@ -187,13 +220,19 @@ def test_another_value_is_refused_with_those_that_there_are():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("hf_token", "hf_SECRET"), ("additional_config", {"api_key": "SECRET", "a": [{"Password": "SECRET"}]}),
-        ("fault_tolerance_config", {"aws-secret-access-key": "SECRET"}), ("otlp_metrics_endpoint", "http://u:SECRET@h"),
-        ("lora_modules", ["http://SECRET@h/a"]), ("kv_offload", {"redis_password": "SECRET"}),
-        ("load_format", "s3://SECRET@host"), ("max_num_seqs", {"token": "SECRET"}), ("hf_token", {"x": "SECRET"}),
-        ("hf_token", ["SECRET"]), ("hf_token", b"SECRET"),
+        ("hf_token", "hf_SECRET"),
+        ("additional_config", {"api_key": "SECRET", "a": [{"Password": "SECRET"}]}),
+        ("fault_tolerance_config", {"aws-secret-access-key": "SECRET"}),
+        ("otlp_metrics_endpoint", "http://u:SECRET@h"),
+        ("lora_modules", ["http://SECRET@h/a"]),
+        ("kv_offload", {"redis_password": "SECRET"}),
+        ("load_format", "s3://SECRET@host"),
+        ("max_num_seqs", {"token": "SECRET"}),
+        ("hf_token", {"x": "SECRET"}),
+        ("hf_token", ["SECRET"]),
+        ("hf_token", b"SECRET"),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_never_prints_a_secret_back(name, value):
     with pytest.raises(ConfigError, match=rf"^{name} is .*\*\*\*") as refused:
         EngineConfig.from_options(**{name: value})
@@ -230,11 +269,13 @@ def test_command_lines_for_vllm_parse(line):
 @pytest.mark.parametrize(
     "line",
     [
-        ["generate", "--otlp-traces-endpoint", "ftp://u:SECRET@h:1", "hi"], ["chat", "--url", "ftp://u:SECRET@h:1"],
-        ["generate", "-m", "https://SECRET@hub.example/a", "hi"], ["serve", "--hf-token", "SECRET"],
+        ["generate", "--otlp-traces-endpoint", "ftp://u:SECRET@h:1", "hi"],
+        ["chat", "--url", "ftp://u:SECRET@h:1"],
+        ["generate", "-m", "https://SECRET@hub.example/a", "hi"],
+        ["serve", "--hf-token", "SECRET"],
         ["bench", "serve", "--base-url", "ftp://u:SECRET@h:1", "--num-prompts", "1"],
     ],
-)  # fmt: skip
+)
 def test_a_command_never_prints_a_secret_back(line, capsys):
     assert main(line) != 0
     said = capsys.readouterr().err

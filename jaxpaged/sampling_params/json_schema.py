@@ -11,9 +11,23 @@ from urllib.parse import unquote
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 """Keywords with an object whose values are schemas, whatever their names are."""
 OF_SCHEMAS = (
-    "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "contains", "not", "if", "then", "else",
-    "propertyNames", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "contentSchema",
-)  # fmt: skip
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "prefixItems",
+    "items",
+    "additionalItems",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "contentSchema",
+)
 """Keywords with a schema, or a list of them."""
 
 

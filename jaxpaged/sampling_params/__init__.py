@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.errors import RequestError, SuggestsNames, did_you_mean
-from jaxpaged.sampling_checks import (
+from jaxpaged.errors import RequestError, SuggestsNames, did_you_mean, shown
+from jaxpaged.sampling_params.checks import (
     check_bad_words_token_ids,
     check_bool,
     check_count,
@@ -29,7 +29,7 @@ from jaxpaged.sampling_checks import (
     checked_structured_outputs,
     checked_texts,
 )
-from jaxpaged.sampling_limits import (
+from jaxpaged.sampling_params.limits import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,
@@ -40,8 +40,7 @@ from jaxpaged.sampling_limits import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
 )
-from jaxpaged.structured_outputs import StructuredOutputsParams
-from jaxpaged.text_checks import shown
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +54,23 @@ RANDOM_SEED = -1
 """What `seed` is for another result in every run."""
 
 CONTAINERS = (
-    "stop", "stop_token_ids", "bad_words", "logprob_token_ids", "logit_bias", "allowed_token_ids", "extra_args",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "extra_args",
     "bad_words_token_ids",
-)  # fmt: skip
+)
 """Fields that hold a list or a dict, unless they hold None."""
 SWITCHES = (
-    "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-)  # fmt: skip
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 FILLED_IN = ("bad_words_token_ids", "thinking_token_ids", "is_thinking")
 """Fields that no request sets."""
 

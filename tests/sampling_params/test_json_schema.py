@@ -3,7 +3,7 @@
 import pytest
 from jsonschema import Draft202012Validator
 
-from jaxpaged.json_schema import moved, subschemas, target
+from jaxpaged.sampling_params.json_schema import moved, subschemas, target
 
 LEAF = {"type": "integer"}
 
@@ -16,22 +16,37 @@ LEAF = {"type": "integer"}
         ({"properties": {"a": {"$ref": "#"}}, "required": ["b"]}, {"a": {"b": 1}, "b": 1}, {"a": {}, "b": 1}),
         ({"properties": {"a": {"$ref": "#named"}}, "$defs": {"n": {**LEAF, "$anchor": "named"}}}, {"a": 1}, {"a": ""}),
         ({"properties": {"a": {"$ref": "#/$defs/a%20b~1c"}}, "$defs": {"a b/c": LEAF}}, {"a": 1}, {"a": ""}),
-        ({"properties": {"a": {"$ref": "#/$defs/a/anyOf/1"}}, "$defs": {"a": {"anyOf": [{}, LEAF]}}},
-         {"a": 1}, {"a": ""}),
-        ({"properties": {"a": {"$ref": "https://x.org/s#/$defs/a"}}, "$id": "https://x.org/s", "$defs": {"a": LEAF}},
-         {"a": 1}, {"a": ""}),
-        ({"properties": {"a": {"$ref": "https://x.org/s"}}, "required": ["b"], "$id": "https://x.org/s"},
-         {"a": {"b": 1}, "b": 1}, {"a": {}, "b": 1}),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/a/anyOf/1"}}, "$defs": {"a": {"anyOf": [{}, LEAF]}}},
+            {"a": 1},
+            {"a": ""},
+        ),
+        (
+            {"properties": {"a": {"$ref": "https://x.org/s#/$defs/a"}}, "$id": "https://x.org/s", "$defs": {"a": LEAF}},
+            {"a": 1},
+            {"a": ""},
+        ),
+        (
+            {"properties": {"a": {"$ref": "https://x.org/s"}}, "required": ["b"], "$id": "https://x.org/s"},
+            {"a": {"b": 1}, "b": 1},
+            {"a": {}, "b": 1},
+        ),
         # Definitions where no keyword of JSON schemas is, as OpenAPI has them.
-        ({"properties": {"a": {"$ref": "#/components/schemas/a"}},
-          "components": {"schemas": {"a": {"$ref": "#/components/schemas/b"}, "b": LEAF}}}, {"a": 1}, {"a": ""}),
+        (
+            {
+                "properties": {"a": {"$ref": "#/components/schemas/a"}},
+                "components": {"schemas": {"a": {"$ref": "#/components/schemas/b"}, "b": LEAF}},
+            },
+            {"a": 1},
+            {"a": ""},
+        ),
         ({"$schema": "https://json-schema.org/draft/2020-12/schema", **LEAF}, 1, ""),
         ({"const": {"$ref": "#/a", "$anchor": "b"}}, {"$ref": "#/a", "$anchor": "b"}, {"$ref": "#/$defs/t/a"}),
         ({"enum": [{"$ref": "#"}]}, {"$ref": "#"}, {}),
         ({"properties": {"a": {"default": {"$ref": "#"}, **LEAF}}}, {"a": 1}, {"a": ""}),
         ({"dependentSchemas": {"a": {"required": ["b"]}}}, {"a": 1, "b": 1}, {"a": 1}),
     ],
-)  # fmt: skip
+)
 def test_a_schema_that_has_moved_allows_what_it_allowed(schema, good, bad):
     other = {"$defs": {"t": moved(schema, "t"), "u": moved(schema, "u")}, "prefixItems": [{"$ref": "#/$defs/t"}]}
     for whole, wrap in ((schema, lambda value: value), (other, lambda value: [value])):

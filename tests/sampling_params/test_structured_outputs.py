@@ -7,7 +7,13 @@ import pytest
 
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.structured_outputs import MAX_BYTES, MAX_DEPTH, MAX_TAG_DEPTH, StructuredOutputsParams, depth_of
+from jaxpaged.sampling_params.structured_outputs import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_TAG_DEPTH,
+    StructuredOutputsParams,
+    depth_of,
+)
 
 
 def nested(depth: int) -> dict:

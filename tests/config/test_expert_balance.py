@@ -3,8 +3,8 @@
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.expert_balance import ExpertBalance
 from jaxpaged.errors import ConfigError
-from jaxpaged.expert_balance import ExpertBalance
 
 SPREAD = {"enable_expert_parallel": True, "tensor_parallel_size": 4}
 

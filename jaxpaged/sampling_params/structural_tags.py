@@ -122,9 +122,21 @@ class TagsWithSeparator(Node, frozen=True, tag="tags_with_separator"):
 
 
 Format = (
-    ConstString | JsonSchema | Regex | Grammar | AnyText | Sequence | Or | Optional | Plus | Star | Repeat | Tag
-    | TriggeredTags | TagsWithSeparator
-)  # fmt: skip
+    ConstString
+    | JsonSchema
+    | Regex
+    | Grammar
+    | AnyText
+    | Sequence
+    | Or
+    | Optional
+    | Plus
+    | Star
+    | Repeat
+    | Tag
+    | TriggeredTags
+    | TagsWithSeparator
+)
 
 
 class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.errors import RequestError, SuggestsNames, did_you_mean
-from jaxpaged.structural_tags import read_structural_tag
-from jaxpaged.text_checks import shown
+from jaxpaged.errors import RequestError, SuggestsNames, did_you_mean, shown
+from jaxpaged.sampling_params.structural_tags import read_structural_tag
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_DEPTH = 64

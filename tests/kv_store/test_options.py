@@ -20,9 +20,11 @@ def test_tiers_are_named_with_their_sizes():
     wanted = (TierWish("host", capacity=3 << 29), TierWish("disk", "/a:b/c", 200 << 30))
     assert offload("host=1.5G, disk=/a:b/c:200GiB", {}) == KVOffload(wanted)
     wanted = (
-        TierWish("redis", "redis://h:1/2", ttl_s=60), TierWish("redis", "unix:///run/redis"),
-        TierWish("s3", "s3://b/p", endpoint="http://h:1"), TierWish("s3", "s3://b/q"),
-    )  # fmt: skip
+        TierWish("redis", "redis://h:1/2", ttl_s=60),
+        TierWish("redis", "unix:///run/redis"),
+        TierWish("s3", "s3://b/p", endpoint="http://h:1"),
+        TierWish("s3", "s3://b/q"),
+    )
     text = "redis=redis://h:1/2?ttl=60,redis=unix:///run/redis,s3=s3://b/p?endpoint=http://h:1,s3=s3://b/q"
     assert offload(text, {}) == KVOffload(wanted)
 
@@ -38,8 +40,12 @@ def test_ones_own_connector_comes_behind_the_tiers_and_several_in_their_order():
     assert offload(None, single).tiers == (own,)
     assert offload("host=4K,disk=/d:1G", single).tiers == (host, disk, own)
     in_memory = {**CONNECTOR, "kv_connector_extra_config": {"cpu_bytes_to_use": 4096}}
-    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"connectors": [single, in_memory]}}  # fmt: skip
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": [single, in_memory]},
+    }
     assert offload(None, both) == KVOffload((own, host), "fail")
     both["kv_connector_extra_config"] = {"connectors": [single, CONNECTOR]}
     assert offload("disk=/d:1G", both).tiers == (own, disk)
@@ -64,8 +70,12 @@ def test_a_file_holds_what_stores_ask_for(tmp_path):
     secrets = read_secrets(str(path))
     assert secrets.redis_password == "hush hush" and secrets.signing == b"sixteen letters."
     assert "hush" not in repr(secrets) and read_secrets(None).signing is None
-    bad = {"no JSON": "{hush", "redis_passwort": '{"redis_passwort": "hush"}', "Expected `str": '{"redis_password": 1}',
-           "16 at least": '{"page_secret": "hush"}'}  # fmt: skip
+    bad = {
+        "no JSON": "{hush",
+        "redis_passwort": '{"redis_passwort": "hush"}',
+        "Expected `str": '{"redis_password": 1}',
+        "16 at least": '{"page_secret": "hush"}',
+    }
     for words, content in bad.items():
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ConfigError, match=words) as caught:
@@ -95,10 +105,12 @@ def test_pages_are_rounded_only_where_that_is_asked_for():
     of_role = EngineConfig.from_options(kv_offload="pages=int8", kv_role="kv_both").cache.offload
     assert of_role.tiers == host and of_role.pages == "int8"
     for words, tiers, transfer in (
-        ("pages='int4'.*exact, int8, fp8", "host=1G,pages=int4", {}), ("pages=8", None, extra(pages=8)),
-        ("Say it once", "pages=int8", extra(pages="int8")), ("Say it once", "host=1G,pages=int8,pages=fp8", {}),
+        ("pages='int4'.*exact, int8, fp8", "host=1G,pages=int4", {}),
+        ("pages=8", None, extra(pages=8)),
+        ("Say it once", "pages=int8", extra(pages="int8")),
+        ("Say it once", "host=1G,pages=int8,pages=fp8", {}),
         ("no tier to keep pages in", "pages=int8", {}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=words):
             offload(tiers, transfer)
 
@@ -115,9 +127,11 @@ def test_pages_have_as_many_tokens_as_is_said():
     for words, tiers, transfer in (
         ("page_tokens='0'; it must be a number", "host=1G,page_tokens=0", {}),
         ("page_tokens='x'", "host=1G,page_tokens=x", {}),
-        ("page_tokens=-4", None, extra(block_size=-4)), ("page_tokens=True", None, extra(block_size=True)),
-        ("Say it once", "page_tokens=64", extra(block_size=64)), ("no tier to keep pages in", "page_tokens=64", {}),
-    ):  # fmt: skip
+        ("page_tokens=-4", None, extra(block_size=-4)),
+        ("page_tokens=True", None, extra(block_size=True)),
+        ("Say it once", "page_tokens=64", extra(block_size=64)),
+        ("no tier to keep pages in", "page_tokens=64", {}),
+    ):
         with pytest.raises(ConfigError, match=words):
             offload(tiers, transfer)
 
@@ -173,8 +187,11 @@ def test_vllms_short_form_is_a_tier_of_host_memory():
     for size, capacity in ((4, 4 << 30), (0.5, 1 << 29), (12.0, 12 << 30)):
         assert cache(kv_offloading_size=size).offload.tiers == (TierWish("host", capacity=capacity),)
     assert cache(kv_offloading_size=None, kv_offloading_backend="native").offload is None
-    for options in ({"kv_offloading_size": "much"}, {"kv_offloading_size": 4, "kv_offload": "host=1G"},
-                    {"kv_offloading_size": -1}):  # fmt: skip
+    for options in (
+        {"kv_offloading_size": "much"},
+        {"kv_offloading_size": 4, "kv_offload": "host=1G"},
+        {"kv_offloading_size": -1},
+    ):
         with pytest.raises(ConfigError):
             cache(**options)
     assert cache(kv_offload="host=65536").offload.tiers == (TierWish("host", capacity=1 << 16),)

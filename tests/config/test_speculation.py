@@ -5,8 +5,7 @@ import re
 import pytest
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.errors import ConfigError
-from jaxpaged.speculation import (
+from jaxpaged.config.speculation import (
     LATER_METHODS,
     METHODS,
     NUM_ANSWER_TOKENS,
@@ -14,6 +13,7 @@ from jaxpaged.speculation import (
     checked_speculation,
     speculation_of,
 )
+from jaxpaged.errors import ConfigError
 
 FACTS = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=300)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.errors import CapacityError, EngineError, RequestError, error_named
-from jaxpaged.frames import FrameDecoder, FrameEncoder
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -37,9 +37,15 @@ def block_map(num_blocks=5):
 )
 def test_a_request_arrives_as_it_was_sent(ids, seed, temperature, stop, extra):
     params = SamplingParams(
-        seed=seed, temperature=temperature, stop=stop, max_tokens=7, logit_bias={3: -1.5}, extra_args=extra,
-        output_kind=RequestOutputKind.DELTA, allowed_token_ids=[1, 2],
-    )  # fmt: skip
+        seed=seed,
+        temperature=temperature,
+        stop=stop,
+        max_tokens=7,
+        logit_bias={3: -1.5},
+        extra_args=extra,
+        output_kind=RequestOutputKind.DELTA,
+        allowed_token_ids=[1, 2],
+    )
     request = EngineCoreRequest("r", ids, params, 12.5, eos_token_id=2, priority=-1, cache_salt="x")
     assert through(list[EngineCoreRequest], [request]) == [request]
 
@@ -104,7 +110,7 @@ def with_owner(owner, *buffers):
         with_owner("<i4", b"\0" * 4),
         with_owner(3, b"\0" * 4),
     ],
-)  # fmt: skip
+)
 def test_frames_that_are_no_such_value_are_refused(frames):
     with pytest.raises(ValueError):
         FrameDecoder(KVBlockMap).decode(frames)

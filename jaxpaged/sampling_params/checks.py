@@ -7,16 +7,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxpaged.errors import RequestError
-from jaxpaged.sampling_limits import (
+from jaxpaged.errors import RequestError, check_unicode, shown
+from jaxpaged.sampling_params.limits import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_EXTRA_VALUES,
     MAX_LOGIT_BIAS_IDS,
 )
-from jaxpaged.structured_outputs import StructuredOutputsParams
-from jaxpaged.text_checks import check_unicode, shown
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 
 def checked_float(
