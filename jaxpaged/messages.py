@@ -91,7 +91,7 @@ class StepPrograms(NamedTuple):
 class SchedulerOutput(msgspec.Struct):
     """One step: which requests compute how many tokens. The five lists run in parallel, one entry a request.
 
-    A request gets at most `max_new_tokens[i]` tokens from this step: none while more of its prompt is to be computed,
+    A request gets at most `max_sampled_tokens[i]` tokens from this step: none while more of its prompt is computed,
     otherwise one, or several: in a run of `num_steps` decode steps, where each token but the last is computed too and
     gives the next one, and where all but the first of its tokens are drafts, each of which may turn out to be the next
     one. It computes `num_scheduled_tokens[i]` tokens at most, behind those that are computed. While
@@ -112,7 +112,7 @@ class SchedulerOutput(msgspec.Struct):
     request_ids: list[str]
     num_scheduled_tokens: list[int]
     num_computed_tokens: list[int]  # before this step, if those in flight give all that they may
-    max_new_tokens: list[int]
+    max_sampled_tokens: list[int]
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
     num_steps: int = 1
@@ -172,7 +172,7 @@ NOTHING_TO_DRAW = "no token can be drawn: what limits this request leaves none. 
 class ModelRunnerOutput(msgspec.Struct):
     """What one step produced. `request_ids` are those that could get tokens, in the order of the step.
 
-    `sampled_token_ids[i]` are the tokens that each got, up to the `max_new_tokens` that it could get. `logprobs` has a
+    `sampled_token_ids[i]` are the tokens that each got, `max_sampled_tokens` of them at most. `logprobs` has a
     line for every token, request after request.
 
     `failed` maps a request to the reason why its own computation failed (for example logits that are not a

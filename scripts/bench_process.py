@@ -60,7 +60,7 @@ class CountingExecutor:
 
     def execute(self, scheduled: SchedulerOutput) -> Computing:
         self.ready = max(self.ready, time.perf_counter()) + self.seconds
-        rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.max_new_tokens, strict=True)
+        rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.max_sampled_tokens, strict=True)
         sampled = [(request_id, 300 + computed % 1000) for request_id, computed, most in rows if most]
         ids, tokens = [request_id for request_id, _ in sampled], [[token] for _, token in sampled]
         return Computing(ModelRunnerOutput(scheduled.step_id, ids, tokens), self.ready)

@@ -66,7 +66,7 @@ def add_requests(scheduler: Scheduler, case: Case, steps: int) -> float:
 
 
 def output_of(scheduled: SchedulerOutput) -> ModelRunnerOutput:
-    sampled = [request_id for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens) if most]
+    sampled = [request_id for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens) if most]
     return ModelRunnerOutput(scheduled.step_id, sampled, [[1000] for _ in sampled])
 
 

@@ -69,11 +69,11 @@ class ConstrainedRequests:
         """A request has ended."""
         self._following.discard(request)
 
-    def need_masks(self, requests: Iterable[Request], max_new_tokens: Iterable[int]) -> bool:
+    def need_masks(self, requests: Iterable[Request], max_sampled_tokens: Iterable[int]) -> bool:
         """Whether a request that may be bound then gets tokens in this step, whose placeholders are counted already."""
         return bool(self._following) and any(
             request.matcher is not None and request.matcher.num_free(request.num_output_placeholders - most) < most
-            for request, most in zip(requests, max_new_tokens)
+            for request, most in zip(requests, max_sampled_tokens)
             if most
         )
 
@@ -86,9 +86,9 @@ class ConstrainedRequests:
         The tokens of all steps before it must be known. `requests` are those that are unfinished; `drafts` those of the
         requests that may get more than one token: the second one is drawn behind the first of them, and so on.
         """
-        masks_NW = np.full((sum(scheduled.max_new_tokens), self._grammars.num_words), EVERY_TOKEN)
+        masks_NW = np.full((sum(scheduled.max_sampled_tokens), self._grammars.num_words), EVERY_TOKEN)
         drafted, end = iter(drafts), 0
-        for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens):
+        for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens):
             end += most
             follow = next(drafted)[: most - 1] if most > 1 else ()
             request = requests.get(request_id)

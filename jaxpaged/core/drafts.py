@@ -238,7 +238,7 @@ class DraftLengths:
             self._times.interrupt()
         if rests and self._patience > 0:
             return
-        asked = dict(zip(scheduled.request_ids, scheduled.max_new_tokens))
+        asked = dict(zip(scheduled.request_ids, scheduled.max_sampled_tokens))
         going_on = []
         for i, request_id in enumerate(output.request_ids):
             request, num_asked = requests[request_id], asked[request_id] - 1
@@ -260,8 +260,8 @@ class DraftLengths:
         for step_id in [each for each in self._scheduled_at if each <= scheduled.step_id]:
             begin = max(begin, self._scheduled_at.pop(step_id))
         waited = output.buckets is not None and output.buckets.program_wait > 0
-        if scheduled.num_scheduled_tokens == scheduled.max_new_tokens and not waited:
-            num_drafts = 0 if scheduled.num_steps > 1 else sum(scheduled.max_new_tokens) - num_requests
+        if scheduled.num_scheduled_tokens == scheduled.max_sampled_tokens and not waited:
+            num_drafts = 0 if scheduled.num_steps > 1 else sum(scheduled.max_sampled_tokens) - num_requests
             self._times.add((now - begin) / scheduled.num_steps, num_requests, num_drafts)
         else:
             self._times.interrupt()

@@ -212,7 +212,7 @@ def joined(parts: list[SchedulerOutput]) -> SchedulerOutput:
         together("request_ids"),
         together("num_scheduled_tokens"),
         together("num_computed_tokens"),
-        together("max_new_tokens"),
+        together("max_sampled_tokens"),
         together("new_block_ids"),
         sum(part.total_num_scheduled_tokens for part in parts),
         num_steps=max(part.num_steps for part in parts),

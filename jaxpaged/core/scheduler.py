@@ -183,11 +183,11 @@ class Scheduler:
         num_drafts = num_drafts_in_step(request, step, self.kv_cache_manager) if request.num_drafts else 0
         self._schedule_running(request, 1 + num_drafts, 1 + num_drafts, step)
 
-    def _schedule_running(self, request: Request, num_tokens: int, max_new_tokens: int, step: NewStep) -> None:
+    def _schedule_running(self, request: Request, num_tokens: int, max_sampled_tokens: int, step: NewStep) -> None:
         """Give a running request a grant, and slots for it, unless it has to be preempted."""
         new_block_ids = self._allocate_or_preempt(request, num_tokens, step)
         if new_block_ids is not None:
-            step.add(request, Grant(num_tokens, max_new_tokens, new_block_ids if any(new_block_ids) else None))
+            step.add(request, Grant(num_tokens, max_sampled_tokens, new_block_ids if any(new_block_ids) else None))
             self._set_decode_limit(request)
 
     def _schedule_prompts(self, lacking: list[Request], step: NewStep) -> None:
@@ -276,12 +276,12 @@ class Scheduler:
         """Turn the step into a message, and advance the requests as if the step were done."""
         self._last_step_id += 1
         requests, num_requests = step.requests, len(step.requests)
-        num_tokens, max_new_tokens = [1] * num_requests, [1] * num_requests
+        num_tokens, max_sampled_tokens = [1] * num_requests, [1] * num_requests
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * num_requests
         for i, grant in step.grants.items():
-            num_tokens[i], max_new_tokens[i], new_block_ids[i] = grant
+            num_tokens[i], max_sampled_tokens[i], new_block_ids[i] = grant
         num_computed = [request.num_computed_tokens for request in requests]
-        for request, n, most in zip(requests, num_tokens, max_new_tokens):
+        for request, n, most in zip(requests, num_tokens, max_sampled_tokens):
             request.num_computed_tokens += n
             request.num_tokens_with_placeholders += most
         for i, grant in step.grants.items():
@@ -298,11 +298,11 @@ class Scheduler:
             self._steps.ids_of(requests),
             num_tokens,
             num_computed,
-            max_new_tokens,
+            max_sampled_tokens,
             new_block_ids,
             self._num_scheduled_tokens,
             step.num_steps,
-            self.constrained.need_masks(requests, max_new_tokens),
+            self.constrained.need_masks(requests, max_sampled_tokens),
         )
         if requests:
             self._steps.add(scheduled)

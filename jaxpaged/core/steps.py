@@ -15,7 +15,7 @@ class Grant(NamedTuple):
     """What a request gets of a step, where it is not one decoded token in a slot that it has."""
 
     num_tokens: int
-    max_new_tokens: int
+    max_sampled_tokens: int
     new_block_ids: tuple[list[int], ...] | None
 
 
@@ -94,7 +94,7 @@ class StepsInFlight:
             self._drop_failed_step(oldest)
         step = self._steps.pop(step_id, None)
         num_given = sum(map(len, output.sampled_token_ids)) if output.pooled is None else len(output.pooled)
-        if step is not None and num_given != sum(scheduled.max_new_tokens):
+        if step is not None and num_given != sum(scheduled.max_sampled_tokens):
             check_sampled(scheduled, output)
             if output.pooled is None:
                 take_back(step, output)
@@ -117,7 +117,7 @@ class StepsInFlight:
 
 def check_sampled(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
     """Raise EngineError unless every request that could get tokens is in `output`, or has failed."""
-    sampled = set(compress(scheduled.request_ids, scheduled.max_new_tokens))
+    sampled = set(compress(scheduled.request_ids, scheduled.max_sampled_tokens))
     missing, unasked = sampled - set(output.request_ids) - set(output.failed), set(output.request_ids) - sampled
     if missing or unasked:
         raise EngineError(
@@ -129,7 +129,7 @@ def check_sampled(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None
 def take_back(step: InFlightStep, output: ModelRunnerOutput) -> None:
     """Whoever got fewer tokens than it might have has computed fewer, too, and waits for fewer."""
     tokens = dict(zip(output.request_ids, output.sampled_token_ids, strict=True))
-    for request_id, most in zip(step.scheduled.request_ids, step.scheduled.max_new_tokens):
+    for request_id, most in zip(step.scheduled.request_ids, step.scheduled.max_sampled_tokens):
         request, num_missing = step.requests[request_id], most - len(tokens.get(request_id, ()))
         request.num_tokens_with_placeholders -= num_missing
         if request.status is RequestStatus.RUNNING:  # a preempted one has computed nothing

@@ -356,7 +356,7 @@ class EngineCore(EngineCoreClient):
         """Let a step draw with masks that follow from all tokens before it: it is the oldest in flight."""
         try:
             with accepted_interrupts():
-                drafts = step.pending.drafts() if max(step.scheduled.max_new_tokens) > 1 else ()
+                drafts = step.pending.drafts() if max(step.scheduled.max_sampled_tokens) > 1 else ()
         except Exception as error:
             self._fail(error, step.scheduled)
             return

@@ -97,7 +97,9 @@ class ProgramChoice:
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
             return StepPrograms()
-        num_sampling = max([len(part.max_new_tokens) - part.max_new_tokens.count(0) for part in scheduled.parts])
+        num_sampling = max(
+            [len(part.max_sampled_tokens) - part.max_sampled_tokens.count(0) for part in scheduled.parts]
+        )
         run = self._run(scheduled, num_sampling)
         if run is not None:
             return StepPrograms(run=run)
@@ -109,7 +111,7 @@ class ProgramChoice:
         if not num_sampling:
             return StepPrograms(forward=forward)
         finisher = self._finisher(scheduled, num_sampling)
-        if self._sizes.verify and max(scheduled.max_new_tokens) > 1:
+        if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
             return StepPrograms(self._smallest("draft", num_sampling, self._sizes.samples), forward, finisher)
         return StepPrograms(forward=forward, finish=finisher)
 
@@ -165,7 +167,7 @@ class ProgramChoice:
         if scheduled.num_steps > 1:
             return self._smallest(kind, num_sampling, self._run_buckets)
         one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
-        if not (one_each and all(scheduled.max_new_tokens)) or scheduled.masked:
+        if not (one_each and all(scheduled.max_sampled_tokens)) or scheduled.masked:
             return None
         key = ProgramKey(kind, next((size for size in self._run_buckets if size >= num_sampling), 0))
         most_steps = self._sizes.run_steps.get(key, 0)
@@ -194,11 +196,11 @@ class ProgramChoice:
             kind = "sample_masked"
         elif self._full and any(
             most and request_id in self._full
-            for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens)
+            for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens)
         ):
             kind = "sample_full"
         ordinary = self._sizes.finisher
-        if self._sizes.verify and max(scheduled.max_new_tokens) > 1:
+        if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
             kind, ordinary = self._sizes.verify[kind], self._sizes.verify[ordinary]
         if kind != ordinary:  # one of this size is wanted from now on
             self._programs.is_ready(ProgramKey(kind, next(size for size in buckets if size >= num_sampling)))

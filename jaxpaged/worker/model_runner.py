@@ -40,11 +40,13 @@ class RankStep(NamedTuple):
         samples = self.requests.samples
         if samples.all():
             return self.scheduled.request_ids, self.requests.rows
-        return list(compress(self.scheduled.request_ids, self.scheduled.max_new_tokens)), self.requests.rows[samples]
+        return list(compress(self.scheduled.request_ids, self.scheduled.max_sampled_tokens)), self.requests.rows[
+            samples
+        ]
 
     def num_most(self) -> list[int]:
         """How many tokens each of these may get."""
-        return [most for most in self.scheduled.max_new_tokens if most]
+        return [most for most in self.scheduled.max_sampled_tokens if most]
 
 
 class Step(NamedTuple):
@@ -202,7 +204,7 @@ class ModelRunner:
         key = run or forward
         assert key is not None, "a step with requests has programs"
         if draft_key is not None:
-            draft = drafting(requests[0], scheduled.max_new_tokens)
+            draft = drafting(requests[0], scheduled.max_sampled_tokens)
             updates, drafts_SK = self._draft(draft_key, draft, updates)
             if scheduled.masked:
                 pending.drafted = start_copy(drafts_SK), len(draft.num_drafts)
@@ -262,11 +264,11 @@ class ModelRunner:
         return [entries[TABLE_CHUNK:] for entries in updates]
 
 
-def drafting(requests: StepRequests, max_new_tokens: list[int]) -> DraftRequest:
+def drafting(requests: StepRequests, max_sampled_tokens: list[int]) -> DraftRequest:
     """What is asked of a drafter for a step: of those who may get more than one token, the first is known or drawn."""
-    places = np.array([i for i, most in enumerate(max_new_tokens) if most > 1], np.int32)
+    places = np.array([i for i, most in enumerate(max_sampled_tokens) if most > 1], np.int32)
     ones, num_computed = np.ones(len(places), np.int32), requests.num_computed[places]
     newest = StepRequests(
         requests.rows[places], ones, num_computed, num_computed + 1, ones.cumsum(dtype=np.int32), ones.astype(bool)
     )
-    return DraftRequest(newest, [max_new_tokens[i] - 1 for i in places])
+    return DraftRequest(newest, [max_sampled_tokens[i] - 1 for i in places])

@@ -150,19 +150,19 @@ class SimulatedRunner:
         self._update_rows(scheduled)
         if scheduled.num_steps > 1:
             return self._run(scheduled)
-        names, ones = scheduled.request_ids, [min(most, 1) for most in scheduled.max_new_tokens]
+        names, ones = scheduled.request_ids, [min(most, 1) for most in scheduled.max_sampled_tokens]
         accepted = self._accept_drafts(scheduled)
         drawn = self._step(names, self._places(scheduled, accepted), ones)
         self._write_rejected(scheduled, accepted)
         sampling = [name for name, most in zip(names, ones) if most]
         given = [[*accepted.get(name, ()), token] for name, token in zip(sampling, drawn)]
-        num_drafts = [most - 1 for most in scheduled.max_new_tokens if most] if accepted else None
+        num_drafts = [most - 1 for most in scheduled.max_sampled_tokens if most] if accepted else None
         return ModelRunnerOutput(scheduled.step_id, sampling, given, num_drafts=num_drafts)
 
     def _accept_drafts(self, scheduled: SchedulerOutput) -> dict[str, list[int]]:
         """Take some of the drafts of requests that have any for what single steps would draw."""
         accepted: dict[str, list[int]] = {}
-        for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens):
+        for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens):
             if most > 1:
                 row, accepted[request_id] = self.rows[request_id], []
                 for _ in range(self.stingy.randint(0, most - 1)):
@@ -173,7 +173,7 @@ class SimulatedRunner:
 
     def _write_rejected(self, scheduled: SchedulerOutput, accepted: dict[str, list[int]]) -> None:
         """The keys of the other drafts are written, too."""
-        for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens):
+        for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens):
             if request_id in accepted:
                 first = self.rows[request_id].num_computed
                 for group, _, slot in self._slots(
@@ -281,11 +281,11 @@ class SimulatedRunner:
 
         The runner knows the stop tokens only, so an end-of-sequence token that is none of them does not end a run.
         """
-        assert not scheduled.new_requests and scheduled.max_new_tokens == scheduled.num_scheduled_tokens
-        assert max(scheduled.max_new_tokens) == scheduled.num_steps
+        assert not scheduled.new_requests and scheduled.max_sampled_tokens == scheduled.num_scheduled_tokens
+        assert max(scheduled.max_sampled_tokens) == scheduled.num_steps
         runs: dict[str, list[int]] = {request_id: [] for request_id in scheduled.request_ids}
         limits = {}
-        for request_id, computed, most in zip(runs, scheduled.num_computed_tokens, scheduled.max_new_tokens):
+        for request_id, computed, most in zip(runs, scheduled.num_computed_tokens, scheduled.max_sampled_tokens):
             assert self.rows[request_id].num_computed <= computed
             limits[request_id] = most if self.stingy is None else self.stingy.randint(1, most)
         for i in range(scheduled.num_steps):
@@ -293,7 +293,7 @@ class SimulatedRunner:
             places = [range(self.rows[name].num_computed, self.rows[name].num_computed + 1) for name in names]
             for name, token in zip(names, self._step(names, places, [1] * len(names))):
                 runs[name].append(token)
-        for (name, run), most in zip(runs.items(), scheduled.max_new_tokens):
+        for (name, run), most in zip(runs.items(), scheduled.max_sampled_tokens):
             first = self.rows[name].num_computed
             for group, _, slot in self._slots(name, range(first, first + most - len(run))):
                 self.memory[slot] = group, GARBAGE

@@ -197,14 +197,14 @@ def engine_of(*prompts, drafts=3, max_tokens=20, **options):
 
 
 def answer(scheduled, *tokens):
-    num_drafts = [most - 1 for most in scheduled.max_new_tokens if most]
+    num_drafts = [most - 1 for most in scheduled.max_sampled_tokens if most]
     return ModelRunnerOutput(scheduled.step_id, list(scheduled.request_ids), list(tokens), num_drafts=num_drafts)
 
 
 def test_a_step_with_drafts_has_slots_and_placeholders_for_all_of_them():
     engine = engine_of(prompt_of(3), prompt_of(5))
     scheduled = engine.scheduler.schedule(6)
-    assert (scheduled.num_steps, scheduled.num_scheduled_tokens, scheduled.max_new_tokens) == (1, [4, 4], [4, 4])
+    assert (scheduled.num_steps, scheduled.num_scheduled_tokens, scheduled.max_sampled_tokens) == (1, [4, 4], [4, 4])
     for request, tokens in zip(engine.scheduler.running, (3, 5)):
         assert request.num_output_placeholders == 4
         assert len(request.blocks[0]) == -(-(tokens + 4) // BLOCK_SIZE)
@@ -225,7 +225,7 @@ def test_what_is_rejected_at_any_place_is_taken_back(num_tokens):
 def test_drafts_go_no_further_than_the_request_may():
     engine = engine_of(prompt_of(3), max_tokens=4)
     scheduled = engine.scheduler.schedule()
-    assert scheduled.max_new_tokens == [3]
+    assert scheduled.max_sampled_tokens == [3]
     (output,) = engine.scheduler.update_from_output(scheduled, answer(scheduled, [7, 8, 9]))
     assert output.finish_reason == "length"
     engine.check_idle()
@@ -246,9 +246,9 @@ def test_a_stop_token_among_accepted_drafts_drops_those_behind_it_and_is_not_cac
 
 def test_drafts_take_neither_the_budget_nor_the_blocks_of_others():
     engine = engine_of(*[prompt_of(3, seed) for seed in range(4)], max_num_batched_tokens=12, drafts=6)
-    assert engine.scheduler.schedule().max_new_tokens == [7, 3, 1, 1]
+    assert engine.scheduler.schedule().max_sampled_tokens == [7, 3, 1, 1]
     tight = engine_of(prompt_of(7, 1), prompt_of(7, 2), num_blocks=1 + 4, max_tokens=8)
-    assert tight.dispatch().max_new_tokens == [1, 1]
+    assert tight.dispatch().max_sampled_tokens == [1, 1]
     assert tight.scheduler.make_stats().num_preemptions == 0
     tight.run()
 
@@ -260,12 +260,12 @@ def test_a_request_that_follows_a_grammar_drafts_and_needs_masks_where_its_token
         request.matcher = SimpleNamespace(num_free=lambda num_unknown, free=num_free: free)
         engine.scheduler.constrained._following.add(request)
         scheduled = engine.scheduler.schedule()
-        assert (scheduled.max_new_tokens, scheduled.masked) == ([4, 4], masked)
+        assert (scheduled.max_sampled_tokens, scheduled.masked) == ([4, 4], masked)
 
 
 def test_a_prompt_is_computed_beside_drafts():
     engine = engine_of(prompt_of(3), max_num_batched_tokens=12)
     engine.add("late", prompt_of(20))
     scheduled = engine.dispatch()
-    assert (scheduled.num_scheduled_tokens, scheduled.max_new_tokens) == ([4, 8], [4, 0])
+    assert (scheduled.num_scheduled_tokens, scheduled.max_sampled_tokens) == ([4, 8], [4, 0])
     engine.run()

@@ -136,7 +136,7 @@ def test_a_run_is_one_of_all_ranks_or_none():
     engine.receive()
     run = engine.dispatch()
     assert run.num_steps == 4 and [part.num_steps for part in run.ranks] == [4, 1, 1]
-    assert [part.max_new_tokens for part in run.ranks] == [[4], [1], []]
+    assert [part.max_sampled_tokens for part in run.ranks] == [[4], [1], []]
     engine.receive()
     engine.add("new", prompt_of(30, 3), max_tokens=2)
     engine.add("newer", prompt_of(30, 4), max_tokens=2)

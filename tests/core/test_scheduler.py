@@ -18,7 +18,7 @@ def scheduled_tokens(scheduled) -> dict[str, int]:
 
 def answer(scheduled, token: int) -> ModelRunnerOutput:
     """An output in which everybody sampled `token`."""
-    ids = [request_id for request_id, most in zip(scheduled.request_ids, scheduled.max_new_tokens) if most]
+    ids = [request_id for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens) if most]
     return ModelRunnerOutput(scheduled.step_id, ids, [[token]] * len(ids))
 
 
@@ -29,7 +29,7 @@ class TestBudget:
         steps = [engine.dispatch() for _ in range(3)]
         assert [step.num_scheduled_tokens for step in steps] == [[4], [4], [2]]
         assert [step.num_computed_tokens for step in steps] == [[0], [4], [8]]
-        assert [step.max_new_tokens for step in steps] == [[0], [0], [1]]
+        assert [step.max_sampled_tokens for step in steps] == [[0], [0], [1]]
 
     def test_running_requests_go_first_and_prompts_fill_what_is_left(self):
         engine = Engine(max_num_batched_tokens=8)
@@ -216,7 +216,7 @@ class TestAsynchronousScheduling:
         engine.add("a", prompt_of(5))
         engine.dispatch()
         following = engine.dispatch()
-        assert (following.num_computed_tokens, following.num_scheduled_tokens, following.max_new_tokens) == (
+        assert (following.num_computed_tokens, following.num_scheduled_tokens, following.max_sampled_tokens) == (
             [5],
             [1],
             [1],

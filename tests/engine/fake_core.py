@@ -76,7 +76,7 @@ class CountingExecutor:
             time.sleep(0.02)
         output = ModelRunnerOutput(scheduled.step_id, [], [])
         rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
-        for (request_id, computed, count), most in zip(rows, scheduled.max_new_tokens):
+        for (request_id, computed, count), most in zip(rows, scheduled.max_sampled_tokens):
             if most:
                 output.request_ids.append(request_id)
                 output.sampled_token_ids.append([token_at(computed + count)])

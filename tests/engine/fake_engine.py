@@ -124,7 +124,7 @@ class FakeExecutor:
 
     def execute(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
-        assert max(scheduled.max_new_tokens) in {0, scheduled.num_steps}
+        assert max(scheduled.max_sampled_tokens) in {0, scheduled.num_steps}
         assert self.parts == {"weights", "kv_cache"}, "it sleeps"
         number = len(self.executed)
         self.executed.append(scheduled)
@@ -165,7 +165,7 @@ class FakeExecutor:
             output.prompt_logprobs[request_id] = PromptLogprobs(
                 start + 1, sampled.token_ids, sampled.logprobs, sampled.ranks
             )
-        if not scheduled.max_new_tokens[i]:
+        if not scheduled.max_sampled_tokens[i]:
             return
         assert end == len(row.token_ids)
         fault = self._fault(request_id)
@@ -183,7 +183,7 @@ class FakeExecutor:
     def _run(self, request_id: str, scheduled: SchedulerOutput, i: int, output: ModelRunnerOutput, lines) -> None:
         """The tokens of a run of decode steps, up to a stop token."""
         row, run = self.rows[request_id], []
-        while len(run) < scheduled.max_new_tokens[i] and not row.ended:
+        while len(run) < scheduled.max_sampled_tokens[i] and not row.ended:
             run.append(self._draw(row, lines))
         self._give(output, request_id, run)
 

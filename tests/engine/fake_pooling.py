@@ -30,8 +30,8 @@ class FakePoolingExecutor(FakeExecutor):
         row = self.rows[request_id]
         end = scheduled.num_computed_tokens[i] + scheduled.num_scheduled_tokens[i]
         assert end <= len(row.token_ids), f"{request_id}: {end} tokens scheduled, {len(row.token_ids)} known"
-        assert scheduled.max_new_tokens[i] == (end == len(row.token_ids))
-        if not scheduled.max_new_tokens[i]:
+        assert scheduled.max_sampled_tokens[i] == (end == len(row.token_ids))
+        if not scheduled.max_sampled_tokens[i]:
             return
         line = vector_of(row.token_ids, self.width)[None]
         output.request_ids.append(request_id)

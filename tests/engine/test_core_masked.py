@@ -79,7 +79,7 @@ class HalfStep:
     def draw(self, masks_SW):
         self.executor.note("draw", self.scheduled)
         self.executor.undrawn = None
-        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_new_tokens) if most]
+        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_sampled_tokens) if most]
         assert masks_SW.shape == (len(sampling), ScriptGrammars.num_words) and masks_SW.dtype == np.uint32
         self.executor.masks = dict(zip(sampling, masks_SW))
         self.done = FakeExecutor.execute(self.executor, self.scheduled)
@@ -188,7 +188,7 @@ def test_only_steps_in_which_such_a_request_samples_are_masked():
     run(core)
     by_step = {step.step_id: step for step in executor.executed}
     for step in by_step.values():
-        samples = [name for name, most in zip(step.request_ids, step.max_new_tokens) if most]
+        samples = [name for name, most in zip(step.request_ids, step.max_sampled_tokens) if most]
         assert step.masked == ("a" in samples)
         assert step.num_steps == 1 or not step.masked
     assert {step.masked for step in by_step.values()} == {True, False}

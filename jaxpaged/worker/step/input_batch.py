@@ -39,7 +39,7 @@ class StepReader:
         self._arrays = count_arrays(*self._counts)
 
     def read(self, scheduled: SchedulerOutput) -> StepRequests:
-        counts = scheduled.num_scheduled_tokens, scheduled.max_new_tokens, scheduled.num_steps > 1
+        counts = scheduled.num_scheduled_tokens, scheduled.max_sampled_tokens, scheduled.num_steps > 1
         if counts != self._counts:
             self._counts, self._arrays = counts, count_arrays(*counts)
         num_scheduled, ends, samples = self._arrays
@@ -49,11 +49,11 @@ class StepReader:
 
 
 def count_arrays(
-    num_scheduled_tokens: list[int], max_new_tokens: list[int], is_run: bool
+    num_scheduled_tokens: list[int], max_sampled_tokens: list[int], is_run: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, where they end in the step, who samples) of the requests of a step. In a run all that a request may get
     are computed in its later steps, but the last."""
-    num_new, num_scheduled = int32_array(max_new_tokens), int32_array(num_scheduled_tokens)
+    num_new, num_scheduled = int32_array(max_sampled_tokens), int32_array(num_scheduled_tokens)
     if is_run:
         num_scheduled = num_scheduled - np.maximum(num_new - 1, 0)
     return num_scheduled, num_scheduled.cumsum(dtype=np.int32), num_new > 0

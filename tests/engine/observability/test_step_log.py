@@ -31,7 +31,8 @@ def test_every_step_leaves_a_record_of_what_it_held(asynchronous):
     records, num_dropped = core.step_log.read()
     assert num_dropped == 0
     assert [(r.step_id, r.num_tokens, r.num_requests, r.num_sampled) for r in records] == [
-        (s.step_id, s.total_num_scheduled_tokens, len(s.request_ids), sum(s.max_new_tokens)) for s in executor.executed
+        (s.step_id, s.total_num_scheduled_tokens, len(s.request_ids), sum(s.max_sampled_tokens))
+        for s in executor.executed
     ]
     assert [r.num_unfinished for r in records][-1] == 0
     for record in records:

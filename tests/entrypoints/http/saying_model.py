@@ -19,7 +19,7 @@ class MaskedStep:
         self.executor, self.scheduled, self.done = executor, scheduled, None
 
     def draw(self, masks_SW):
-        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_new_tokens) if most]
+        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_sampled_tokens) if most]
         self.executor.masks = dict(zip(sampling, masks_SW))
         self.done = FakeExecutor.execute(self.executor, self.scheduled)
         self.executor.masks = {}
