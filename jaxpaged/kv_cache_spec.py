@@ -23,26 +23,50 @@ class CacheSpec(Protocol):
 
     `kind` is vLLM's word for it, which KV events carry. `num_read_blocks`: how many blocks before a block border a
     query behind it reads; None means all of them. `block_bytes` and `row_bytes` count all devices together:
-    `row_bytes` is what a layer keeps for each request besides its blocks. `device_slots`: tokens of a block that lie on
-    one device, `context_shards`: devices that hold different ones. `storage` is equal for layers that can share a KV
-    tensor.
+    `row_bytes` is what a layer keeps for each request besides its blocks. `needs_blocks`: a request must have its
+    blocks; without, they are snapshots that it does not need. `is_attended`: attention reads them. `most_seen`: tokens
+    that a query sees at most; None: all. `device_slots`: tokens of a block that lie on one device, `context_shards`:
+    devices that hold different ones. `storage` is equal for layers that can share a KV tensor.
+
+    `has_pages`: blocks may leave the device as pages, `has_one_scale`: in 8 bits, too. `page_heads`: how many heads
+    with keys and values a page has, and their size; None: it has no such heads.
     """
 
     block_size: int
     kind: str
     num_read_blocks: int | None
+    needs_blocks: bool
+    is_attended: bool
+    window: int | None
+    most_seen: int | None
     block_bytes: int
     row_bytes: int
     is_split: bool
     device_slots: int
     context_shards: int
     storage: "CacheSpec"
+    has_pages: bool
+    has_one_scale: bool
+    page_heads: tuple[int, int] | None
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
         """How many blocks at the front of a table no query reads once so many tokens are computed."""
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """Blocks that a request must have at most, while its first `num_tokens` are computed in such steps."""
+
+    def context_copies(self, num_devices: int) -> int:
+        """How many of the devices have the same tokens of the same heads, so that each may have a part of them in place
+        of a copy; 0 where a context is never split."""
+
+    def with_context_shards(self, shards: int) -> "CacheSpec":
+        """The same with the tokens of a block split over so many of those devices."""
+
+    def page_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Of one layer of a page of so many tokens: [parts, tokens, heads, head dim]."""
+
+    def in_pages(self, page_tokens: int) -> "CacheSpec":
+        """The same without what depends on devices and kernels, with pages of so many tokens for blocks."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,10 @@ class AttentionSpec:
 
     row_bytes: ClassVar[int] = 0
     is_split: ClassVar[bool] = True
+    needs_blocks: ClassVar[bool] = True
+    is_attended: ClassVar[bool] = True
+    has_pages: ClassVar[bool] = True
+    has_one_scale: ClassVar[bool] = True
 
     block_size: int
     num_kv_heads: int
@@ -115,6 +143,26 @@ class AttentionSpec:
         seen = num_tokens if self.most_seen is None else min(num_tokens, self.most_seen - 1 + max_step_tokens)
         return blocks_for_tokens(seen, self.block_size) + (seen < num_tokens)
 
+    def context_copies(self, num_devices: int) -> int:
+        """Only contexts of layers that see all tokens are split."""
+        return self.head_copies if self.most_seen is None else 0
+
+    def with_context_shards(self, shards: int) -> "AttentionSpec":
+        copies = self.head_copies // shards
+        return replace(self, num_kv_heads=self.num_model_heads * copies, head_copies=copies, context_shards=shards)
+
+    @property
+    def page_heads(self) -> tuple[int, int]:
+        return self.num_model_heads, self.head_dim
+
+    def page_shape(self, num_tokens: int) -> tuple[int, ...]:
+        return 2, num_tokens, *self.page_heads
+
+    def in_pages(self, page_tokens: int) -> "AttentionSpec":
+        heads = self.num_model_heads
+        whole = replace(self, num_kv_heads=heads, head_copies=1, context_shards=1, stored_dim=None)
+        return replace(whole, block_size=page_tokens)
+
 
 @dataclass(frozen=True)
 class LatentSpec:
@@ -129,8 +177,13 @@ class LatentSpec:
     window: ClassVar[None] = None
     chunk: ClassVar[None] = None
     num_read_blocks: ClassVar[None] = None
+    most_seen: ClassVar[None] = None
     row_bytes: ClassVar[int] = 0
     is_split: ClassVar[bool] = False
+    needs_blocks: ClassVar[bool] = True
+    has_pages: ClassVar[bool] = True
+    has_one_scale: ClassVar[bool] = False
+    page_heads: ClassVar[None] = None
 
     block_size: int
     width: int
@@ -138,6 +191,10 @@ class LatentSpec:
     latent_dim: int | None = None
     stored_width: int | None = None
     context_shards: int = field(default=1, repr=False)
+
+    @property
+    def is_attended(self) -> bool:
+        return self.latent_dim is not None
 
     @property
     def device_slots(self) -> int:
@@ -157,6 +214,19 @@ class LatentSpec:
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return blocks_for_tokens(num_tokens, self.block_size)
+
+    def context_copies(self, num_devices: int) -> int:
+        return num_devices if self.is_attended else 0
+
+    def with_context_shards(self, shards: int) -> "LatentSpec":
+        return replace(self, context_shards=shards)
+
+    def page_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Latents keep what a kernel adds to them: another layout is another namespace."""
+        return 1, num_tokens, 1, self.stored_width or self.width
+
+    def in_pages(self, page_tokens: int) -> "LatentSpec":
+        return replace(self, block_size=page_tokens)
 
 
 @dataclass(frozen=True)
@@ -192,7 +262,14 @@ class StateSpec:
     kind: ClassVar[str] = "mamba"
     context_shards: ClassVar[int] = 1
     num_read_blocks: ClassVar[int] = 1
+    window: ClassVar[None] = None
+    most_seen: ClassVar[None] = None
     is_split: ClassVar[bool] = True
+    needs_blocks: ClassVar[bool] = False
+    is_attended: ClassVar[bool] = False
+    has_pages: ClassVar[bool] = False
+    has_one_scale: ClassVar[bool] = False
+    page_heads: ClassVar[None] = None
 
     block_size: int
     arrays: tuple[StateArray, ...]
@@ -221,6 +298,18 @@ class StateSpec:
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return 0
+
+    def context_copies(self, num_devices: int) -> int:
+        return 0
+
+    def with_context_shards(self, shards: int) -> "StateSpec":
+        raise AssertionError("a state has no tokens to split")
+
+    def page_shape(self, num_tokens: int) -> tuple[int, ...]:
+        raise AssertionError("a state has no pages")
+
+    def in_pages(self, page_tokens: int) -> "StateSpec":
+        raise AssertionError("a state has no pages")
 
 
 @dataclass(frozen=True)
@@ -333,7 +422,7 @@ def group_layers(specs: Sequence[CacheSpec], is_staged: bool = False) -> tuple[K
             if is_staged:
                 cuts = [slice(i, None, num_groups) for i in range(num_groups)]
             groups += [KVCacheGroup(spec, tuple(layers[cut])) for cut in cuts]
-    rank = lambda spec: 2 if isinstance(spec, StateSpec) else int(spec.num_read_blocks is not None)
+    rank = lambda spec: int(spec.num_read_blocks is not None) if spec.needs_blocks else 2
     return tuple(sorted(groups, key=lambda group: (rank(group.spec), group.layer_idxs)))
 
 

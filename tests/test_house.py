@@ -214,6 +214,18 @@ def word_problems(path: str, tree: ast.AST) -> Iterator[str]:
                 yield f"{path}:{node.lineno} {node.name}: the guides say what a {word} is. Use another word for this."
 
 
+KINDS_OF_CACHES = ("jaxpaged/kv_cache_spec.py", "jaxpaged/worker/cache/")
+
+
+def cache_kind_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Questions of which kind a layer's cache is, outside of the files of the kinds."""
+    if path.startswith(KINDS_OF_CACHES):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and re.search(r"^isinstance\(.*\wSpec\b", ast.unparse(node)):
+            yield f"{path}:{node.lineno} asks for the kind of a cache. Ask its spec, or `worker/cache/kinds.py`."
+
+
 def encoding_problems(path: str, tree: ast.AST) -> Iterator[str]:
     """Files opened as text in whatever encoding the locale has."""
     for node in ast.walk(tree):
@@ -328,6 +340,10 @@ def test_words_with_a_meaning_have_no_other_one():
     report(p for path, tree in sources("jaxpaged") for p in word_problems(path, tree))
 
 
+def test_only_the_kinds_of_caches_know_which_of_them_a_spec_is():
+    report(p for path, tree in sources("jaxpaged") for p in cache_kind_problems(path, tree))
+
+
 def test_nothing_is_left_to_do_in_comments():
     marker = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b")
     left = (
@@ -440,6 +456,12 @@ def test_another_meaning_of_a_word_is_found():
     tree = ast.parse("class StepPlan: ...\n\n\ndef explanation(): ...")
     assert len(list(word_problems("jaxpaged/core/steps.py", tree))) == 1
     assert not list(word_problems("jaxpaged/config/plan.py", tree))
+
+
+def test_a_question_for_the_kind_of_a_cache_is_found():
+    tree = ast.parse("x = isinstance(spec, AttentionSpec | LatentSpec)\ny = isinstance(leaf, Spec)")
+    assert len(list(cache_kind_problems("jaxpaged/core/x.py", tree))) == 1
+    assert not list(cache_kind_problems("jaxpaged/worker/cache/latent.py", tree))
 
 
 def test_an_undeclared_package_is_found():

@@ -5,13 +5,12 @@ long context as for a short one: it stays whole, in a pool of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheGroup, LatentSpec
+from jaxpaged.kv_cache_spec import CacheSpec, KVCacheGroup
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.models.config import DecoderConfig
 
@@ -29,10 +28,10 @@ def split_contexts(
     drafts_begin = len(decoders[0].layers)
     split = list(specs)
     for i, spec in enumerate(specs):
-        if is_splittable(spec):
-            copies = num_devices if isinstance(spec, LatentSpec) else spec.head_copies
+        copies = spec.context_copies(num_devices)
+        if copies:
             if copies % shards == 0:
-                split[i] = with_parts(spec, shards)
+                split[i] = spec.with_context_shards(shards)
             elif i < drafts_begin:
                 raise ConfigError(
                     f"decode_context_parallel_size {shards} must divide the copies of each key-value head: the "
@@ -45,21 +44,6 @@ def split_contexts(
             f"({', '.join(sorted({spec.kind for spec in specs}))}), so there is nothing to split. Leave it out."
         )
     return split
-
-
-def is_splittable(spec: CacheSpec) -> bool:
-    """Whether a layer attends to all tokens."""
-    if isinstance(spec, LatentSpec):
-        return spec.latent_dim is not None
-    return isinstance(spec, AttentionSpec) and spec.most_seen is None
-
-
-def with_parts(spec: CacheSpec, shards: int) -> CacheSpec:
-    if isinstance(spec, AttentionSpec):
-        copies = spec.head_copies // shards
-        return replace(spec, num_kv_heads=spec.num_model_heads * copies, head_copies=copies, context_shards=shards)
-    assert isinstance(spec, LatentSpec), spec
-    return replace(spec, context_shards=shards)
 
 
 def merging_bytes(decoders: Sequence[DecoderConfig], context: AttentionContext) -> int:

@@ -1,37 +1,16 @@
-"""How many KV blocks fit, and the arrays that hold them.
-
-The KV cache is a list of KV tensors, those of one pool after those of the other; the i-th layers of all groups of a
-pool share its tensor i. The layout of keys and values belongs to the attention backend. This module does not know which
-block belongs to whom.
-"""
+"""How many KV blocks fit into the memory that there is. The arrays that hold them are made in `cache/`."""
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.config import CacheConfig
 from jaxpaged.distributed.backend import usable_share_of_pool
 from jaxpaged.errors import CapacityError, ConfigError
-from jaxpaged.kv_cache_spec import (
-    AttentionSpec,
-    CacheSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    LatentSpec,
-    StateSpec,
-    pool_layouts,
-)
-from jaxpaged.layers.attention import AttentionContext, check_attention, kv_struct
-from jaxpaged.layers.latent_attention import check_latent_attention, latents_spec, stored_width
-from jaxpaged.layers.ranks import on_all_ranks
-from jaxpaged.params.sharding import MODEL_AXES
-from pallas_kernels.ragged_paged_attention import kv_layout
+from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, pool_layouts
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
 # one request needs more.
@@ -117,48 +96,6 @@ def size_kv_cache(
     if source in EXPLICIT:
         check_there_is(division.num_bytes(num_blocks), reserved_bytes, device, source)
     return division.kv_cache(num_blocks)
-
-
-def is_attended(spec: CacheSpec) -> bool:
-    """Whether attention reads what a layer caches."""
-    return isinstance(spec, AttentionSpec) or (isinstance(spec, LatentSpec) and spec.latent_dim is not None)
-
-
-def as_stored(spec: CacheSpec, backend: str) -> CacheSpec:
-    """The cache of a layer, with as many numbers as lie in memory for a token."""
-    if isinstance(spec, AttentionSpec):
-        return replace(spec, stored_dim=kv_layout(backend).stored_dim(spec.head_dim))
-    if isinstance(spec, LatentSpec) and spec.latent_dim is not None:
-        return replace(spec, stored_width=stored_width(backend, spec.latent_dim, spec.width))
-    return spec
-
-
-def check_heads_of(context: AttentionContext, num_heads: int, spec: CacheSpec, dtype: Any, kv_dtype: Any) -> None:
-    """Raise ValueError unless the kernel takes the query heads of a layer that attends to such a cache."""
-    context = context.of_cache(spec.context_shards)
-    if isinstance(spec, AttentionSpec):
-        check_attention(context, num_heads, spec.num_kv_heads, spec.head_dim, spec.device_slots, dtype, kv_dtype)
-    elif isinstance(spec, LatentSpec) and spec.latent_dim is not None:
-        check_latent_attention(context, num_heads, spec.latent_dim, spec.width, spec.device_slots, dtype, kv_dtype)
-
-
-def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
-    """Shapes and shardings of one KV tensor, of all attention ranks together. `dtype` is that of cached keys and
-    values; states have their own."""
-    tensor = tensor_of_rank(context.of_cache(spec.context_shards), spec, num_blocks, dtype)
-    return jax.tree.map(partial(on_all_ranks, context.mesh), tensor)
-
-
-def tensor_of_rank(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
-    """The same of one rank."""
-    if isinstance(spec, AttentionSpec):
-        return kv_struct(context, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
-    if isinstance(spec, StateSpec):
-        split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXES))
-        return [jax.ShapeDtypeStruct((num_blocks, *each.shape), each.dtype, sharding=split) for each in spec.arrays]
-    place = NamedSharding(context.cache_mesh, latents_spec(context))
-    width = spec.stored_width or spec.width
-    return jax.ShapeDtypeStruct((num_blocks, spec.block_size, width), dtype, sharding=place)
 
 
 EXPLICIT = ("num_gpu_blocks_override", "kv_cache_memory_bytes")

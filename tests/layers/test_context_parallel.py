@@ -11,7 +11,8 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.kv_cache_spec import AttentionSpec, LatentSpec
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, attend, step_metadata
 from jaxpaged.layers.latent_attention import attend_latents
-from jaxpaged.worker.kv_blocks import as_stored, tensor_struct
+from jaxpaged.worker.cache.kinds import tensor_struct
+from jaxpaged.worker.cache.latent import as_stored
 from pallas_kernels.ragged_paged_attention import KVTensor, kv_layout, sharing
 
 N, H, BLOCK, BLOCKS, T, C, P = 8, 16, 64, 60, 56, 128, 32  # a quarter of a block is what the CPU's kernel takes

@@ -11,7 +11,8 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.kv_cache_spec import LatentSpec
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.layers.latent_attention import attend_latents, check_latent_attention
-from jaxpaged.worker.kv_blocks import as_stored, tensor_struct
+from jaxpaged.worker.cache.kinds import tensor_struct
+from jaxpaged.worker.cache.latent import as_stored
 from pallas_kernels.ragged_paged_attention import make_metadata
 
 SPEC = LatentSpec(block_size=16, width=160, dtype_bytes=4, latent_dim=128)

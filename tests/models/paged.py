@@ -21,7 +21,7 @@ from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import quantized_specs
-from jaxpaged.worker.kv_blocks import tensor_struct
+from jaxpaged.worker.cache.kinds import tensor_struct
 from pallas_kernels.ragged_paged_attention import choose_backend, make_metadata
 from tests.models.checkpoints import CONFIGS
 

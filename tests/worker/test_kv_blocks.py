@@ -22,6 +22,7 @@ from jaxpaged.kv_cache_spec import (
     max_blocks_per_request,
 )
 from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.kv_blocks import (
     Demand,
     Division,
@@ -29,7 +30,6 @@ from jaxpaged.worker.kv_blocks import (
     host_budget,
     memory_for,
     size_kv_cache,
-    tensor_struct,
 )
 
 

@@ -14,10 +14,10 @@ from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, poo
 from jaxpaged.kv_store.options import KVOffload, TierWish
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.rope import RopeConfig
-from jaxpaged.worker.kv_blocks import tensor_struct
+from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
-from jaxpaged.worker.kv_transfer.programs import lower_gather, lower_scatter, page_shape
+from jaxpaged.worker.kv_transfer.programs import lower_gather, lower_scatter
 from tests.worker.test_context_split import blueprint
 
 ATTENTION = AttentionSpec(block_size=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
@@ -42,7 +42,7 @@ def test_pages_come_back_as_they_were(backend, num_devices, spec):
     scatter = lower_scatter(structs, spec, backend, whole, 3, EXACTLY).compile()
     gather = lower_gather(structs, spec, backend, whole, 4, EXACTLY).compile()
     zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
-    shape = (3, 2, *page_shape(spec, 8))
+    shape = (3, 2, *spec.page_shape(8))
     pages = np.random.default_rng(1).standard_normal(shape).astype(jnp.bfloat16)
     written = scatter(zeros, np.array([4, -1, 2], np.int32), (pages,))
     found = np.asarray(*gather(written, np.array([2, 4, 1, -1], np.int32)))
@@ -72,7 +72,7 @@ def test_blocks_of_any_size_take_and_give_the_same_pages(backend, spec, form):
         zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
         return [*map(np.asarray, gather(scatter(zeros, np.array(ids, np.int32), pages), np.array(ids_read, np.int32)))]
 
-    shape = (4, 2, *page_shape(spec, 8))
+    shape = (4, 2, *spec.page_shape(8))
     pages = (np.random.default_rng(1).integers(-120, 120, shape).astype(form.page_dtype),)
     if form.is_scaled:
         pages += (np.random.default_rng(2).random(shape[:-1], np.float32),)
@@ -91,7 +91,7 @@ def test_devices_and_what_they_hold_of_a_context_or_head_make_no_other_pages():
     for devices, shards in ((1, 1), (2, 1), (4, 1), (4, 2)):
         made = blueprint("gemma2", devices, shards, block_size=8)
         cache = KVCacheConfig((4,) * len(pool_layouts(made.kv_groups)), made.kv_groups)
-        shapes = tuple(page_shape(group.spec, 8) for group in cache.groups)
+        shapes = tuple(group.spec.page_shape(8) for group in cache.groups)
         seen.add((namespace_of(made, cache, "weights"), shapes))
     ((_, shapes),) = seen
     assert {shape[-2] for shape in shapes} == {2}
@@ -126,7 +126,7 @@ def test_rounded_pages_are_off_by_half_a_step_of_each_tokens_and_heads_own_scale
     form, mesh = replace(EXACTLY, name=name), make_mesh(1)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     structs = [tensor_struct(AttentionContext(mesh, backend), ATTENTION, 4, jnp.bfloat16)] * 2
-    exact = np.random.default_rng(1).standard_normal((2, 2, *page_shape(ATTENTION, 8)))
+    exact = np.random.default_rng(1).standard_normal((2, 2, *ATTENTION.page_shape(8)))
     exact *= 10.0 ** np.random.default_rng(2).integers(-8, 8, exact.shape[:-1])[..., None]  # no token is like another
     exact[0, 0, 0, 0, 0] = 0.0
     exact = exact.astype(jnp.bfloat16)

@@ -22,11 +22,16 @@ import math
 from collections.abc import Sequence
 
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
-from jaxpaged.kv_cache_spec import CacheSpec, KVCacheGroup, StateSpec, pool_layouts
+from jaxpaged.kv_cache_spec import CacheSpec, KVCacheGroup, pool_layouts
 
 
 class CacheGroup:
-    """One group over the pool that it shares. `suffix` ends its cache keys; `units` of tokens fill a block."""
+    """One group over the pool that it shares. `suffix` ends its cache keys; `units` of tokens fill a block.
+
+    `needs_blocks`: each entry of a table must have a block until no query reads it any more.
+    """
+
+    needs_blocks = True
 
     def __init__(self, group_idx: int, spec: CacheSpec, pool: BlockPool, unit: int):
         self.spec = spec
@@ -34,7 +39,6 @@ class CacheGroup:
         self.suffix = group_idx.to_bytes(4, "big")
         self.block_size = spec.block_size
         self.units = spec.block_size // unit
-        self.is_state = isinstance(spec, StateSpec)
         self._num_read_blocks = spec.num_read_blocks
 
     def cached_block(self, hashes: Sequence[bytes], block_idx: int) -> KVCacheBlock | None:
@@ -67,8 +71,21 @@ class CacheGroup:
             hit.append(block)
         return hit
 
-    def new_snapshots(self, first: int, num_blocks: int, num_prompt_tokens: int, branch: int) -> list[KVCacheBlock]:
-        """Entries `first` and after of a table of states: blocks where a snapshot is wanted, and a block is free."""
+    def new_blocks(self, first: int, num_blocks: int, num_prompt_tokens: int, branch: int) -> list[KVCacheBlock]:
+        """Entries `first` and after of a table."""
+        return self.pool.get_new_blocks(num_blocks)
+
+    def forget_replaced(self, hashes: Sequence[bytes], block_idx: int, num_prompt_tokens: int) -> None:
+        """Block `block_idx` of a request is cached: forget the block that it replaces, if it does."""
+
+
+class SnapshotGroup(CacheGroup):
+    """A group of layers with recurrent states, whose blocks are snapshots of them."""
+
+    needs_blocks = False
+
+    def new_blocks(self, first: int, num_blocks: int, num_prompt_tokens: int, branch: int) -> list[KVCacheBlock]:
+        """Blocks where a snapshot is wanted, and a block is free; the null block elsewhere."""
         blocks = []
         for end in range((first + 1) * self.block_size, (first + num_blocks + 1) * self.block_size, self.block_size):
             wanted = self.wants_snapshot(end, num_prompt_tokens, branch) and self.pool.num_free_blocks
@@ -81,9 +98,9 @@ class CacheGroup:
             end >= num_prompt_tokens
         )
 
-    def forget_older(self, hashes: Sequence[bytes], block_idx: int, num_prompt_tokens: int) -> None:
-        """A request's snapshot `block_idx` is cached: forget that before it, if it is of the answer too."""
-        if self.is_state and block_idx * self.block_size >= num_prompt_tokens:
+    def forget_replaced(self, hashes: Sequence[bytes], block_idx: int, num_prompt_tokens: int) -> None:
+        """Of an answer only the newest snapshot is kept."""
+        if block_idx * self.block_size >= num_prompt_tokens:
             older = self.cached_block(hashes, block_idx - 1)
             if older is not None:
                 self.pool.forget(older)
@@ -99,8 +116,9 @@ class CacheGroups:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._layouts = pool_layouts(groups)
         pool_of = {g: pool for layout, pool in zip(self._layouts, pools, strict=True) for g in layout.group_idxs}
-        self.groups = tuple(CacheGroup(g, group.spec, pool_of[g], self.unit) for g, group in enumerate(groups))
-        self.have_states = any(group.is_state for group in self.groups)
+        kind_of = lambda spec: CacheGroup if spec.needs_blocks else SnapshotGroup
+        self.groups = tuple(kind_of(each.spec)(g, each.spec, pool_of[g], self.unit) for g, each in enumerate(groups))
+        self.have_snapshots = not all(group.needs_blocks for group in self.groups)
         self.groups_of_pool = tuple(layout.group_idxs for layout in self._layouts)
 
     def __iter__(self):
@@ -124,7 +142,7 @@ class CacheGroups:
         while True:
             tables = []
             for group in self.groups:
-                if group.is_state and branch < 0:
+                if not group.needs_blocks and branch < 0:
                     branch = length
                 tables.append(group.find_longest_hit(hashes, length // group.block_size))
                 length = len(tables[-1]) * group.block_size // self._alignment * self._alignment

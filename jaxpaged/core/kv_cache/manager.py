@@ -90,7 +90,7 @@ class KVCacheManager:
         numbered = list(enumerate(self.groups))
         self._skipping_groups = [(g, group) for g, group in numbered if group.spec.num_read_blocks is not None]
         # Which groups' new entries must have blocks, by pool: all but snapshots.
-        needing = lambda pool: [g for g, group in numbered if group.pool is pool and not group.is_state]
+        needing = lambda pool: [g for g, group in numbered if group.pool is pool and group.needs_blocks]
         self._needing_groups = [(pool, needing(pool)) for pool in self.pools]
         self.enable_prefix_caching = enable_prefix_caching
         self.records_events = enable_kv_cache_events
@@ -128,7 +128,7 @@ class KVCacheManager:
     def num_tokens_behind(self, request: Request, hit: CacheHit, hashes: Set[bytes]) -> int:
         """By how many tokens a hit would be longer if these blocks were cached. By none where it needs a snapshot, too,
         since there will hardly be one in the right place."""
-        if not hashes or not request.reads_prefix_cache or self.groups.have_states:
+        if not hashes or not request.reads_prefix_cache or self.groups.have_snapshots:
             return 0
         first, end = hit.num_tokens // self.groups.unit, (request.num_tokens - 1) // self.groups.unit
         behind = takewhile(hashes.__contains__, request.block_hashes[first:end])
@@ -192,10 +192,7 @@ class KVCacheManager:
             if not n:
                 new_block_ids.append([])
                 continue
-            if group.is_state:
-                new_blocks = group.new_snapshots(len(table), n, request.num_prompt_tokens, request.branch)
-            else:
-                new_blocks = group.pool.get_new_blocks(n)
+            new_blocks = group.new_blocks(len(table), n, request.num_prompt_tokens, request.branch)
             table += new_blocks
             new_block_ids.append([block.block_id for block in new_blocks])
         return tuple(new_block_ids)
@@ -290,8 +287,7 @@ class KVCacheManager:
             if pool.cache(block, key):
                 stored.append(block_idx)
             self._unconfirmed.append((step_id, pool, block, key))
-            if group.is_state:
-                group.forget_older(hashes, block_idx, request.num_prompt_tokens)
+            group.forget_replaced(hashes, block_idx, request.num_prompt_tokens)
         return stored
 
     def record_stored(self, request: Request, g: int, block_idxs: list[int]) -> None:
@@ -319,7 +315,7 @@ class KVCacheManager:
             extra_keys=untagged if any(untagged) else None,
             group_idx=g,
             kv_cache_spec_kind=group.spec.kind,
-            kv_cache_spec_sliding_window=getattr(group.spec, "window", None),
+            kv_cache_spec_sliding_window=group.spec.window,
         )
 
     def confirm(self, step_id: int) -> None:
@@ -395,7 +391,7 @@ class KVCacheManager:
             for g, (group, table) in enumerate(zip(self.groups, request.blocks)):
                 nulls = [block is group.pool.null_block for block in table]
                 assert all(nulls[: request.num_skipped_blocks[g]])
-                assert group.is_state or sum(nulls) == request.num_skipped_blocks[g]
+                assert not group.needs_blocks or sum(nulls) == request.num_skipped_blocks[g]
                 owners[group.pool].update(block.block_id for block, null in zip(table, nulls) if not null)
         for pool, counts in owners.items():
             pool.check_integrity(counts)

@@ -65,5 +65,5 @@ class PageEvents:
             medium=medium,
             group_idx=g,
             kv_cache_spec_kind=spec.kind,
-            kv_cache_spec_sliding_window=getattr(spec, "window", None),
+            kv_cache_spec_sliding_window=spec.window,
         )

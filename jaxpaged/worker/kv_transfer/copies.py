@@ -25,7 +25,6 @@ from jaxpaged.worker.kv_transfer.programs import (
     copy_sizes,
     cut_of,
     first_tensor,
-    page_shape,
 )
 
 
@@ -42,7 +41,7 @@ class Copies:
     def shape(self, g: int) -> tuple[int, ...]:
         """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim]."""
         group = self._kv_cache.groups[g]
-        return len(group.layer_idxs), *page_shape(group.spec, self.form.page_tokens)
+        return len(group.layer_idxs), *group.spec.page_shape(self.form.page_tokens)
 
     def page_bytes(self, g: int) -> int:
         """Of a page of group `g`, without its header."""
@@ -51,7 +50,7 @@ class Copies:
     def num_bytes(self, pool_idx: int, num_pieces: int) -> int:
         """Of what a copy of so many pieces makes, with padding."""
         pool = self._kv_cache.pools[pool_idx]
-        shape = pool.num_tensors, *page_shape(pool.storage, self._cuts[pool_idx].tokens)
+        shape = pool.num_tensors, *pool.storage.page_shape(self._cuts[pool_idx].tokens)
         return self._bucket(pool_idx, num_pieces) * self.form.num_bytes(shape)
 
     def most(self, pool_idx: int) -> int:
@@ -74,7 +73,7 @@ class Copies:
         """Arrays of pages, zeros, for so many pieces and padding, which jax takes without a copy."""
         pool, tokens = self._kv_cache.pools[pool_idx], self.form.page_tokens
         num_pages = self._bucket(pool_idx, num_pieces) * self._cuts[pool_idx].num_pages
-        whole = num_pages, pool.num_tensors, *page_shape(pool.storage, tokens)
+        whole = num_pages, pool.num_tensors, *pool.storage.page_shape(tokens)
         made = []
         for shape, dtype in self.form.layout(whole):
             array = aligned_empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)

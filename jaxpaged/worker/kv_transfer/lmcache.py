@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
+from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.lmcache.keys import check_model_name, check_name_length
 from jaxpaged.kv_store.lmcache.layout import ChunkLayout
 from jaxpaged.kv_store.lmcache.lm import LMStore
@@ -62,7 +62,7 @@ def agreed_lmcache(
 
 def warn_of_windows(chunk_tokens: int, kv_cache: KVCacheConfig) -> None:
     """Say what is not kept of a model with layers that see fewer tokens than a chunk has."""
-    seen = [group.spec.most_seen for group in kv_cache.groups if isinstance(group.spec, AttentionSpec)]
+    seen = [group.spec.most_seen for group in kv_cache.groups]
     windows = [each for each in seen if each is not None]
     if windows and min(windows) < chunk_tokens:
         logger.warning(
@@ -112,9 +112,8 @@ def model_of(settings: ChunkSettings, blueprint: Blueprint) -> str:
 def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) -> ChunkLayout:
     """Raises ConfigError for what LMCache lays out otherwise, or not at all."""
     specs = [group.spec for group in kv_cache.groups]
-    attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
-    heads = {(spec.num_model_heads, spec.head_dim) for spec in attention}
-    if len(attention) < len(specs) or len(heads) != 1:
+    heads = {spec.page_heads for spec in specs if spec.page_heads is not None}
+    if len(heads) != 1 or any(spec.page_heads is None for spec in specs):
         raise ConfigError(
             "LMCache's chunks are shared for models whose layers all have keys and values of as many heads of one "
             f"size; this one has {', '.join(sorted({type(spec).__name__ for spec in specs}))} with {sorted(heads)}."

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
-from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, KVCacheConfig, LatentSpec, StateSpec
+from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
@@ -22,10 +22,8 @@ from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.worker.device import Device
-from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.peers import Peers
-from jaxpaged.worker.kv_transfer.programs import page_shape
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.programs.blueprint import Blueprint
 
@@ -42,9 +40,9 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
     """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
     packages are missing, and for files of secrets and certificates that are none. Returns the options for
     `open_transfer`, with what servers said of themselves."""
-    if any(isinstance(group.spec, StateSpec) for group in kv_cache.groups):
+    if not all(group.spec.has_pages for group in kv_cache.groups):
         raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
-    if offload.pages != EXACT and any(isinstance(group.spec, LatentSpec) for group in kv_cache.groups):
+    if offload.pages != EXACT and not all(group.spec.has_one_scale for group in kv_cache.groups):
         raise ConfigError(
             f"kv_offload has pages={offload.pages}, but this model caches latents, whose parts differ too much in size "
             f"for one scale. Leave it out: pages={EXACT}."
@@ -101,7 +99,7 @@ def open_transfer(
                 page_tokens=form.page_tokens,
             )
         if peering.borrows:
-            shapes = [(len(group.layer_idxs), *page_shape(group.spec, form.page_tokens)) for group in kv_cache.groups]
+            shapes = [(len(group.layer_idxs), *group.spec.page_shape(form.page_tokens)) for group in kv_cache.groups]
             largest = max(map(form.num_bytes, shapes))
             borrower = Borrower(
                 space,
@@ -146,7 +144,7 @@ def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version:
         weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
         decoders=tuple(str(as_named(each if bits else replace(each, few_rows=""))) for each in blueprint.decoders),
         quantization=config.model.quantization,
-        groups=tuple(str((as_in_pages(group.spec, form), group.layer_idxs)) for group in kv_cache.groups),
+        groups=tuple(str((group.spec.in_pages(form.page_tokens), group.layer_idxs)) for group in kv_cache.groups),
         dtype=blueprint.kv_dtype.name,
         speculation=str(blueprint.speculation),
         **form.facts,
@@ -163,12 +161,3 @@ def as_named(decoder: DecoderConfig) -> DecoderConfig:
         for other in (1, decoder.max_position_embeddings, length + 1)
     )
     return decoder if differs else replace(decoder, max_model_len=0)
-
-
-def as_in_pages(spec: CacheSpec, form: PageForm) -> CacheSpec:
-    """The cache of a layer without what depends on devices and kernels, with pages for blocks."""
-    if isinstance(spec, AttentionSpec):
-        heads = spec.num_model_heads
-        spec = replace(spec, num_kv_heads=heads, head_copies=1, context_shards=1, stored_dim=None)
-    assert isinstance(spec, AttentionSpec | LatentSpec), f"{spec} has no pages"
-    return replace(spec, block_size=form.page_tokens)

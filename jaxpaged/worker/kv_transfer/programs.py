@@ -21,12 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, PoolLayout, StateSpec
+from jaxpaged.kv_cache_spec import KVCacheConfig, PoolLayout
 from jaxpaged.kv_store.cut import Cut
 from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from pallas_kernels import kv_copy
-from pallas_kernels.ragged_paged_attention import KVTensor, kv_layout
 
 GATHER, SCATTER = "kv_gather", "kv_scatter"
 MOST_BYTES, MOST_BLOCKS = 32 << 20, 64
@@ -51,26 +50,17 @@ def cut_of(spec: Any, form: PageForm) -> Cut:
     return Cut(spec.block_size, form.page_tokens)
 
 
-def page_shape(spec: Any, num_tokens: int) -> tuple[int, ...]:
-    """Of one layer of a page of so many tokens. Latents keep what a kernel adds to them: another layout is another
-    namespace."""
-    if isinstance(spec, LatentSpec):
-        return 1, num_tokens, 1, spec.stored_width or spec.width
-    assert isinstance(spec, AttentionSpec), f"{spec} holds neither keys and values nor latents"
-    return 2, num_tokens, spec.num_model_heads, spec.head_dim
-
-
 def layer_bytes(spec: Any, num_tokens: int) -> int:
     """Of one layer of so many tokens, as they are cached."""
-    return int(np.prod(page_shape(spec, num_tokens))) * spec.dtype_bytes
+    return int(np.prod(spec.page_shape(num_tokens))) * spec.dtype_bytes
 
 
 def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
     """Of a token in all layers, as pages have them; 0 where there are recurrent states, which have no pages."""
     specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
-    if any(isinstance(spec, StateSpec) for spec, _ in specs):
+    if not all(spec.has_pages for spec, _ in specs):
         return 0.0
-    return sum(num_layers * form.num_bytes(page_shape(spec, 1)) for spec, num_layers in specs)
+    return sum(num_layers * form.num_bytes(spec.page_shape(1)) for spec, num_layers in specs)
 
 
 def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:
@@ -99,7 +89,7 @@ def lower_gather(
     """`size`: pieces of a copy."""
 
     def kv_gather(tensors, id_P):
-        blocks = jnp.stack([blocks_of(tensor, id_P, spec, backend) for tensor in tensors], axis=1)
+        blocks = jnp.stack([kind_of(spec).gather(tensor, id_P, spec, backend) for tensor in tensors], axis=1)
         return form.leaving(recut(blocks, form.page_tokens))
 
     ids = jax.ShapeDtypeStruct((size * cut_of(spec, form).num_blocks,), jnp.int32, sharding=replicated)
@@ -112,11 +102,11 @@ def lower_scatter(
     def kv_scatter(tensors, id_P, pages):
         layers = [form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
         blocks = [recut(layer, spec.block_size) for layer in layers]
-        return [with_blocks(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, blocks)]
+        return [kind_of(spec).scatter(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, blocks)]
 
     shardings, cut = jax.tree.map(lambda leaf: leaf.sharding, tensors), cut_of(spec, form)
     ids = jax.ShapeDtypeStruct((size * cut.num_blocks,), jnp.int32, sharding=replicated)
-    whole = (size * cut.num_pages, len(tensors), *page_shape(spec, form.page_tokens))
+    whole = (size * cut.num_pages, len(tensors), *spec.page_shape(form.page_tokens))
     pages = tuple(jax.ShapeDtypeStruct(*each, sharding=replicated) for each in form.layout(whole))
     return jax.jit(kv_scatter, donate_argnums=(0,), out_shardings=shardings).lower(tensors, ids, pages)
 
@@ -132,21 +122,3 @@ def recut(runs: Any, num_tokens: int) -> Any:
         return jnp.moveaxis(parts, -4, 1).reshape(-1, *middle, num_tokens, heads, dim)
     each = runs.reshape(-1, num_tokens // length, *middle, length, heads, dim)
     return jnp.moveaxis(each, 1, -4).reshape(-1, *middle, num_tokens, heads, dim)
-
-
-def blocks_of(tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
-    """Blocks of one layer as in a page."""
-    if not isinstance(tensor, KVTensor):
-        (blocks,) = kv_copy.gather_blocks((tensor,), id_P)
-        return blocks[:, None, :, None, :]
-    blocks = kv_copy.gather_blocks(tensor.arrays, id_P)
-    return jnp.stack(kv_layout(backend).unpack(blocks, spec.head_dim), axis=1)[..., :: spec.head_copies, :]
-
-
-def with_blocks(tensor: Any, id_P: Any, values: Any, spec: Any, backend: str) -> Any:
-    """One layer with blocks replaced."""
-    if not isinstance(tensor, KVTensor):
-        return kv_copy.scatter_blocks((tensor,), id_P, (values[:, 0, :, 0, :],))[0]
-    values = jnp.repeat(values, spec.head_copies, axis=-2)
-    blocks = kv_layout(backend).pack(values[:, 0], values[:, 1])
-    return KVTensor(kv_copy.scatter_blocks(tensor.arrays, id_P, blocks), tensor.scales)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxpaged.config.plan import PlannedProgram
-from jaxpaged.kv_cache_spec import KVCacheGroup, StateSpec
+from jaxpaged.kv_cache_spec import KVCacheGroup
 from jaxpaged.layers.experts import expert_weights
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device, num_ranks
 from jaxpaged.worker.context_split import exchanged_bytes
@@ -53,6 +53,6 @@ def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterato
     attention: it is not as long as the context, and small beside the weights."""
     for group in groups:
         spec = group.spec
-        if not isinstance(spec, StateSpec):
+        if spec.needs_blocks:
             token_bytes = spec.block_bytes // spec.block_size // (num_shards if spec.is_split else 1)
-            yield getattr(spec, "most_seen", None), len(group.layer_idxs), token_bytes
+            yield spec.most_seen, len(group.layer_idxs), token_bytes

@@ -37,10 +37,11 @@ from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import features_of
+from jaxpaged.worker.cache.kinds import kind_of, tensor_struct
 from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.drafters.lookup import lookup_builders
 from jaxpaged.worker.drafters.model import draft_builders
-from jaxpaged.worker.kv_blocks import Demand, Division, as_stored, check_heads_of, is_attended, tensor_struct
+from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
 from jaxpaged.worker.kv_transfer.programs import copy_builders
 from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
@@ -192,13 +193,13 @@ class Blueprint:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
         options = self.config.compile
         name = "invariant" if options.deterministic else options.attention_backend
-        specs = filter(is_attended, self._cache_specs)
+        specs = [spec for spec in self._cache_specs if spec.is_attended]
         try:
             backend = choose_backend(name, self.platform)
             context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
             num_heads = [decoder.num_heads for decoder in (self.whole, *self.decoders[1:]) for _ in decoder.layers]
             for heads, spec in zip(num_heads, specs, strict=True):
-                check_heads_of(context, heads, spec, self.dtype, self.kv_dtype)
+                kind_of(spec).check_heads(context, heads, spec, self.dtype, self.kv_dtype)
         except ValueError as error:
             raise ConfigError(f"attention_backend: {error}") from error
         return context
@@ -233,7 +234,7 @@ class Blueprint:
     @cached_property
     def whole_groups(self) -> tuple[KVCacheGroup, ...]:
         """Layers of all stages that cache alike, with the bytes that the kernel's layout takes."""
-        specs = [as_stored(spec, self.attention.backend) for spec in self._cache_specs]
+        specs = [kind_of(spec).as_stored(spec, self.attention.backend) for spec in self._cache_specs]
         return group_layers(specs, is_staged=self.stage is not None)
 
     @cached_property

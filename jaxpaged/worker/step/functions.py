@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxpaged.config.speculation import Speculation
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext, step_metadata
+from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
+from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.layers.ranks import lying_like, of_each_rank, of_ranks
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
@@ -40,6 +40,7 @@ from jaxpaged.sampling.logprobs import LogprobOutput, prompt_logprobs
 from jaxpaged.sampling.rows import NUM_COLUMNS, placed_lines, unpack_rows
 from jaxpaged.sampling.sampler import SampleOutput, sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState, StateLayout, load_row, load_tokens
+from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.programs.compiler_options import OTHERS, Options
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.zero_pages import zeros_on
@@ -164,23 +165,16 @@ class StepFunctions:
 
         shared_G6R = layout.shared_of_groups(parts) if layout.shared_work and layout.reads_shared else None
 
-        def of_group(g: int, spec: AttentionSpec) -> AttentionBatch:
-            # Latents have kernels of their own, which plan for themselves.
-            shards = spec.context_shards if isinstance(spec, AttentionSpec) else 1
-            metadata = step_metadata(
-                self.attention.of_cache(shards),
-                parts.num_seqs[0],
-                parts.query_start_loc_R1,
-                parts.seq_lens_R,
+        def of_group(g: int, spec: CacheSpec) -> AttentionBatch:
+            return kind_of(spec).step_batch(
+                self.attention,
+                spec,
+                parts,
                 tables_GRM[g, parts.rows_R],
                 num_tokens=layout.num_tokens,
-                block_size=spec.block_size // shards,
-                window=spec.window,
                 decodes_only=decodes_only,
                 shared_6R=None if shared_G6R is None else shared_G6R[g],
-                chunk=spec.chunk,
             )
-            return AttentionBatch(metadata, self.attention.of_cache(spec.context_shards), spec.window)
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 

@@ -55,7 +55,7 @@ def test_the_longest_beginning_that_every_group_can_read_is_found(kinds, cached,
     lengths = range(0, max_tokens + 1, alignment)
     longest = max(n for n in lengths if all(readable(g.spec, cached[i], n) for i, g in enumerate(groups)))
     assert [len(table) * group.block_size for table, group in zip(tables, groups)] == [longest] * len(kinds)
-    others = [(i, g) for i, g in enumerate(groups) if not g.is_state]
+    others = [(i, g) for i, g in enumerate(groups) if g.needs_blocks]
     assert longest <= branch <= max(n for n in range(max_tokens + 1) if n in (longest, *lengths))
     if not others or len(others) == len(groups):
         assert branch == (max(lengths) if not others else longest)
@@ -99,7 +99,7 @@ def test_max_blocks_is_enough_for_any_chunks(kinds, num_tokens, budget, data):
     while computed < num_tokens:
         chunk = data.draw(st.integers(1, min(budget, num_tokens - computed)))
         for p, members in enumerate(groups.groups_of_pool):
-            attending = [groups.groups[g] for g in members if not groups.groups[g].is_state]
+            attending = [groups.groups[g] for g in members if groups.groups[g].needs_blocks]
             ends = [-(-(computed + chunk) // group.block_size) for group in attending]
             skipped = [group.spec.num_skipped_blocks(computed) for group in attending]
             peaks[p] = max(peaks[p], sum(ends) - sum(skipped))
