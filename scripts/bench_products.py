@@ -24,9 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.layers.few_rows import XLA, choose_few_rows
-from jaxpaged.layers.int8 import int8_product
-from jaxpaged.layers.linear import int4_product, matrix_product
+from jaxpaged.layers.linear import XLA, choose_matmul_backend, int4_product, int8_product, matrix_product
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack
 
 CORES = os.cpu_count() or 1
@@ -35,7 +33,7 @@ FEW_ROWS = 64  # from here on, products are bound by arithmetic: two weights are
 
 
 def one_plane_product(x_TI: jax.Array, weight: QuantizedArray) -> jax.Array:
-    """Activations rounded to 8 bits: what accuracy costs in the two planes of layers/int8.py."""
+    """Activations rounded to 8 bits: what accuracy costs in the two planes of layers/linear.py."""
     x_TI = x_TI.astype(jnp.float32)
     step_T1 = jnp.max(jnp.abs(x_TI), axis=1, keepdims=True) / 127
     rounded_TI = jnp.round(x_TI / step_T1).astype(jnp.int8)
@@ -60,7 +58,7 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "int8 -> float32": ("int8", lambda x, w: converted_weight(x, w, "float32")),
     "int4 -> bfloat16": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16)),
 }
-KERNEL = choose_few_rows("cpu", 1, deterministic=False)
+KERNEL = choose_matmul_backend("cpu", 1, deterministic=False)
 KERNEL_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "bfloat16, our kernel": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.bfloat16, KERNEL)),
     "int8, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),

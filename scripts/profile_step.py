@@ -31,14 +31,13 @@ import jax
 from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.layers.few_rows import choose_few_rows, takes_one_row
+from jaxpaged.layers.linear import choose_matmul_backend, takes_one_row
 from jaxpaged.worker.programs.buckets import doubling_buckets
 
 XLA_ITSELF = "XLA's copies and conversions"
 PARTS = {
     "few_rows": "products",
     "layers/linear": "products",
-    "layers/int8": "products",
     "int4_matmul": "products",
     "grouped_matmul": "experts",
     "sort_by_group": "experts",
@@ -203,7 +202,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["int8", "int4"])
     options = parser.parse_args()
     all_rows = [int(word) for word in options.rows.split(",")]
-    buckets = {*doubling_buckets(8, "cpu", takes_one_row(choose_few_rows("cpu", 1, False), "bfloat16")), 512}
+    buckets = {*doubling_buckets(8, "cpu", takes_one_row(choose_matmul_backend("cpu", 1, False), "bfloat16")), 512}
     buckets |= {rows for rows in all_rows if rows > 1}
     with tempfile.TemporaryDirectory() as folder:
         shape = checkpoints.MODELS.get(options.model)

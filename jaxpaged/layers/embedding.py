@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.layers.few_rows import XLA
-from jaxpaged.layers.int8 import int8_product
-from jaxpaged.layers.linear import matrix_product
+from jaxpaged.layers.linear import XLA, int8_product, matrix_product
 from jaxpaged.params.quantized import QuantizedArray
 
 Table = jax.Array | QuantizedArray
@@ -27,7 +25,7 @@ def rows_of(table_VD: Table, ids_T: jax.Array) -> jax.Array:
 
 
 def vocabulary_logits(
-    hidden_SD: jax.Array, table_VD: Table, vocab_size: int, soft_cap: float | None, few_rows: str = XLA
+    hidden_SD: jax.Array, table_VD: Table, vocab_size: int, soft_cap: float | None, backend: str = XLA
 ) -> jax.Array:
     """Float32 logits [S, V]; columns from `vocab_size` on only pad the table and are -inf.
 
@@ -35,7 +33,7 @@ def vocabulary_logits(
     readers may compute them again, with the product rounded or as part of a fused multiply-add.
     """
     product = int8_product if isinstance(table_VD, QuantizedArray) else matrix_product
-    logits_SV = product(hidden_SD, table_VD, jnp.float32, few_rows)
+    logits_SV = product(hidden_SD, table_VD, jnp.float32, backend)
     if soft_cap is not None:
         logits_SV = jax.lax.optimization_barrier(soft_cap * jnp.tanh(logits_SV / soft_cap))
     if vocab_size == table_VD.shape[0]:

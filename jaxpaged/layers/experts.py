@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpaged.layers.few_rows import XLA
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
 from jaxpaged.layers.ranks import over_model_axes
@@ -108,7 +107,6 @@ def mixture_of_experts(
     activation: Activation,
     num_tokens: jax.Array,
     mesh: Mesh,
-    few_rows: str = XLA,
 ) -> tuple[jax.Array, jax.Array | None]:
     """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad. Where
     experts have a placement, also how many tokens went to each of them, uint32 [E]."""
@@ -125,7 +123,7 @@ def mixture_of_experts(
         if ranks > 1:
             sum_TD = jax.lax.psum_scatter(sum_TD.astype(x_TD.dtype), DATA_AXIS, scatter_dimension=0, tiled=True)
         if p.shared is not None:
-            shared_TD = gated_mlp(x_TD, p.shared, activation, few_rows).astype(jnp.float32)
+            shared_TD = gated_mlp(x_TD, p.shared, activation).astype(jnp.float32)
             sum_TD += shared_TD if p.shared_gate is None else shared_TD * gate_of_shared(x_TD, p.shared_gate)
         load_E = None if p.placement is None else tokens_of_experts(expert_TJ, real_T1, p)
         return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES), load_E

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpaged.layers.few_rows import XLA
+from jaxpaged.layers.linear import XLA
 from pallas_kernels.rms_norm import How, backends
 from pallas_kernels.rms_norm import rms_norm as own_norm
 

@@ -7,12 +7,12 @@ means for one architecture is said in that architecture's module. transformers i
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError, ConfigError
-from jaxpaged.layers.few_rows import XLA
+from jaxpaged.layers.linear import XLA
 from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
@@ -20,6 +20,9 @@ from jaxpaged.models.config_fields import changes_nothing
 from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.models.unsupported import quantisation_error, refuse_quantised_folder
 from jaxpaged.params.other_formats import refuse_adapter, refuse_other_folder, refuse_part_of_pipeline
+
+NAMED, LATER = "named", "later"
+"""Metadata of fields, for `facts_text`: the name under which a field began, and that it came later."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class DecoderConfig:
 
     `query_scale` multiplies the attention scores, `embed_scale` the embeddings. `max_position_embeddings` is the
     longest sequence the model is made for, rope scaling included. `max_model_len` is the engine's limit, equal to
-    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option, and `few_rows` how the
-    engine's device multiplies a few rows with a weight (`layers/few_rows.py`).
+    it until replaced. `dtype` is the checkpoint's. `deterministic` is the engine's option, and `matmul_backend` the
+    kernel with which the engine's device multiplies (`layers/linear.py`).
     `offset_norms`: the weights of norms say how far a factor is from 1; `centred_norms`: norms take off the mean.
     `interleaved_rope`: neighbours of a head are rotated together. `rotated_norm`: rotated queries and keys are
     normalised, without weights. `residual_scale` and `logit_scale` multiply what a block adds to the residual stream,
@@ -108,13 +111,13 @@ class DecoderConfig:
     latents: LatentConfig | None = None
     weight_block: tuple[int, int] | None = None
     deterministic: bool = False
-    few_rows: str = XLA
+    matmul_backend: str = field(default=XLA, metadata={NAMED: "few_rows"})
 
     @property
     def norm(self) -> NormConfig:
         """How every norm of the model is computed."""
         return NormConfig(
-            self.norm_eps, self.offset_norms, self.centred_norms, self.deterministic, backend=self.few_rows
+            self.norm_eps, self.offset_norms, self.centred_norms, self.deterministic, backend=self.matmul_backend
         )
 
     @property
@@ -409,3 +412,19 @@ def short(value: Any) -> str:
     """`value` as a message shows it: at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def facts_text(value: Any) -> str:
+    """A description as a text that stays the same from version to version, to name what was computed with it.
+
+    It is the `repr` of frozen dataclasses, with two exceptions. A renamed field keeps its first name (`NAMED`).
+    A field that came later (`LATER`) is left out while it has its default.
+    """
+    if isinstance(value, tuple):
+        return f"({', '.join(map(facts_text, value))}{',' if len(value) == 1 else ''})"
+    if not is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    given = ((each, getattr(value, each.name)) for each in fields(value))
+    said = ((each, entry) for each, entry in given if LATER not in each.metadata or entry != each.default)
+    facts = (f"{each.metadata.get(NAMED, each.name)}={facts_text(entry)}" for each, entry in said)
+    return f"{type(value).__qualname__}({', '.join(facts)})"

@@ -81,9 +81,9 @@ def self_attention(
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
     """
-    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj, config.few_rows)
-    k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj, config.few_rows)
-    v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj, config.few_rows)
+    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
+    k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
+    v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
     if p.q_norm is not None:
         q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
     if batch.cos_sin is not None:
@@ -103,7 +103,7 @@ def self_attention(
         sinks_N=p.sinks,
         hidden_T=batch.hidden_T,
     )
-    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, config.few_rows), kv
+    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
 
 
 def norm_of_heads(x_TNH: jax.Array, p: Norm, config: DecoderConfig) -> jax.Array:
@@ -124,11 +124,11 @@ def feed_forward(
     """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts. Where experts are moved while
     the engine runs, also how many tokens went to each."""
     if isinstance(p, Mlp):
-        return gated_mlp(x_TD, p, config.activation, config.few_rows), None
+        return gated_mlp(x_TD, p, config.activation), None
     assert config.experts is not None, "a block of experts needs a router"
     num_tokens = batch.attention.metadata.query_start_loc_R1[-1]
     mesh = batch.attention.context.mesh
-    return mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh, config.few_rows)
+    return mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh)
 
 
 def forward(
@@ -198,7 +198,7 @@ def head(params: Decoder) -> jax.Array | None:
 
 def compute_logits(head_VD: jax.Array, config: DecoderConfig, hidden_SD: jax.Array) -> jax.Array:
     """Float32 logits [S, V] with the final soft cap and scale; columns that only pad the vocabulary are -inf."""
-    logits_SV = vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap, config.few_rows)
+    logits_SV = vocabulary_logits(hidden_SD, head_VD, config.vocab_size, config.final_soft_cap, config.matmul_backend)
     # Behind a barrier for the reason that soft caps are.
     scale = config.logit_scale
     return logits_SV if scale is None else jax.lax.optimization_barrier(logits_SV * scale)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpaged.layers.experts import Experts
-from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.linear import Linear, with_backend
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.norm import Norm
 from jaxpaged.models.config import DecoderConfig
@@ -59,12 +59,13 @@ def decoder_specs(
         of_layer = {field: norm("D", f"{name}.{there}") for field, there in norms.items()}
         block = feed_forward(config, name, i) if feed_forward else mlp(config, f"{name}.mlp")
         layers.append(Layer(self_attn=self_attn, mlp=block, **of_layer))
-    return Decoder(
+    decoder = Decoder(
         embed_tokens=Spec("VD", "V D", "model.embed_tokens.weight"),
         layers=layers,
         norm=norm("D", "model.norm"),
         lm_head=None if config.tie_embeddings else Spec("VD", "V D", "lm_head.weight"),
     )
+    return with_backend(decoder, config.matmul_backend)
 
 
 def norm(dims: str, name: str) -> Norm:

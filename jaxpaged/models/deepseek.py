@@ -170,11 +170,11 @@ def latent_attention(
     p: LatentAttention, config: DecoderConfig, x_TD: jax.Array, cache: jax.Array, batch: LayerBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Causal self-attention of T new tokens over the latents that their requests have cached: ([T, D], cache)."""
-    sizes, few_rows = config.latents, config.few_rows
+    sizes = config.latents
     assert sizes is not None and batch.cos_sin is not None, "a part of every key is rotated"
     latent_norm = replace(config.norm, eps=LATENT_NORM_EPS)
-    q_TNH = queries(p, x_TD, latent_norm, few_rows)
-    kv_TW = apply_linear("TD,wD->Tw", x_TD, p.kv_a_proj, few_rows)
+    q_TNH = queries(p, x_TD, latent_norm)
+    kv_TW = apply_linear("TD,wD->Tw", x_TD, p.kv_a_proj)
     latent_TC = rms_norm(kv_TW[:, : sizes.rank], p.kv_a_layernorm, latent_norm)
     rotate = lambda x_TNP: apply_rope(x_TNP, *batch.cos_sin, config.interleaved_rope)
     q_rope_TNP = rotate(q_TNH[..., sizes.plain_dim :])
@@ -183,15 +183,15 @@ def latent_attention(
     out_TNC, cache = attend_latents(
         batch.attention, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, scale=config.query_scale
     )
-    return apply_linear("TNv,DNv->TD", values(out_TNC, p.v_up.weight), p.o_proj, few_rows), cache
+    return apply_linear("TNv,DNv->TD", values(out_TNC, p.v_up.weight), p.o_proj), cache
 
 
-def queries(p: LatentAttention, x_TD: jax.Array, latent_norm: NormConfig, few_rows: str) -> jax.Array:
+def queries(p: LatentAttention, x_TD: jax.Array, latent_norm: NormConfig) -> jax.Array:
     """[T, N, H], not rotated."""
     if p.q_a_proj is None:
-        return apply_linear("TD,NHD->TNH", x_TD, p.q_proj, few_rows)
-    latent = rms_norm(apply_linear("TD,aD->Ta", x_TD, p.q_a_proj, few_rows), p.q_a_layernorm, latent_norm)
-    return apply_linear("Ta,NHa->TNH", latent, p.q_proj, few_rows)
+        return apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
+    latent = rms_norm(apply_linear("TD,aD->Ta", x_TD, p.q_a_proj), p.q_a_layernorm, latent_norm)
+    return apply_linear("Ta,NHa->TNH", latent, p.q_proj)
 
 
 def absorbed(q_TNk: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:

@@ -21,7 +21,7 @@ from flax import struct
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.embedding import Table, vocabulary_logits
-from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.mlp import Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, rms_norm
 from jaxpaged.models.config import DecoderConfig, HfFields, short
@@ -210,7 +210,7 @@ def param_specs(config: Eagle3Config, num_model_shards: int) -> Eagle3:
     projection = lambda letter, part: linear(
         f"{letter}HZ", f"{letter}H Z", f"{name}.self_attn.{part}_proj", config.qkv_bias
     )
-    return Eagle3(
+    head = Eagle3(
         embed_tokens=Spec("VD", "V D", EMBEDDINGS) if config.has_embeddings else None,
         fc=linear("DA", "D A", "fc"),
         layer=Layer(
@@ -229,11 +229,12 @@ def param_specs(config: Eagle3Config, num_model_shards: int) -> Eagle3:
         lm_head=Spec("XD", "X D", "lm_head.weight"),
         d2t=Spec("X", "X", "d2t", dtype="int32") if config.maps_tokens else None,
     )
+    return with_backend(head, config.matmul_backend)
 
 
 def features(params: Eagle3, config: Eagle3Config, hidden_TD: jax.Array, taps: tuple[jax.Array, ...]) -> jax.Array:
     """[T, D] of three residual streams, each as wide as the decoder."""
-    return apply_linear("TA,DA->TD", jnp.concatenate(taps, axis=-1), params.fc, config.few_rows)
+    return apply_linear("TA,DA->TD", jnp.concatenate(taps, axis=-1), params.fc)
 
 
 def forward(
@@ -247,7 +248,7 @@ def forward(
     attended_TD, kv = self_attention(p.self_attn, config, both_TZ, kv, batch)
     x_TD = x_TD + attended_TD
     normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm)
-    x_TD = x_TD + gated_mlp(normed_TD, p.mlp, config.activation, config.few_rows)
+    x_TD = x_TD + gated_mlp(normed_TD, p.mlp, config.activation)
     return rms_norm(x_TD, params.norm, config.norm), x_TD, kv
 
 
@@ -257,7 +258,7 @@ def draft_tokens(params: Eagle3, table_VD: Table) -> DraftTokens:
 
 def compute_logits(head: DraftTokens, config: Eagle3Config, hidden_SD: jax.Array) -> jax.Array:
     """Float32 logits [S, V] over the decoder's tokens; -inf for those that the head does not know."""
-    logits_SX = vocabulary_logits(hidden_SD, head.lm_head, config.draft_vocab_size, None, config.few_rows)
+    logits_SX = vocabulary_logits(hidden_SD, head.lm_head, config.draft_vocab_size, None, config.matmul_backend)
     if head.d2t is None:
         return logits_SX
     num_drafts = logits_SX.shape[1]

@@ -13,7 +13,7 @@ from flax import struct
 
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.embedding import Table
-from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.norm import Norm, rms_norm
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
@@ -47,7 +47,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 def mtp_specs(config: HeadConfig, num_model_shards: int) -> Mtp:
     """Specs of the first layer that predicts further; the decoder splits the same way, so this one does."""
     name = "model.mtp_layers.0"
-    return Mtp(
+    mtp = Mtp(
         token_layernorm=norm("D", f"{name}.token_layernorm"),
         hidden_layernorm=norm("D", f"{name}.hidden_layernorm"),
         input_proj=linear("DZ", "D Z", f"{name}.input_proj"),
@@ -59,6 +59,7 @@ def mtp_specs(config: HeadConfig, num_model_shards: int) -> Mtp:
         ),
         final_layernorm=norm("D", f"{name}.final_layernorm"),
     )
+    return with_backend(mtp, config.matmul_backend)
 
 
 def features(params: Mtp, config: HeadConfig, hidden_TD: jax.Array, taps: tuple[jax.Array, ...]) -> jax.Array:
@@ -72,7 +73,7 @@ def forward(
     """The layer and its norm, whose output is like that of the decoder."""
     hidden_TD = rms_norm(before_TD, params.hidden_layernorm, config.norm)
     both_TZ = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
-    x_TD = apply_linear("TZ,DZ->TD", both_TZ, params.input_proj, config.few_rows)
+    x_TD = apply_linear("TZ,DZ->TD", both_TZ, params.input_proj)
     x_TD, kv, _ = llama.decoder_layer(params.layer, config, x_TD, kv, batch)
     hidden_TD = rms_norm(x_TD, params.final_layernorm, config.norm)
     return hidden_TD, hidden_TD, kv

@@ -1,5 +1,6 @@
 """config.json of every architecture: both spellings, defaults, and an error for what would change the maths."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -10,7 +11,7 @@ from transformers import AutoConfig
 
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
-from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.config import facts_text, load_hf_config
 from jaxpaged.models.config_fields import HARMLESS_FIELDS, READ_BY_OTHERS
 from jaxpaged.models.registry import MODELS, model_for
 from tests.models.checkpoints import (
@@ -325,3 +326,21 @@ def test_another_architecture_is_not_taken_for_a_slip_of_ours(name):
     with pytest.raises(CheckpointError, match=f"{name}, which is not supported yet. Serve one that is") as refused:
         model_for({"architectures": [name]})
     assert "Qwen3ForCausalLM" not in str(refused.value)
+
+
+FACTS = {
+    "llama": "7fafbca90722af1c",
+    "gemma3": "accd84bad5b8e99c",
+    "deepseek_v3": "8993554d17c2601e",
+    "qwen3_moe": "49b46ddcd8008701",
+    "llama4": "13c576a93f488087",
+    "gpt_oss": "7972c908f6156f4a",
+}
+"""Digests of `str(config)` in November 2026, when pages on disks were first named by it."""
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_pages_of_a_model_keep_their_name_from_version_to_version(name):
+    config = model_for(CONFIGS[name]).config_from_hf(CONFIGS[name])
+    assert hashlib.sha256(facts_text(config).encode()).hexdigest()[:16] == FACTS[name]
+    assert facts_text(replace(config, matmul_backend="other")) != facts_text(config)

@@ -20,7 +20,7 @@ from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.layers.rope import inverse_frequencies
-from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.config import DecoderConfig, facts_text
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.peers import Peers
@@ -135,14 +135,16 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any
 
 
 def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version: str) -> str:
-    """Of all that keys and values depend on besides tokens, and how they are cut into pages. `few_rows` says how sums
-    are computed on one machine, not what they are; it does count where an engine promises bits. The longest sequence
+    """Of all that keys and values depend on besides tokens, and how they are cut into pages. `matmul_backend` says how
+    sums are computed on one machine, not what they are. It counts where an engine promises bits. The longest sequence
     counts where angles go by it. Exact pages have no fact about their form."""
     config, form = blueprint.config, blueprint.page_form
     bits = config.compile.deterministic
     return namespace(
         weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
-        decoders=tuple(str(as_named(each if bits else replace(each, few_rows=""))) for each in blueprint.decoders),
+        decoders=tuple(
+            facts_text(as_named(each if bits else replace(each, matmul_backend=""))) for each in blueprint.decoders
+        ),
         quantization=config.model.quantization,
         groups=tuple(str((group.spec.in_pages(form.page_tokens), group.layer_idxs)) for group in kv_cache.groups),
         dtype=blueprint.kv_dtype.name,

@@ -25,7 +25,7 @@ from jaxpaged.kv_cache_spec import (
     groups_of_layers,
 )
 from jaxpaged.layers.attention import AttentionContext
-from jaxpaged.layers.few_rows import XLA, choose_few_rows, takes_one_row
+from jaxpaged.layers.linear import XLA, choose_matmul_backend, takes_one_row
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
@@ -119,15 +119,15 @@ class Blueprint:
             max_model_len=config.model.max_model_len,
             dtype=config.model.dtype,
             deterministic=config.compile.deterministic,
-            few_rows=self._few_rows,
+            matmul_backend=self._matmul_backend,
         )
 
     @property
-    def _few_rows(self) -> str:
-        """How few rows are multiplied with a weight. Devices that are not here have no kernels."""
+    def _matmul_backend(self) -> str:
+        """The kernel that multiplies. Devices that are not here have none of ours."""
         if isinstance(self.mesh, AbstractMesh):
             return XLA
-        return choose_few_rows(self.platform, self.mesh.size, self.config.compile.deterministic)
+        return choose_matmul_backend(self.platform, self.mesh.size, self.config.compile.deterministic)
 
     def _add_draft(self, draft: DraftModel) -> None:
         """From now on `model` and `param_shapes` are those of both; `drafting` is what drafts."""
@@ -160,12 +160,12 @@ class Blueprint:
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
         given, largest = self.config.compile.token_buckets, self.config.scheduler.max_num_batched_tokens
-        kernels = takes_one_row(self._few_rows, self.dtype)
+        kernels = takes_one_row(self._matmul_backend, self.dtype)
         return tuple(sorted(given)) if given else default_token_buckets(largest, self.platform, kernels)
 
     @cached_property
     def sample_buckets(self) -> tuple[int, ...]:
-        kernels = takes_one_row(self._few_rows, self.dtype)
+        kernels = takes_one_row(self._matmul_backend, self.dtype)
         return doubling_buckets(self.config.scheduler.max_num_seqs, self.platform, kernels)
 
     @property

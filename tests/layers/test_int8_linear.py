@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.layers.embedding import embed, vocabulary_logits
-from jaxpaged.layers.int8 import converted_product, int8_product
-from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.linear import Linear, apply_linear, converted_product, int8_product
 from jaxpaged.params.quantized import QuantizedArray, quantize
 from pallas_kernels.few_rows_matmul import two_plane_matmul
 
