@@ -25,6 +25,7 @@ LEAVES = {
     "errors",
     "interrupts",
     "kv_cache_spec",
+    "kv_connector",
     "kv_store",
     "messages",
     "pooling",

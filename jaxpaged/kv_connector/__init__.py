@@ -1,0 +1,1 @@
+"""What carries keys and values between the KV cache and anything besides the device. `base.py` is the seam."""

@@ -1,0 +1,333 @@
+"""The seam between the engine and a connector, which keeps keys and values besides the device.
+
+A connector is one object with two sides, named as vLLM's `KVConnectorBase_V1` names them. The scheduler calls
+`KVConnectorScheduler` while it decides, so its methods return at once. The worker calls `KVConnectorWorker` around
+steps; bytes move in threads. What the first says to the second travels as plain data: `build_connector_meta` returns
+it, `SchedulerOutput.kv_connector_metadata` carries it, and `start_load_kv` gets it. What has become of loads and saves
+comes back in `ModelRunnerOutput.kv_connector_output`.
+
+A connector never sees blocks of the device. It sees *pages*: the keys and values of `page_tokens` tokens in the layers
+of one KV group, as numpy arrays, named by a content hash that covers all tokens before them too. Copying blocks off the
+device and back, and cutting blocks into pages, is the engine's. Copies are links of the chain that the steps form, so
+a block may be given out again as soon as its copy is dispatched: there is no delayed free, and `request_finished` has
+nothing to say about it.
+
+The moments, in the order of a request's life:
+
+    on_new_request              it was queued
+    get_num_new_matched_tokens  it could be admitted: how much of it could be loaded, beyond what the device has
+    update_state_after_alloc    a load was decided (some tokens), or its first step is scheduled (0 tokens)
+    build_connector_meta        the step is complete
+      start_load_kv             the worker has the step: begin to fetch, in threads of one's own
+      KVLoad.give, finish       a page has come; nothing more will. This is what vLLM's `get_finished` and
+                                `get_block_ids_with_load_errors` say: a page that was not given, or whose digest is
+                                wrong when it is given, is a load error
+      save_kv                   pages that a finished step computed, in one of the engine's threads
+    update_connector_output     what has become of loads and saves
+    request_finished            it ended
+
+A load that lacks pages is not used beyond them: the rest is computed, or the request fails, as
+`kv_load_failure_policy` says. Pages carry digests (`kv_store/page.py`), and only what they confirm reaches the device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from jaxpaged.kv_store.changes import Change
+from jaxpaged.kv_store.content import ChunkTiers, PageContent
+from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier import Lookup
+
+# ---- what pages look like ----------------------------------------------------------------------
+
+
+class KVGroupLayout(msgspec.Struct, frozen=True):
+    """One KV group: layers whose blocks are allocated together."""
+
+    kind: str
+    """ "full_attention", "sliding_window", ..., as in KV events."""
+    layer_idxs: tuple[int, ...]
+    block_size: int
+    """Tokens of a block on the device."""
+    sliding_window: int | None
+    """Tokens that a layer sees; None: all."""
+    page_shape: tuple[int, ...]
+    """Of a page's values: [layers, 2, page tokens, KV heads, head dim]; 1 in place of 2 for latents."""
+    dtype: str
+    """numpy's name of the type of a page's values."""
+    has_scales: bool = False
+    """Whether a page has scales, float32 [layers, 2, page tokens, KV heads]: values were rounded to 8 bits."""
+
+
+class KVCacheLayout(msgspec.Struct, frozen=True):
+    """What the pages of an engine look like. `PageKey.group` is an index into `groups`."""
+
+    namespace: str
+    """Digest of all that keys and values depend on besides tokens. Engines with equal namespaces may share pages."""
+    model: str
+    page_tokens: int
+    groups: tuple[KVGroupLayout, ...]
+
+
+# ---- the scheduler's side ----------------------------------------------------------------------
+
+LookUp = Callable[[Sequence[PageKey]], Sequence[Lookup]]
+"""For each key whether its page can be loaded. PENDING: not known yet, ask again."""
+
+
+class KVRequest(Protocol):
+    """What a connector sees of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All that are known: the prompt and what was generated."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the client said with the request."""
+        ...
+
+    def num_matched_tokens(self, look_up: LookUp) -> int | None:
+        """How many tokens of its beginning would be there if all pages that `look_up` finds were loaded, beside what
+        the device has. It minds sliding windows, which need their last pages only. None: it may be more once `look_up`
+        knows what is PENDING."""
+        ...
+
+    def prompt_pages(self) -> tuple[int, Sequence[PageContent]]:
+        """(tokens, pages) of its prompt as far as it fills whole pages: those that whoever goes on behind it needs."""
+        ...
+
+    def prompt_block_ids(self) -> list[list[int]]:
+        """Of each group the ids of the blocks that hold these pages now."""
+        ...
+
+    def save_prompt(self) -> None:
+        """Bring these pages to the stores as soon as they are computed, those too that the device had before."""
+        ...
+
+
+class KVConnectorScheduler(Protocol):
+    """The scheduler's side. Nothing here waits or moves bytes."""
+
+    name: str
+    """For metrics, and for the log."""
+
+    @property
+    def chunk_tiers(self) -> ChunkTiers | None:
+        """What is told of texts, where pages are kept in larger chunks that are named by their tokens."""
+        ...
+
+    def on_new_request(self, request: KVRequest) -> None:
+        """A request was queued."""
+        ...
+
+    def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
+        """How many tokens behind the first `num_computed_tokens`, which the device has, could be loaded. None: ask
+        again later; the request waits, and others may overtake it. It changes nothing."""
+        ...
+
+    def look_up(self, keys: Sequence[PageKey]) -> Sequence[Lookup]:
+        """Whether pages can be loaded, by which several connectors are joined page by page."""
+        ...
+
+    def where(self, keys: Sequence[PageKey]) -> Sequence[str]:
+        """The name of the place that each page would come from. Loading from it is timed, and compared with
+        computing."""
+        ...
+
+    def must_load(self, request: KVRequest) -> bool:
+        """Whether to load what could be computed sooner."""
+        ...
+
+    def update_state_after_alloc(
+        self, request: KVRequest, pages: Sequence[PageContent], num_external_tokens: int
+    ) -> None:
+        """These pages will be loaded for `num_external_tokens` tokens. Or, with 0, the request's first step is
+        scheduled. In place of vLLM's blocks there are pages: blocks are given when all has come."""
+        ...
+
+    def build_connector_meta(self) -> Any:
+        """What the worker's side is to know with the next step: plain data (what msgspec encodes). None: nothing."""
+        ...
+
+    def request_finished(self, request: KVRequest, is_computed: bool) -> dict[str, Any] | None:
+        """A request has ended; `is_computed`: by a stop or by its length, so that its pages are good. Returns the
+        `kv_transfer_params` of its last output, if it has any."""
+        ...
+
+    def take_params(self) -> dict[str, dict[str, Any]]:
+        """`kv_transfer_params` of requests, by id, that clients are to hear of before the end."""
+        ...
+
+    def load_finished(self, request: KVRequest) -> None:
+        """A load has ended, or is not waited for any longer."""
+        ...
+
+    def take_events(self) -> Sequence[Change]:
+        """What can be loaded since the last call, and what cannot any more. The first call: all that is there."""
+        ...
+
+
+# ---- the worker's side -------------------------------------------------------------------------
+
+
+class KVPage(Protocol):
+    """A page that is saved."""
+
+    @property
+    def content(self) -> PageContent:
+        """Its key, the hash before it, and its tokens."""
+        ...
+
+    @property
+    def values(self) -> np.ndarray:
+        """Keys and values, of the group's `page_shape`."""
+        ...
+
+    @property
+    def scales(self) -> np.ndarray | None: ...
+
+    @property
+    def buffers(self) -> Sequence[Any]:
+        """The whole page as bytes, in pieces that belong one behind the other: a safetensors file, whose header has the
+        digests. `KVLoad.give` takes them back, as they are or joined."""
+        ...
+
+
+class KVLoad(Protocol):
+    """Pages that a request waits for. It may be used by any threads."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def pages(self) -> Sequence[PageContent]:
+        """All that are wanted of this connector, in the order in which they would be computed."""
+        ...
+
+    def give(self, key: PageKey, page: Any, source: str, *, is_checked: bool = False) -> bool:
+        """A page has come: the buffers that `save_kv` got, one or several, from the place `source`. They are copied.
+        `is_checked`: checksums of values were compared already. Whether it is the right one; if not, it is a page that
+        did not come, and should be removed where it came from."""
+        ...
+
+    def finish(self) -> None:
+        """Nothing more comes. It must be called in bounded time, whatever fails."""
+        ...
+
+
+class KVConnectorWorker(Protocol):
+    """The worker's side. The engine's thread calls all but `save_kv`."""
+
+    name: str
+
+    def register_kv_caches(self, layout: KVCacheLayout) -> None:
+        """Called once, before anything else: what pages look like."""
+        ...
+
+    def start_load_kv(self, loads: Sequence[KVLoad], metadata: Any) -> None:
+        """Begin to fetch, and return at once. `metadata`: what `build_connector_meta` said."""
+        ...
+
+    def save_kv(self, pages: Sequence[KVPage]) -> Sequence[bool]:
+        """Keep pages. Called in threads of the engine, several at a time, so it may block. Whether each is kept, or was
+        there before. Arrays and buffers are the engine's again when it returns. Takes the place of vLLM's
+        `save_kv_layer`."""
+        ...
+
+    def discard(self, keys: Sequence[PageKey]) -> None:
+        """Forget these pages: what computed them was wrong. Called in a thread of the engine."""
+        ...
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether pages are there when this engine has ended, so that its end is worth waiting for the last of them."""
+        ...
+
+    def get_kv_connector_stats(self) -> dict[str, Any]:
+        """Counters since the start, by name."""
+        ...
+
+    def shutdown(self) -> None:
+        """Wait for what `save_kv` has accepted, in bounded time, as vLLM's `wait_for_save` does, and let go of threads
+        and files."""
+        ...
+
+
+class KVConnector(KVConnectorScheduler, KVConnectorWorker, Protocol):
+    """Both sides. Where scheduler and worker are one process, they are one object."""
+
+
+# ---- what travels ------------------------------------------------------------------------------
+
+
+class KVSave(msgspec.Struct, tag="save"):
+    """Blocks of one pool to copy off the device. Their pages may be kept once step `step_id` is confirmed."""
+
+    save_id: int
+    step_id: int
+    pool: int
+    pages: list[PageContent | None]
+    """In the order of the blocks; None: one that is kept already."""
+    block_ids: list[int]
+
+
+class KVWrite(msgspec.Struct, tag="write"):
+    """Where the pages of a load go that has come."""
+
+    load_id: int
+    block_ids: list[list[int]]
+    """Of each piece of the load the ids of its blocks; 0: written nowhere."""
+
+
+class KVFetch(msgspec.Struct):
+    """Pages to fetch into host memory. A piece is as many pages as are whole blocks; `ends`: of each page in the
+    request, in tokens."""
+
+    load_id: int
+    request_id: str
+    pieces: list[list[PageContent]]
+    ends: list[int]
+
+
+class KVConnectorMetadata(msgspec.Struct, omit_defaults=True):
+    """What the scheduler says to the worker's side, with a step or between steps."""
+
+    confirmed: int = 0
+    """The steps before this number are done: what they computed may be kept."""
+    discarded: list[PageKey] = []
+    """What must not be kept: a request computed it that failed."""
+    before_step: list[KVSave | KVWrite] = []
+    """Copies ahead of the step, in this order."""
+    after_step: list[KVSave] = []
+    fetches: list[KVFetch] = []
+    connector: Any = None
+    """What the connector's `build_connector_meta` returned."""
+
+
+class FinishedFetch(msgspec.Struct):
+    """The end of a fetch: for each page where it came from, "" if it did not come, and how many seconds all took."""
+
+    load_id: int
+    sources: list[str]
+    seconds: float
+
+
+class KVConnectorOutput(msgspec.Struct, omit_defaults=True):
+    """What has become of loads and saves since the last one."""
+
+    finished_fetches: list[FinishedFetch] = []
+    progressed: list[int] = []
+    """Fetches that are under way and of which a page has come."""
+    finished_saves: list[int] = []
+    """Saves whose memory is free again."""
