@@ -34,7 +34,8 @@ LEAVES = {
 }
 # Who may import whom. Every layer may import itself and the leaves.
 LAYERS = {
-    "entrypoints": {"engine", "parsing", "proto", "client"},
+    "entrypoints": {"serving", "engine", "parsing", "proto", "client"},
+    "serving": {"engine", "parsing"},
     "client": {"proto"},
     "proto": set(),
     "engine": {"core", "executor"},
@@ -64,7 +65,7 @@ CROSSINGS: dict[tuple[str, str], str] = {
     (CONVERT, "jaxpaged.params."): "the same",
 }
 
-NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto"} | LEAVES
+NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto", "serving"} | LEAVES
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 # Words of the house with one meaning: in whose names they may be.

@@ -20,13 +20,13 @@ pytest.importorskip("httptools", reason="comes with the extra serve")
 from msgspec import Raw
 
 from jaxpaged.entrypoints.cli import main
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
 from jaxpaged.entrypoints.proxy import local_engines
 from jaxpaged.entrypoints.proxy.app import Proxy, create_app
 from jaxpaged.entrypoints.proxy.backends import MOST_BEHIND, Backends, beginnings_of
 from jaxpaged.entrypoints.proxy.handing_over import WHOLE, for_decode, for_prefill, params_in, read
 from jaxpaged.errors import UsageError
+from jaxpaged.serving.errors import ServingError
 
 LONG = "a word " * 400
 LENT = {"do_remote_prefill": True, "remote_host": "h", "anything": [1, {"else": 2}]}
@@ -506,5 +506,5 @@ def test_a_prompt_is_looked_at_as_it_came():
     assert params_in(b'{"a": 1, "kv_transfer_params": {"x": [1.50]}}') == Raw(b'{"x": [1.50]}')
     assert params_in(b'{"kv_transfer_params": 5}') is None and params_in(b"[") is None
     for broken in (b"[1]", b"{", b'{"prompt": ' + b"[" * 100_000, b'{"prompt": x}'):
-        with pytest.raises(HttpError, match="no JSON object"):
+        with pytest.raises(ServingError, match="no JSON object"):
             read("/v1/completions", broken)

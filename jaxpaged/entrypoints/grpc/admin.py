@@ -2,14 +2,14 @@
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.admin import check_choice
-from jaxpaged.entrypoints.http.errors import HttpError, scrubbed
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import CapacityError, CheckpointError
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
 
 
 class Administration:
-    """The methods. They raise HttpError, ConflictError, UsageError and EngineError."""
+    """The methods. They raise ServingError, ConflictError, UsageError and EngineError."""
 
     def __init__(self, service: Service):
         self._engine = service.engine
@@ -37,7 +37,7 @@ class Administration:
         try:
             await self._engine.wake_up(list(request.tags) or None)
         except (CapacityError, CheckpointError) as error:
-            raise HttpError(503, scrubbed(str(error))) from error
+            raise ServingError(scrubbed(str(error)), kind=ErrorKind.UNAVAILABLE) from error
         return await self._state()
 
     async def StartProfile(self, request: pb.StartProfileRequest, caller: str) -> pb.ProfileResponse:

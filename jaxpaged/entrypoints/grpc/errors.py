@@ -1,6 +1,6 @@
 """Errors as gRPC clients see them: a status code, a message, and details of google.rpc.
 
-What an exception is to a client is decided for HTTP (`http/errors.py`); here its status becomes a code.
+What a client is told of an exception is decided in `serving/errors.py`; here its kind becomes a code.
 """
 
 from typing import Any
@@ -11,20 +11,21 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxpaged.entrypoints.grpc.requests import NAMES
-from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_message, renamed
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import ErrorKind, as_serving_error, renamed
 
 CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    409: grpc.StatusCode.FAILED_PRECONDITION,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    503: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.TOO_MANY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorKind.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
 DETAILS = "grpc-status-details-bin"
 """The trailer in which clients look for google.rpc.Status."""
@@ -34,14 +35,14 @@ SECTIONS = {"sampling_params": pb.SamplingParams, "chat": pb.Chat}
 
 def told(error: BaseException) -> tuple[grpc.StatusCode, pb.Error]:
     """What a client is told of an exception."""
-    as_http = as_http_error(error)
-    if as_http.parameter in NAMES:
-        as_http = HttpError(as_http.status, *renamed(as_http, NAMES), as_http.headers)
-    code = CODES.get(as_http.status, grpc.StatusCode.INTERNAL)
-    retry = float(as_http.headers.get("Retry-After", 0))
-    message = pb.Error(code=code.value[0], message=error_message(as_http), retry_after_seconds=retry)
-    if as_http.parameter is not None:
-        message.field = field_path(as_http.parameter)
+    refusal = as_serving_error(error)
+    parameter, text = refusal.parameter, refusal.message
+    if parameter in NAMES:
+        text, parameter = renamed(refusal, NAMES)
+    code = CODES[refusal.kind]
+    message = pb.Error(code=code.value[0], message=text, retry_after_seconds=refusal.retry_after or 0)
+    if parameter is not None:
+        message.field = field_path(parameter)
     return code, message
 
 

@@ -10,7 +10,6 @@ from jaxpaged.entrypoints.grpc import requests
 from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
 from jaxpaged.entrypoints.http.body import off_loop
-from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation.generate import (
     GenerationRequest,
     Numbered,
@@ -29,13 +28,14 @@ from jaxpaged.entrypoints.http.pooling.write import scores_of, usage_of
 from jaxpaged.entrypoints.http.request_ids import own_or_new
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import client_names
 
 PREFIX = "grpc"
 """Of ids inside the server, so that they are told from those of HTTP."""
 
 
 class Inference:
-    """The methods: each gets a request, and who calls. They raise HttpError, RequestError and EngineError."""
+    """The methods: each gets a request, and who calls. They raise ServingError, RequestError and EngineError."""
 
     def __init__(self, service: Service):
         self._service = service

@@ -20,10 +20,10 @@ from google.protobuf.message_factory import GetMessageClass
 from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
 from jaxpaged.entrypoints.http.body import BODY_BYTES
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.transport.auth import KeyRing, digest
 from jaxpaged.entrypoints.http.transport.trace_context import enter_trace
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 CLIENT_LEFT = "CANCELLED"
@@ -67,20 +67,20 @@ class Access:
     def caller(self, context: grpc.aio.ServicerContext) -> str:
         """Who calls, for shares of what is scarce: the key where keys are needed, else the address.
 
-        Raises HttpError 401 without a key, and 403 where no key would do.
+        Raises ServingError without a key, and 403 where no key would do.
         """
         if not self._ring:
             if self._closed is not None:
-                raise HttpError(403, self._closed)
+                raise ServingError(self._closed, kind=ErrorKind.FORBIDDEN)
             return context.peer().rpartition(":")[0]
         metadata = {name.lower(): value for name, value in context.invocation_metadata() or ()}
         scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else metadata.get("x-api-key", "")
         if not self._ring.admits(str(key)):
-            raise HttpError(
-                401,
+            raise ServingError(
                 "The API key is missing or wrong. Send it in the metadata 'authorization: Bearer KEY' or "
                 "'x-api-key: KEY'.",
+                kind=ErrorKind.UNAUTHENTICATED,
             )
         return digest(str(key)).hex()
 
@@ -140,20 +140,22 @@ def handler(
 
 
 async def first_of(given: AsyncIterator[bytes]) -> bytes:
-    """The message of a call that has one. Raises HttpError when it does not come."""
+    """The message of a call that has one. Raises ServingError when it does not come."""
     try:
         async with asyncio.timeout(MESSAGE_SECONDS):
             async for data in given:
                 return data
     except TimeoutError:
-        raise HttpError(408, f"The request did not come within {MESSAGE_SECONDS:g} s. Send it faster.") from None
-    raise HttpError(400, "The call has no request. Send one.")
+        raise ServingError(
+            f"The request did not come within {MESSAGE_SECONDS:g} s. Send it faster.", kind=ErrorKind.TIMEOUT
+        ) from None
+    raise ServingError("The call has no request. Send one.")
 
 
 class Writing:
     """Ends a call whose client has long not taken a response; it costs two additions a response.
 
-    `number` is odd while a response is being written. Raises HttpError in the context that it is.
+    `number` is odd while a response is being written. Raises ServingError in the context that it is.
     """
 
     def __init__(self) -> None:
@@ -172,7 +174,9 @@ class Writing:
         try:
             await self._limit.__aexit__(*error)
         except TimeoutError:
-            raise HttpError(408, f"No response was taken for {WRITE_SECONDS:g} s. Read them faster.") from None
+            raise ServingError(
+                f"No response was taken for {WRITE_SECONDS:g} s. Read them faster.", kind=ErrorKind.TIMEOUT
+            ) from None
 
     def _look(self) -> None:
         if self.number % 2 and self.number == self._last:
@@ -183,12 +187,12 @@ class Writing:
 
 
 def parsed(kind: type[Message], data: bytes) -> Message:
-    """Raises HttpError 400 for what is no message of this kind, which grpcio would call an unknown failure."""
+    """Raises ServingError for what is no message of this kind, which grpcio would call an unknown failure."""
     BODY_BYTES.set(JSON_SIZE * len(data))
     try:
         return kind.FromString(data)
     except DecodeError as error:
-        raise HttpError(400, f"The request is no {kind.DESCRIPTOR.full_name}: {error}.") from None
+        raise ServingError(f"The request is no {kind.DESCRIPTOR.full_name}: {error}.") from None
 
 
 class Counted:

@@ -17,10 +17,10 @@ from typing import Protocol
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.errors import told
 from jaxpaged.entrypoints.grpc.wire_format import nested
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, NumberedTaker
 from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
 
 MAX_OPEN = 1024
 """Requests under way on one stream."""
@@ -100,7 +100,9 @@ class Multiplexer:
     def _look(self, last_taken: int) -> None:
         """End the stream if nothing was asked for since the look before, and nothing is under way."""
         if self._num_taken == last_taken and self._idle and not self._tasks:
-            self._error = HttpError(408, f"The stream had no request for {IDLE_SECONDS:g} s. Open another.")
+            self._error = ServingError(
+                f"The stream had no request for {IDLE_SECONDS:g} s. Open another.", kind=ErrorKind.TIMEOUT
+            )
             self._ended = True
             self._news.set()
         self._idle = not self._tasks
@@ -142,10 +144,10 @@ class Multiplexer:
             await self._say_last(
                 request_id,
                 error=told(
-                    HttpError(
-                        429,
+                    ServingError(
                         f"{MAX_OPEN} requests are under way on this stream. Wait until one is done.",
-                        headers={"Retry-After": "1"},
+                        kind=ErrorKind.TOO_MANY,
+                        retry_after=RETRY_SECONDS,
                     )
                 )[1],
             )
@@ -163,7 +165,7 @@ class Multiplexer:
 
     async def _refuse(self, why: str, field: str) -> None:
         """Say that a message has begun nothing."""
-        await self._say_last("", error=told(HttpError(400, why, field))[1])
+        await self._say_last("", error=told(ServingError(why, field))[1])
 
     async def _abort(self, request_id: str) -> None:
         """Unknown ids pass: the request may have ended meanwhile."""

@@ -10,10 +10,10 @@ import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from jaxpaged.entrypoints.http.pooling.protocol import EmbeddingRequest, ScoreRequest
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import ServingError
 
 NAMES = {
     "top_logprobs": "logprobs",
@@ -47,16 +47,15 @@ LISTS = ("stop", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_to
 
 
 def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatCompletionRequest:
-    """Raises HttpError 400 without a prompt, and for what cannot be streamed."""
+    """Raises ServingError without a prompt, and for what cannot be streamed."""
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise HttpError(400, "text, token_ids or chat is missing. Give one of them.", "text")
+        raise ServingError("text, token_ids or chat is missing. Give one of them.", "text")
     values = common_values(request)
     values["stream"] = not request.final_only
     params = request.sampling_params
     if params.prompt_logprobs and not request.final_only:
-        raise HttpError(
-            400,
+        raise ServingError(
             f"prompt_logprobs is {params.prompt_logprobs}, but responses come as they are made. Set final_only.",
             "prompt_logprobs",
         )
@@ -64,8 +63,7 @@ def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatC
     if request.HasField("kv_transfer_params"):
         values["kv_transfer_params"] = plain(request.kv_transfer_params)
         if values["kv_transfer_params"].get("do_remote_decode") and not request.final_only:
-            raise HttpError(
-                400,
+            raise ServingError(
                 "kv_transfer_params has do_remote_decode, but responses come as they are made. Set final_only.",
                 "kv_transfer_params",
             )
@@ -84,12 +82,12 @@ def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatC
 
 
 def embedding_request(request: pb.EmbedRequest) -> EmbeddingRequest:
-    """Raises HttpError 400 for an input without text and ids."""
+    """Raises ServingError for an input without text and ids."""
     inputs: list[str | list[int]] = []
     for number, each in enumerate(request.inputs):
         kind = each.WhichOneof("input")
         if kind is None:
-            raise HttpError(400, f"inputs[{number}] has neither text nor token_ids.", f"inputs[{number}]")
+            raise ServingError(f"inputs[{number}] has neither text nor token_ids.", f"inputs[{number}]")
         inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
     values = {**common_values(request), "input": inputs}
     return converted(values | present(request, ("dimensions", "normalize")), EmbeddingRequest)
@@ -180,7 +178,7 @@ def message_values(message: pb.ChatMessage) -> dict[str, Any]:
 
 
 def tool_values(tool: pb.Tool, number: int) -> dict[str, Any]:
-    """Raises HttpError 400 for parameters that are no JSON."""
+    """Raises ServingError for parameters that are no JSON."""
     values: dict[str, Any] = {"name": tool.name}
     if tool.description:
         values["description"] = tool.description
@@ -189,7 +187,7 @@ def tool_values(tool: pb.Tool, number: int) -> dict[str, Any]:
             values["parameters"] = msgspec.json.decode(tool.parameters_json)
         except (msgspec.DecodeError, RecursionError) as error:
             field = f"tools[{number}].parameters_json"
-            raise HttpError(400, f"{field} is not JSON: {error}.", field) from None
+            raise ServingError(f"{field} is not JSON: {error}.", field) from None
     elif tool.HasField("parameters"):
         values["parameters"] = plain(tool.parameters)
     return values
@@ -209,10 +207,10 @@ def whole_numbers(value: Any) -> Any:
 
 
 def converted[T](values: Mapping[str, Any], kind: type[T]) -> T:
-    """Raises HttpError 400 naming the field at fault."""
+    """Raises ServingError naming the field at fault."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$.")
         field = place.rstrip("`")
-        raise HttpError(400, f"{field or 'the request'}: {message}.", field or None) from None
+        raise ServingError(f"{field or 'the request'}: {message}.", field or None) from None

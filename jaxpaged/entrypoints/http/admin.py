@@ -14,9 +14,9 @@ from starlette.responses import Response
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.entrypoints.http.errors import HttpError, scrubbed
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import CapacityError, CheckpointError
+from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,7 +71,7 @@ class Admin:
         try:
             await self._service.engine.wake_up(tags)
         except (CapacityError, CheckpointError) as error:
-            raise HttpError(503, scrubbed(str(error))) from error
+            raise ServingError(scrubbed(str(error)), kind=ErrorKind.UNAVAILABLE) from error
         status = "sleeping" if await self._service.engine.is_sleeping() else "awake"
         return json_response(SleepState(status, tags=tags))
 
@@ -93,8 +93,7 @@ class Admin:
         """Forget all cached prompt beginnings; false while requests are under way, unless `reset_running_requests` has
         those that run computed again."""
         if flag(request, "reset_external"):
-            raise HttpError(
-                400,
+            raise ServingError(
                 "reset_external is true, but KV tiers are not emptied here. Leave it out; 'jaxpaged kv' shows and "
                 "prunes what they hold.",
                 "reset_external",
@@ -109,13 +108,13 @@ class Admin:
 
 
 def whole_number(request: Request, name: str, default: int, allowed: tuple[int, ...]) -> int:
-    """A query parameter. Raises HttpError 400 for a value that is not allowed."""
+    """A query parameter. Raises ServingError for a value that is not allowed."""
     text = request.query_params.get(name, str(default))
     check_choice(name, text, [str(each) for each in allowed])
     return int(text)
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise HttpError 400 unless the value of a query parameter is one of `allowed`."""
+    """Raise ServingError unless the value of a query parameter is one of `allowed`."""
     if value not in allowed:
-        raise HttpError(400, f"{name} is {value!r}; it must be one of {', '.join(allowed)}.", name)
+        raise ServingError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.", name)

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.unknown_fields import known_part, refusal, unknown_name
 from jaxpaged.entrypoints.http.value_count import DEAREST, ValueCount
+from jaxpaged.serving.errors import ServingError
 
 BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
@@ -47,13 +48,13 @@ MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 async def read_struct[T](request: Request, kind: type[T], max_body_bytes: int) -> T:
     """The body as a struct of type `kind`.
 
-    Raises HttpError 400 for another media type, broken JSON and wrong types, 413 for more than `max_body_bytes`.
+    Raises ServingError for another media type, broken JSON and wrong types, 413 for more than `max_body_bytes`.
     """
     return await struct_of(request, await read_json(request, max_body_bytes), kind)
 
 
 async def read_json(request: Request, max_body_bytes: int) -> bytearray:
-    """The body, of which nothing is decoded. Raises HttpError, as `read_struct` does."""
+    """The body, of which nothing is decoded. Raises ServingError, as `read_struct` does."""
     check_media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_body_bytes)
     BODY_BYTES.set(len(body))
@@ -76,7 +77,7 @@ def lent_in(body: bytearray) -> Any:
 
 
 async def struct_of[T](request: Request, body: bytearray, kind: type[T]) -> T:
-    """A body that was read as a struct of type `kind`. Raises HttpError 400."""
+    """A body that was read as a struct of type `kind`. Raises ServingError."""
     if len(body) <= LONG_BODY:
         return decoded(body, kind)
     async with request.app.state.long_bodies:
@@ -85,15 +86,15 @@ async def struct_of[T](request: Request, body: bytearray, kind: type[T]) -> T:
 
 
 def decoded[T](body: bytearray, kind: type[T]) -> T:
-    """The struct in a body. Raises HttpError 400."""
+    """The struct in a body. Raises ServingError."""
     try:
         return strictly_decoded(body, kind)
     except msgspec.ValidationError as error:
         raise wrong_field(str(error), kind) from None
     except msgspec.DecodeError as error:
-        raise HttpError(400, f"The body is not valid JSON: {error}. Correct it.") from None
+        raise ServingError(f"The body is not valid JSON: {error}. Correct it.") from None
     except RecursionError:
-        raise HttpError(400, f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.") from None
+        raise ServingError(f"The body is nested more than {MAX_DEPTH} levels deep. Flatten it.") from None
 
 
 def strictly_decoded[T](body: bytes | bytearray, kind: type[T]) -> T:
@@ -122,13 +123,13 @@ def decoder(kind: type) -> msgspec.json.Decoder:
 def check_media_type(header: str) -> None:
     media_type = header.partition(";")[0].strip().lower()
     if media_type != "application/json":
-        raise HttpError(
-            400, f"The content type is {media_type or 'not given'!r}. Send JSON with 'Content-Type: application/json'."
+        raise ServingError(
+            f"The content type is {media_type or 'not given'!r}. Send JSON with 'Content-Type: application/json'."
         )
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytearray:
-    """The whole body. Raises HttpError 413 as soon as it is known to be too long, 408 when it does not come, and 400
+    """The whole body. Raises ServingError as soon as it is known to be too long, 408 when it does not come, and 400
     for what is no UTF-8."""
     announced = announced_length(request)
     if max_body_bytes < announced < math.inf:
@@ -175,32 +176,32 @@ async def joined(request: Request, max_body_bytes: int) -> bytearray:
     return body
 
 
-def too_large(limit: int, length: int | None = None) -> HttpError:
+def too_large(limit: int, length: int | None = None) -> ServingError:
     size = f"has {length} bytes" if length else "is longer than allowed"
     return HttpError(413, f"The body {size}; at most {limit} are read. Shorten it.", headers=CLOSE)
 
 
-def wrong_field(message: str, kind: type) -> HttpError:
+def wrong_field(message: str, kind: type) -> ServingError:
     """msgspec's message as an error with the path of the field, such as `messages[0].role`."""
     match = WHERE.match(message)
     what, path = match["what"], match["path"] or ""
     if (name := unknown_name(what)) is not None:
-        return HttpError(400, refusal(name, path, kind), f"{path}.{name}" if path else name)
+        return ServingError(refusal(name, path, kind), f"{path}.{name}" if path else name)
     if missing := MISSING.search(what):
         path = f"{path}.{missing['name']}" if path else missing["name"]
-        return HttpError(400, f"{path} is missing. Add it.", path)
+        return ServingError(f"{path} is missing. Add it.", path)
     expectation = what[:1].lower() + what[1:].replace("`", "")
-    return HttpError(400, f"{path or 'The body'} does not fit: {expectation}. Correct it.", path or None)
+    return ServingError(f"{path or 'The body'} does not fit: {expectation}. Correct it.", path or None)
 
 
 def check_depth(name: str, value: Any) -> None:
-    """Raise HttpError 400 when lists and objects are nested too deeply in the field `name`."""
+    """Raise ServingError when lists and objects are nested too deeply in the field `name`."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [child for item in level for child in children(item)]
         if not level:
             return
-    raise HttpError(400, f"{name} is nested more than {MAX_DEPTH} levels deep. Flatten it.", name)
+    raise ServingError(f"{name} is nested more than {MAX_DEPTH} levels deep. Flatten it.", name)
 
 
 def children(item: Any) -> list[Any]:

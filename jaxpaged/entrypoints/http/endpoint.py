@@ -10,9 +10,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.entrypoints.http.body import LENT
-from jaxpaged.entrypoints.http.errors import ErrorBody, HttpError, as_http_error, error_response
+from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
 from jaxpaged.entrypoints.http.request_ids import header_id
 from jaxpaged.errors import did_you_mean
+from jaxpaged.serving.errors import ServingError
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -64,14 +65,14 @@ class Endpoint:
         for name in request.query_params:
             if name not in known:
                 near = did_you_mean(name, known) or " Leave it out."
-                raise HttpError(400, f"{self.path} has no query parameter {name!r}.{near}", name)
+                raise ServingError(f"{self.path} has no query parameter {name!r}.{near}", name)
 
 
 def flag(request: Request, name: str) -> bool:
-    """A query parameter that is true or false. Raises HttpError 400 for other values."""
+    """A query parameter that is true or false. Raises ServingError for other values."""
     text = request.query_params.get(name, "false").lower()
     if text not in ("true", "false"):
-        raise HttpError(400, f"{name} is {text!r}; it must be true or false.", name)
+        raise ServingError(f"{name} is {text!r}; it must be true or false.", name)
     return text == "true"
 
 

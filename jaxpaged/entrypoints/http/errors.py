@@ -1,26 +1,32 @@
-"""Errors as clients see them: an HTTP status and the OpenAI error object.
+"""Errors as HTTP's clients see them: a status and the OpenAI error object.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": <the HTTP status>}}
 
-What an exception of the engine becomes is decided here and nowhere else. Messages are cut, and file paths and memory
-addresses are taken out of those that were not written for clients. This module knows no endpoint.
+What a client is told of an exception is decided in `serving/errors.py`. This module knows no endpoint.
 """
 
-import contextlib
-import logging
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError, UsageError
+from jaxpaged.serving.errors import ErrorKind, ServingError, as_serving_error
 
-logger = logging.getLogger(__name__)
-
-MAX_MESSAGE_LENGTH = 1000
+STATUSES = {
+    ErrorKind.INVALID: 400,
+    ErrorKind.UNAUTHENTICATED: 401,
+    ErrorKind.FORBIDDEN: 403,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.TIMEOUT: 408,
+    ErrorKind.CONFLICT: 409,
+    ErrorKind.TOO_LARGE: 413,
+    ErrorKind.TOO_MANY: 429,
+    ErrorKind.INTERNAL: 500,
+    ErrorKind.UNSUPPORTED: 501,
+    ErrorKind.UNAVAILABLE: 503,
+}
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -36,21 +42,16 @@ TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
-RETRY_AFTER = {"Retry-After": "1"}
-"""Seconds; for errors that another try may not meet."""
-ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{5,}\b")
-PATH = re.compile(r"(?<![\w/:.<])/(?:[\w.+@-]+/)+[\w.+@-]*")
 
 
-class HttpError(Exception):
-    """A request that ends with this status. `parameter` names the field at fault."""
+class HttpError(ServingError):
+    """An error of which only HTTP can say the rest: a status of its own, and headers of the response."""
 
     def __init__(
         self, status: int, message: str, parameter: str | None = None, headers: Mapping[str, str] | None = None
     ):
-        super().__init__(message)
+        super().__init__(message, parameter, kind=ErrorKind.INTERNAL if status >= 500 else ErrorKind.INVALID)
         self.status = status
-        self.parameter = parameter
         self.headers = dict(headers or {})
 
 
@@ -64,83 +65,37 @@ class ErrorInfo(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every answer that is an error."""
+    """The body of every response that is an error."""
 
     error: ErrorInfo
 
 
-def error_body(error: HttpError) -> bytes:
+def status_of(error: ServingError) -> int:
+    return error.status if isinstance(error, HttpError) else STATUSES[error.kind]
+
+
+def error_body(error: ServingError) -> bytes:
     """The JSON of an error."""
-    kind = TYPES.get(error.status, "InternalServerError" if error.status >= 500 else "BadRequestError")
-    return msgspec.json.encode(ErrorBody(ErrorInfo(error_message(error), kind, error.parameter, error.status)))
+    status = status_of(error)
+    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return msgspec.json.encode(ErrorBody(ErrorInfo(error.message, kind, error.parameter, status)))
 
 
-def error_message(error: HttpError) -> str:
-    """The message, cut when it is long: it may hold what the client sent."""
-    message = str(error)
-    return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[: MAX_MESSAGE_LENGTH - 1]}…"
+def error_response(error: ServingError) -> Response:
+    headers = dict(error.headers) if isinstance(error, HttpError) else {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = f"{error.retry_after:g}"
+    return Response(error_body(error), status_of(error), headers, "application/json")
 
 
-def error_response(error: HttpError) -> Response:
-    return Response(error_body(error), error.status, error.headers, "application/json")
-
-
-def as_http_error(error: BaseException) -> HttpError:
-    """What a client is told of an exception. Those that are not the client's are logged, and say no more than that."""
+def as_http_error(error: BaseException) -> ServingError:
+    """What a client is told of an exception, those of the web framework among them."""
     match error:
-        case HttpError():
-            return error
         case HTTPException(status_code=status, detail=detail):
             return HttpError(status, detail, headers=error.headers)
         case ClientDisconnect():
-            return HttpError(400, "The client went away before it had sent the body.")
-        case RequestError():
-            return HttpError(400, scrubbed(str(error)), error.parameter)
-        case ConflictError():
-            return HttpError(409, scrubbed(str(error)))
-        case UsageError():
-            return HttpError(501, scrubbed(str(error)))
-        case EngineDeadError():
-            logger.error("a request failed: %s", error)
-            return HttpError(500, "The engine has stopped, and the request could not be served.")
-        case EngineError():
-            logger.error("a request failed: %s", error)
-            return HttpError(
-                503, "The engine failed while the request was under way. Send it again.", headers=RETRY_AFTER
-            )
-    logger.error("a request failed unexpectedly", exc_info=error)
-    return HttpError(500, "The server failed in a way that is not the request's fault. The log says more.")
-
-
-@contextlib.contextmanager
-def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors name fields as the client knows them: what other parts call a field -> what the request calls it."""
-    try:
-        yield
-    except RequestError as error:
-        if error.parameter not in names:
-            raise
-        raise RequestError(*renamed(error, names)) from error
-    except HttpError as error:
-        if error.parameter not in names:
-            raise
-        raise HttpError(error.status, *renamed(error, names), error.headers) from error
-
-
-def renamed(error: RequestError | HttpError, names: Mapping[str, str]) -> tuple[str, str]:
-    """The message, which begins with the field's name or does not have it, and the name."""
-    text, known = str(error), names[error.parameter]
-    return known + text.removeprefix(error.parameter) if text.startswith(error.parameter) else text, known
-
-
-def failed_request(reason: str | None) -> HttpError:
-    """What a client is told when the engine finished its request with an error."""
-    return HttpError(500, f"The request failed while it was computed: {scrubbed(reason or 'no reason is known')}")
-
-
-def scrubbed(message: str) -> str:
-    """A message without absolute paths and memory addresses."""
-    return PATH.sub("<path>", ADDRESS.sub("<address>", message))
+            return ServingError("The client went away before it had sent the body.")
+    return as_serving_error(error)
 
 
 async def answer_with_error(request: Request, error: Exception) -> Response:

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.http.body import json_response
-from jaxpaged.entrypoints.http.errors import HttpError, error_response
+from jaxpaged.entrypoints.http.errors import error_response
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/startup", "/ping"})
 """Paths that need no API key."""
@@ -60,4 +61,4 @@ class Health:
 
 def unavailable(reason: str | None) -> Response:
     """503 with a reason, 200 without one."""
-    return Response() if reason is None else error_response(HttpError(503, reason))
+    return Response() if reason is None else error_response(ServingError(reason, kind=ErrorKind.UNAVAILABLE))

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import decoded, read_json, struct_of
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.stages import Stages, respond_to
 from jaxpaged.entrypoints.http.openai.protocol import (
     ChatCompletionRequest,
@@ -29,6 +28,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
 )
 from jaxpaged.entrypoints.http.pooling.routes import CLASSES, EMBEDDINGS, RANKINGS, SCORES
 from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.serving.errors import ServingError
 
 ANY_REQUEST = (
     ChatCompletionRequest | CompletionRequest | EmbeddingRequest | ClassifyRequest | ScoreRequest | RerankRequest
@@ -58,7 +58,7 @@ class Invocations:
 
 
 def stages_of(service: Service, fields: dict[str, msgspec.Raw]) -> Stages:
-    """What a body with these fields asks for. Raises HttpError 400 where that cannot be seen."""
+    """What a body with these fields asks for. Raises ServingError where that cannot be seen."""
     pooler = service.engine.input_processor.pooler
     if pooler is None:
         known = GENERATING
@@ -68,4 +68,4 @@ def stages_of(service: Service, fields: dict[str, msgspec.Raw]) -> Stages:
         if field in fields:
             return stages
     *others, last = known
-    raise HttpError(400, f"The body has neither {', '.join(others)} nor {last}. Give one of them.", last)
+    raise ServingError(f"The body has neither {', '.join(others)} nor {last}. Give one of them.", last)

@@ -14,7 +14,6 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.early_leases import let_go
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.entrypoints.http.engine_client import Engine
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.conversation import answer_formats
 from jaxpaged.entrypoints.http.generation.grammar_desk import Asker, GrammarDesk
 from jaxpaged.entrypoints.http.generation.pace import Pace
@@ -24,6 +23,7 @@ from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.transport.request_counts import RequestCounts
 from jaxpaged.entrypoints.http.transport.sse import EventStream, Pieces, answer_or_leave
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 COUNTED_CONTEXTS = 8
 """Texts whose tokens are only counted may be longer than the model takes, so many times."""
@@ -115,7 +115,7 @@ class Service:
         return len(self.engine.input_processor.tokenizer.encode(text, False)) if text else 0
 
     def check_model(self, name: str | None) -> str:
-        """The name under which the answer goes out. Raises HttpError 404 for another model's name."""
+        """The name under which the answer goes out. Raises ServingError for another model's name."""
         if not name:
             return self.model.names[0]
         if name in self.model.names:
@@ -123,7 +123,9 @@ class Service:
         if name in self.model.aliases:
             return self.model.names[0]
         known = ", ".join(repr(each) for each in self.model.names)
-        raise HttpError(404, f"The model {name!r} does not exist. This server has {known}.", "model")
+        raise ServingError(
+            f"The model {name!r} does not exist. This server has {known}.", "model", kind=ErrorKind.NOT_FOUND
+        )
 
     async def answered(self, request: Request, request_id: str, work: Coroutine[Any, Any, Response]) -> Response:
         """What `work` answers, unless the client leaves before: then it is cancelled."""
@@ -131,7 +133,7 @@ class Service:
         response.headers.update(self.answer_headers(request_id))
         return response
 
-    def streamed(self, request_id: str, pieces: Pieces, late_error: Callable[[HttpError], bytes]) -> Response:
+    def streamed(self, request_id: str, pieces: Pieces, late_error: Callable[[ServingError], bytes]) -> Response:
         """The pieces as they are made; `late_error` makes the one for a failure after the first."""
         headers = self.answer_headers(request_id)
         return EventStream(pieces, late_error, self.options.sse_keep_alive_interval, headers)

@@ -29,6 +29,7 @@ from jaxpaged.entrypoints.proxy.answer import ELSEWHERE, MOST_WHOLE, Answer
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
 from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, WHOLE, Asked, for_decode, read
 from jaxpaged.entrypoints.proxy.prompts import Prompt, Prompts
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 PASSED_ON = ("traceparent", "tracestate", "x-request-id", "anthropic-version", "anthropic-beta")
 KEYS = ("authorization", "x-api-key")
@@ -176,7 +177,10 @@ class Proxy:
     async def _decoded(
         self, asked: Asked, beginnings: list[bytes], body: bytes, headers: Mapping[str, str]
     ) -> Answer | Response:
-        """The answer of a decode engine, or what the last one says that refuses. Raises HttpError where none is up."""
+        """The response of a decode engine, or what the last one says that refuses.
+
+        Raises ServingError where none is up.
+        """
         tried: list[Backend] = []
         refusal: Response | None = None
         while (backend := self.decode.choose(beginnings, tried)) is not None:
@@ -203,7 +207,7 @@ class Proxy:
         self.counts["failures"] += 1
         if refusal is not None:
             return refusal
-        raise HttpError(503, "No decode engine answers. Try again later.", headers={"Retry-After": "2"})
+        raise ServingError("No decode engine answers. Try again later.", kind=ErrorKind.UNAVAILABLE, retry_after=2)
 
     async def _stream(self, answer: Answer) -> AsyncIterator[bytes]:
         try:
@@ -224,7 +228,7 @@ class Proxy:
             if status not in ELSEWHERE:
                 kind = "application/json" if content[:1] in (b"{", b"[") else "text/plain"
                 return Response(content, status, media_type=kind)
-        raise HttpError(503, "No decode engine answers. Try again later.", headers={"Retry-After": "2"})
+        raise ServingError("No decode engine answers. Try again later.", kind=ErrorKind.UNAVAILABLE, retry_after=2)
 
     async def ask_owner(self, request: Request) -> Response:
         """What the decode engine says that knows what this path names."""
@@ -249,7 +253,7 @@ class Proxy:
                 return refusal
         if refusal is not None:
             return refusal
-        raise HttpError(503, "No decode engine answers. Try again later.", headers={"Retry-After": "2"})
+        raise ServingError("No decode engine answers. Try again later.", kind=ErrorKind.UNAVAILABLE, retry_after=2)
 
     async def metrics(self, request: Request) -> Response:
         """In Prometheus's format."""
@@ -289,6 +293,6 @@ def create_app(proxy: Proxy, keys: Sequence[str] = ()) -> Starlette:
         Route("/v1/responses/{id}/cancel", proxy.ask_owner, methods=["POST"]),
         Route("/metrics", proxy.metrics),
     ]
-    kinds = (HttpError, HTTPException, Exception)
+    kinds = (ServingError, HTTPException, Exception)
     layers = [Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)]
     return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, answer_with_error))

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.kv_store.handover import PARAMS
+from jaxpaged.serving.errors import ServingError
 
 PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 """Where a request has its prompt that a prefill engine may compute."""
@@ -101,13 +101,13 @@ def field(body: Body, name: str) -> memoryview:
 
 
 def read(path: str, content: bytes) -> Asked:
-    """Raises HttpError 400 for what is no request at all; whatever else is wrong with it an engine says."""
+    """Raises ServingError for what is no request at all; whatever else is wrong with it an engine says."""
     try:
         body = DECODER.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise HttpError(400, f"The body is no JSON object: {error}.") from None
+        raise ServingError(f"The body is no JSON object: {error}.") from None
     if field(body, PARAMS) not in NOTHING:
-        raise HttpError(400, f"{PARAMS} is given, but the proxy makes them. Leave it out.", PARAMS)
+        raise ServingError(f"{PARAMS} is given, but the proxy makes them. Leave it out.", PARAMS)
     prompt = field(body, (PROMPTS | WHOLE)[path])
     is_ids = prompt[:1] == b"[" and bytes(prompt[1:64]).lstrip()[:1].isdigit()
     is_one = path in PROMPTS and (path != "/v1/completions" or prompt[:1] == b'"' or is_ids)

@@ -12,11 +12,11 @@ from jaxpaged.client.messages import generate_request
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.requests import generation_request
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.kv_store.handover import RemoteSource, answer_params
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams
+from jaxpaged.serving.errors import ServingError
 from tests.engine.small_tokenizer import make_tokenizer
 from tests.entrypoints.grpc.conftest import Gate
 from tests.entrypoints.http.asgi_client import Client
@@ -276,7 +276,7 @@ def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_
             got = generation_request(generate_request(prompt, {"kv_transfer_params": params})).kv_transfer_params
             assert json.dumps(got, sort_keys=True) == json.dumps(lent, sort_keys=True), "7 is not 7.0 here"
     ask = generate_request("text", {"kv_transfer_params": {"do_remote_decode": True}})
-    with pytest.raises(HttpError, match="final_only"):
+    with pytest.raises(ServingError, match="final_only"):
         generation_request(ask)
     ask.final_only = True
     assert generation_request(ask).kv_transfer_params == {"do_remote_decode": True}

@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from jaxpaged.entrypoints.grpc import methods, multiplexer, open_calls
 from jaxpaged.entrypoints.grpc import server as grpc_server
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import ErrorKind, ServingError
 from tests.entrypoints.grpc.test_server import ASKED, code_of, everything
 
 SERVICES = pb.DESCRIPTOR.services_by_name
@@ -100,9 +100,9 @@ def test_a_response_that_is_not_taken_ends_its_call(monkeypatch):
             await asyncio.sleep(0.3)  # the engine has nothing to say
             return "whole"
 
-    with pytest.raises(HttpError, match="No response was taken") as caught:
+    with pytest.raises(ServingError, match="No response was taken") as caught:
         asyncio.run(asyncio.wait_for(write_for_ever(), 20))
-    assert caught.value.status == 408
+    assert caught.value.kind is ErrorKind.TIMEOUT
     assert asyncio.run(take_a_while()) == "whole"
 
 

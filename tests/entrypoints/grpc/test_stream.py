@@ -8,8 +8,8 @@ import pytest
 
 from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.entrypoints.grpc import multiplexer
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.errors import ServingError
 from tests.engine.test_kv_transfer import BORROWS
 from tests.entrypoints.grpc.conftest import Gate
 
@@ -280,7 +280,7 @@ def test_requests_that_end_while_nobody_reads_are_bounded(monkeypatch):
     class Refusing(Endless):
         async def prepared(self, request, caller):
             refused.append(request.request_id)
-            raise HttpError(400, "no")
+            raise ServingError("no")
 
     async def run():
         async def given():

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from jaxpaged.entrypoints.http.errors import MAX_MESSAGE_LENGTH, as_http_error, error_body, scrubbed
+from jaxpaged.entrypoints.http.errors import as_http_error, error_body, error_response
 from jaxpaged.errors import EngineError, RequestError, UsageError
+from jaxpaged.serving.errors import MAX_MESSAGE_LENGTH, scrubbed
 
 LONG = "the cat sat " * 50_000
 COMPLETION = {"prompt": "the cat", "max_tokens": 2}
@@ -261,16 +262,20 @@ def test_messages_lose_paths_and_addresses_and_nothing_else(message, shown):
     assert scrubbed(message) == shown
 
 
+def answered(error):
+    return error_response(as_http_error(error))
+
+
 def test_an_unexpected_exception_says_nothing_of_itself(caplog):
-    error = as_http_error(KeyError("/secret/place"))
-    assert error.status == 500 and "secret" not in str(error)
+    answer = answered(KeyError("/secret/place"))
+    assert answer.status_code == 500 and b"secret" not in answer.body
     assert "secret" in caplog.text
 
 
 def test_engine_errors_that_may_pass_are_503_and_what_the_engine_cannot_do_is_501():
-    assert as_http_error(EngineError("step 5 failed")).status == 503
-    assert as_http_error(EngineError("step 5 failed")).headers == {"Retry-After": "1"}
-    assert as_http_error(UsageError("it cannot sleep")).status == 501
+    assert answered(EngineError("step 5 failed")).status_code == 503
+    assert answered(EngineError("step 5 failed")).headers["Retry-After"] == "1"
+    assert answered(UsageError("it cannot sleep")).status_code == 501
 
 
 def test_a_body_that_does_not_come_in_time_gives_408(serving, monkeypatch):

@@ -12,8 +12,9 @@ from jaxpaged.core import new_tokens
 from jaxpaged.entrypoints.http import body as bodies_read
 from jaxpaged.entrypoints.http.app import create_app, public_endpoints
 from jaxpaged.entrypoints.http.body import read_body, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.errors import status_of
 from jaxpaged.entrypoints.http.openai.protocol import CompletionRequest
+from jaxpaged.serving.errors import ServingError
 from tests.engine.fake_pooling import CLASSES, EMBEDS, FakePoolingExecutor
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
@@ -169,9 +170,9 @@ def test_a_character_may_come_in_pieces():
     for pieces in ((euro[:1], euro[1:]), (euro[:2], euro[2:] + b"a"), (b"a", euro, b"b"), (euro[:1], b"", euro[1:])):
         assert asyncio.run(read_body(Request(*pieces), 100)) == b"".join(pieces)
     for pieces in ((euro[:1], b"a"), (euro[:2],), (euro[1:],), (b"a", b"\xff")):
-        with pytest.raises(HttpError, match="UTF-8") as caught:
+        with pytest.raises(ServingError, match="UTF-8") as caught:
             asyncio.run(read_body(Request(*pieces), 100))
-        assert caught.value.status == 400
+        assert status_of(caught.value) == 400
 
 
 @pytest.mark.parametrize(
@@ -197,9 +198,9 @@ def test_what_takes_the_decoder_long_is_refused_before_it_begins(unit, few, many
             yield unit * self.count
 
     asyncio.run(read_body(Request(few), 2**25))
-    with pytest.raises(HttpError, match="Send several requests") as caught:
+    with pytest.raises(ServingError, match="Send several requests") as caught:
         asyncio.run(read_body(Request(many), 2**25))
-    assert caught.value.status == 413
+    assert status_of(caught.value) == 413
 
 
 CODE = 'if (a[i] == "x\\"") { printf("%d: [%s]\\\\", a); }\n'
@@ -228,7 +229,7 @@ def test_values_after_a_text_are_counted_wherever_a_piece_ends(text, size, monke
     monkeypatch.setattr(bodies_read, "MOST_VALUES", 12_000)
     body = json.dumps([text] * 2_000 + [{}] * 1_000).encode()
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    with pytest.raises(HttpError, match="Send several requests"):
+    with pytest.raises(ServingError, match="Send several requests"):
         asyncio.run(read_body(Request(*pieces), 2**25))
     monkeypatch.setattr(bodies_read, "MOST_VALUES", 30_000)
     asyncio.run(read_body(Request(*pieces), 2**25))

@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.serving.errors import ServingError
 
 BILLING = "x-anthropic-billing-header:"
 """How a text block begins that Claude Code puts into system prompts. It always differs: nothing behind it is cached."""
@@ -30,9 +30,9 @@ Located = tuple[str, InputBlock]
 
 
 def chat_messages(body: MessagesPrompt) -> list[dict[str, Any]]:
-    """The system prompt and all turns. Raises HttpError 400 naming the block at fault."""
+    """The system prompt and all turns. Raises ServingError naming the block at fault."""
     if not body.messages:
-        raise HttpError(400, "messages is an empty list. Give at least one message.", "messages")
+        raise ServingError("messages is an empty list. Give at least one message.", "messages")
     messages = system_messages(body.system)
     tools: dict[str, str] = {}  # id of a call so far -> name of its tool
     numbered = enumerate(body.messages)
@@ -43,8 +43,7 @@ def chat_messages(body: MessagesPrompt) -> list[dict[str, Any]]:
         else:
             messages += given_messages(role, blocks, tools)
     if continues(body) and "tool_calls" in messages[-1]:
-        raise HttpError(
-            400,
+        raise ServingError(
             "messages ends with a tool_use block, which needs an answer. Add a user message with its tool_result.",
             "messages",
         )
@@ -63,10 +62,10 @@ def system_messages(system: str | list[TextBlock] | None) -> list[dict[str, Any]
 
 
 def located(message: InputMessage, path: str) -> list[Located]:
-    """The blocks of a message. Raises HttpError 400 for those that its role cannot have, and for no text at all."""
+    """The blocks of a message. Raises ServingError for those that its role cannot have, and for no text at all."""
     content = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
     if message.role != "assistant" and content in ([], [TextBlock("")]):
-        raise HttpError(400, f"{path} is empty. Give it at least one character.", path)
+        raise ServingError(f"{path} is empty. Give it at least one character.", path)
     blocks = [(f"{path}[{index}]", block) for index, block in enumerate(content)]
     for where, block in blocks:
         check_block(message.role, where, block)
@@ -76,14 +75,14 @@ def located(message: InputMessage, path: str) -> list[Located]:
 def check_block(role: str, path: str, block: InputBlock) -> None:
     kind = block.__struct_config__.tag
     if isinstance(block, ImageBlock | DocumentBlock):
-        raise HttpError(400, f"{path} is of type {kind!r}, but the model takes text only. Send text instead.", path)
+        raise ServingError(f"{path} is of type {kind!r}, but the model takes text only. Send text instead.", path)
     allowed = {
         "user": TextBlock | ToolResultBlock,
         "assistant": InputBlock,
         "system": TextBlock,
     }[role]
     if not isinstance(block, allowed) or (role == "assistant" and isinstance(block, ToolResultBlock)):
-        raise HttpError(400, f"{path} is of type {kind!r}, which a message of role {role!r} cannot have.", path)
+        raise ServingError(f"{path} is of type {kind!r}, which a message of role {role!r} cannot have.", path)
 
 
 def assistant_message(blocks: Sequence[Located], tools: dict[str, str]) -> dict[str, Any]:
@@ -120,8 +119,7 @@ def given_messages(role: str, blocks: Sequence[Located], tools: dict[str, str]) 
 def tool_message(path: str, block: ToolResultBlock, tools: dict[str, str]) -> dict[str, Any]:
     """A result. Templates have no word for a call that failed, so the text says it."""
     if block.tool_use_id not in tools:
-        raise HttpError(
-            400,
+        raise ServingError(
             f"{path}.tool_use_id is {block.tool_use_id!r}, but no tool_use block before it has this id.",
             f"{path}.tool_use_id",
         )

@@ -18,7 +18,6 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ThinkingOption,
 )
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.sampling_fields import check_refusals, check_stop
@@ -27,6 +26,7 @@ from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.errors import ServingError, client_names
 
 REFUSALS = {
     "mcp_servers": "This server calls no tools itself",
@@ -45,7 +45,7 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
 def parse(service: Service, body: MessagesRequest, request_id: str, model: str) -> Parsed[MessagesRequest]:
-    """Raises HttpError and RequestError 400 for what cannot be."""
+    """Raises ServingError and RequestError for what cannot be."""
     check_prompt_fields(body)
     check_request_fields(body)
     check_calls_are_found(body, service.formats.tool_parser)
@@ -58,7 +58,7 @@ def parse(service: Service, body: MessagesRequest, request_id: str, model: str) 
 
 
 def count_tokens(service: Service, body: CountTokensRequest) -> int:
-    """How many tokens the prompt has. Raises HttpError and RequestError 400."""
+    """How many tokens the prompt has. Raises ServingError and RequestError."""
     check_prompt_fields(body)
     conversation = conversation_of(body)
     with client_names(engine_names(body)):
@@ -80,7 +80,7 @@ def engine_names(body: MessagesPrompt) -> dict[str, str]:
 
 
 def check_prompt_fields(body: MessagesPrompt) -> None:
-    """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
+    """Raise ServingError for fields that cannot be honoured, or contradict each other."""
     check_refusals(body, REFUSALS, NOTHING)
     check_edits(body.context_management)
     check_tools(body.tools or [])
@@ -89,7 +89,7 @@ def check_prompt_fields(body: MessagesPrompt) -> None:
     effort = body.output_config.effort if body.output_config else None
     if effort is not None and effort not in EFFORTS:
         path = "output_config.effort"
-        raise HttpError(400, f"{path} is {effort!r}; it must be one of {', '.join(EFFORTS)}.", path)
+        raise ServingError(f"{path} is {effort!r}; it must be one of {', '.join(EFFORTS)}.", path)
 
 
 def check_request_fields(body: MessagesRequest) -> None:
@@ -98,15 +98,14 @@ def check_request_fields(body: MessagesRequest) -> None:
     budget = body.thinking.budget_tokens if body.thinking else None
     if budget is not None and budget >= body.max_tokens:
         path = "thinking.budget_tokens"
-        raise HttpError(400, f"{path} is {budget}; it must be less than max_tokens = {body.max_tokens}.", path)
+        raise ServingError(f"{path} is {budget}; it must be less than max_tokens = {body.max_tokens}.", path)
 
 
 def check_edits(management: ContextManagement | None) -> None:
     for index, edit in enumerate(management.edits or () if management else ()):
         if not edit.type.startswith("clear_thinking"):
             path = f"context_management.edits[{index}]"
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"{path}.type is {edit.type!r}; the messages are taken as they are. Leave it out, and send those "
                 "that are to be read.",
                 path,
@@ -118,39 +117,38 @@ def check_tools(tools: list[MessagesTool]) -> None:
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if tool.type not in (None, "custom"):
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"{path}.type is {tool.type!r}; this server has no tools of its own. Give 'custom' ones.",
                 f"{path}.type",
             )
         if not TOOL_NAME.fullmatch(tool.name):
-            raise HttpError(
-                400, f"{path}.name is {tool.name!r}; it must have 1 to 128 letters, digits, _ or -.", f"{path}.name"
+            raise ServingError(
+                f"{path}.name is {tool.name!r}; it must have 1 to 128 letters, digits, _ or -.", f"{path}.name"
             )
         if tool.name in names:
-            raise HttpError(400, f"{path}.name is {tool.name!r}, as that of another tool is.", f"{path}.name")
+            raise ServingError(f"{path}.name is {tool.name!r}, as that of another tool is.", f"{path}.name")
         names.add(tool.name)
         check_input_schema(f"{path}.input_schema", tool.input_schema)
 
 
 def check_input_schema(path: str, schema: dict[str, Any] | None) -> None:
     if schema is None:
-        raise HttpError(400, f"{path} is missing. Add it.", path)
+        raise ServingError(f"{path} is missing. Add it.", path)
     if schema.get("type") != "object":
-        raise HttpError(400, f"{path}.type is {schema.get('type')!r}; it must be 'object'.", f"{path}.type")
+        raise ServingError(f"{path}.type is {schema.get('type')!r}; it must be 'object'.", f"{path}.type")
     check_depth(path, schema)
 
 
 def check_tool_choice(choice: MessagesToolChoice | None, tools: list[MessagesTool] | None) -> None:
-    """Raise HttpError 400 for a choice that cannot be; with an empty list those pass that demand no call."""
+    """Raise ServingError for a choice that cannot be; with an empty list those pass that demand no call."""
     if choice is None or (tools == [] and choice.type in ("auto", "none")):
         return
     if not tools:
-        raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
+        raise ServingError("tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
     names = [tool.name for tool in tools]
     if choice.type == "tool" and choice.name not in names:
-        raise HttpError(
-            400, f"tool_choice.name is {choice.name!r}, but tools has {', '.join(names)}.", "tool_choice.name"
+        raise ServingError(
+            f"tool_choice.name is {choice.name!r}, but tools has {', '.join(names)}.", "tool_choice.name"
         )
 
 
@@ -159,22 +157,20 @@ def check_thinking(thinking: ThinkingOption | None, choice: MessagesToolChoice |
         return
     path = "thinking.budget_tokens"
     if thinking.budget_tokens is None:
-        raise HttpError(400, f"{path} is missing. Add it.", path)
+        raise ServingError(f"{path} is missing. Add it.", path)
     if thinking.budget_tokens < LEAST_BUDGET:
-        raise HttpError(400, f"{path} is {thinking.budget_tokens}; it must be at least {LEAST_BUDGET}.", path)
+        raise ServingError(f"{path} is {thinking.budget_tokens}; it must be at least {LEAST_BUDGET}.", path)
     if choice is not None and choice.type in ("any", "tool"):
-        raise HttpError(
-            400,
+        raise ServingError(
             f"thinking is enabled, but tool_choice.type is {choice.type!r}, which leaves no room for it. Use 'auto'.",
             "thinking",
         )
 
 
 def check_calls_are_found(body: MessagesPrompt, tool_parser: str | None) -> None:
-    """Raise HttpError 400 when the model may call tools as it likes, but nobody would find the calls."""
+    """Raise ServingError when the model may call tools as it likes, but nobody would find the calls."""
     if choice_of(body) == "auto" and tool_parser is None:
-        raise HttpError(
-            400,
+        raise ServingError(
             "tools are given, but this server does not look for calls. Start it with --enable-auto-tool-choice, "
             "or use a tool_choice of type 'any', 'tool' or 'none'.",
             "tools",
@@ -182,7 +178,7 @@ def check_calls_are_found(body: MessagesPrompt, tool_parser: str | None) -> None
 
 
 def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conversation:
-    """The request as all APIs have it. Raises HttpError and RequestError 400."""
+    """The request as all APIs have it. Raises ServingError and RequestError."""
     use = tool_use(body)
     return Conversation(
         messages=chat_messages(body),

@@ -33,13 +33,14 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError, error_message
+from jaxpaged.entrypoints.http.errors import status_of
 from jaxpaged.entrypoints.http.generation.answer import AnswerPart
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import RequestOutput
 from jaxpaged.parsing.deltas import Delta
+from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
 
 ENCODER = msgspec.json.Encoder()
 PIECES = {"text": TextDelta, "thinking": ThinkingDelta, "tool_use": InputJsonDelta}
@@ -67,7 +68,7 @@ class MessageWriter:
         self._begun = self._has_calls = False
 
     def of(self, number: int, output: RequestOutput) -> bytes:
-        """Events of a new result. Raises HttpError 503 when the request was aborted."""
+        """Events of a new result. Raises ServingError when the request was aborted."""
         self._counter.add(number, output)
         events: list[Event] = []
         if not self._begun:
@@ -85,9 +86,9 @@ class MessageWriter:
         """Nothing: the last result has closed the message."""
         return b""
 
-    def late_error(self, error: HttpError) -> bytes:
+    def late_error(self, error: ServingError) -> bytes:
         """An error in a stream that has begun: it takes the place of the rest."""
-        return named("error", ENCODER.encode(messages_error(error.status, error_message(error))))
+        return named("error", ENCODER.encode(messages_error(status_of(error), error.message)))
 
 
 # ---- the message
@@ -110,14 +111,18 @@ def message(
 def ending(parsed: Parsed[MessagesRequest], part: AnswerPart, counter: UsageCounter, has_calls: bool) -> Ending:
     """How the message ended.
 
-    Raises HttpError 503 when the request was aborted: there is no word for an answer that the server did not end.
+    Raises ServingError when the request was aborted: there is no word for an answer that the server did not end.
     """
     stop_sequence = part.stop_reason if isinstance(part.stop_reason, str) else None
     if part.finish_reason == "length":
         room_left = counter.read().completion_tokens < parsed.body.max_tokens
         return Ending("model_context_window_exceeded" if room_left else "max_tokens", stop_sequence)
     if part.finish_reason not in ("stop", "tool_calls"):
-        raise HttpError(503, "The request was aborted on the server. Send it again.", headers=RETRY_AFTER)
+        raise ServingError(
+            "The request was aborted on the server. Send it again.",
+            kind=ErrorKind.UNAVAILABLE,
+            retry_after=RETRY_SECONDS,
+        )
     if stop_sequence is not None:
         return Ending("stop_sequence", stop_sequence)
     return Ending("tool_use" if has_calls else "end_turn", None)

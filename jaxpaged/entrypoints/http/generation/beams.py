@@ -9,13 +9,13 @@ from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchSequence, check_beam_width, one_token
 from jaxpaged.entrypoints.http.engine_client import Engine
-from jaxpaged.entrypoints.http.errors import client_names
 from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, last_results
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.generation.traffic import Traffic
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving.errors import client_names
 
 
 async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:

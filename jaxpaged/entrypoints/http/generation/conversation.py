@@ -13,7 +13,6 @@ import msgspec
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.long_text import Truncation
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.answer import ANY_CALLS, Reading
 from jaxpaged.entrypoints.http.generation.prompts import PromptReader, TokenPrompt
 from jaxpaged.entrypoints.http.generation.tool_use import WRITTEN, ToolUse, shape_or_calls
@@ -24,6 +23,7 @@ from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams, Thinking
+from jaxpaged.serving.errors import ServingError
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def parse_conversation(
 ) -> ParsedConversation:
     """`params` are those of the client, to which shape and special tokens are added. Takes long for long conversations.
 
-    Raises HttpError or RequestError 400; their parameters are "tool_choice" and "structured_outputs", and those of
+    Raises ServingError or RequestError; their parameters are "tool_choice" and "structured_outputs", and those of
     `PromptReader.read_chat`.
     """
     reading = reading_of(conversation, formats)
@@ -101,14 +101,13 @@ def parse_conversation(
 
 
 def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
-    """Raises HttpError 400 when the model may call tools but nobody knows how it would write that."""
+    """Raises ServingError when the model may call tools but nobody knows how it would write that."""
     use = conversation.tool_use
     tool_parser, forced = None, None
     if use is not None and use.choice == "auto":
         tool_parser = formats.tool_parser
         if tool_parser is None:
-            raise HttpError(
-                400,
+            raise ServingError(
                 "tool_choice is 'auto', as it is with tools unless something else is said, but this server does "
                 "not look for calls. Start it with --enable-auto-tool-choice, or use 'required', a named function or "
                 "'none'.",
@@ -128,7 +127,7 @@ def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
 
 
 def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredOutputsParams | None:
-    """The client's, that of forced calls, or the client's beside free calls. Raises HttpError 400 if it cannot be."""
+    """The client's, that of forced calls, or the client's beside free calls. Raises ServingError if it cannot be."""
     use, shape = conversation.tool_use, conversation.shape
     if use is None or use.choice == "none":
         return shape
@@ -136,8 +135,7 @@ def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredO
         return use.forced_shape()
     either = None if tool_parser is None else shape_or_calls(shape, use, tool_parser)
     if either is None:
-        raise HttpError(
-            400,
+        raise ServingError(
             f"tool_choice is {use.choice!r}, but the answer must also have a shape of its own, in which no call "
             "can be written. Ask for one of the two, or set tool_choice to 'none'. Both are possible with 'auto' and "
             f"one of the tool call parsers {', '.join(sorted(WRITTEN))}.",

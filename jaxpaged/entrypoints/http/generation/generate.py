@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from jaxpaged.engine.early_leases import let_go
 from jaxpaged.entrypoints.http.engine_client import Engine
-from jaxpaged.entrypoints.http.errors import client_names, failed_request
 from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
@@ -22,6 +21,7 @@ from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.errors import client_names, failed_request
 
 TOKEN_BYTES = 8
 """Of text and id of a token in an answer, about."""
@@ -125,7 +125,7 @@ async def stream(
     """Results of all prompts as they come; closing the generator aborts those that are not done.
 
     What `take` takes is not among them. It is asked while the generator is awaited, if there is one prompt only, since
-    those of several wait for each other. Raises HttpError when there is no room or when a prompt fails, and what the
+    those of several wait for each other. Raises ServingError when there is no room or when a prompt fails, and what the
     engine raises.
     """
     try:
@@ -164,7 +164,7 @@ def all_results(
 async def results_of(
     engine: Engine, request: GenerationRequest, number: int, take: NumberedTaker | None = None
 ) -> AsyncGenerator[Numbered]:
-    """Results of one prompt. Raises HttpError when it fails while it is computed."""
+    """Results of one prompt. Raises ServingError when it fails while it is computed."""
     async with contextlib.aclosing(outputs_of(engine, request, number, take)) as outputs:
         async for output in outputs:
             yield number, checked(output)
@@ -199,7 +199,7 @@ def outputs_of(
 
 
 def checked[O: Output](output: O) -> O:
-    """The result. Raises HttpError when it says that its prompt failed."""
+    """The result. Raises ServingError when it says that its prompt failed."""
     if output.error is not None:
         raise failed_request(output.error)
     if isinstance(output, RequestOutput):

@@ -8,19 +8,19 @@ import re
 import msgspec
 from starlette.requests import Request
 
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.serving.errors import ServingError
 
 HEADER = "X-Vllm-Priority"
 PRIORITY = re.compile(r"[-+]?[0-9]{1,19}")
 
 
 def take_priority(request: Request, body: msgspec.Struct) -> None:
-    """Put the header's number where the body has its own. Raises HttpError 400 for what is none, and for two."""
+    """Put the header's number where the body has its own. Raises ServingError for what is none, and for two."""
     given = request.headers.getlist(HEADER)
     if not given:
         return
     if len(given) > 1:
-        raise HttpError(400, f"{HEADER} is given {len(given)} times. Send one.", HEADER)
+        raise ServingError(f"{HEADER} is given {len(given)} times. Send one.", HEADER)
     if not PRIORITY.fullmatch(given[0]):
-        raise HttpError(400, f"{HEADER} is {given[0][:40]!r}; it must be a whole number.", HEADER)
+        raise ServingError(f"{HEADER} is {given[0][:40]!r}; it must be a whole number.", HEADER)
     body.priority = int(given[0])

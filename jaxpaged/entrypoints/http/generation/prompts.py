@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.engine.input.processor import InputProcessor
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.serving.errors import ServingError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SALT_FORBIDDEN = "@/\\\0"
@@ -34,7 +34,7 @@ class TokenPrompt:
 
 
 class PromptReader:
-    """Makes prompts of what requests hold. All methods raise RequestError or HttpError when that is at fault.
+    """Makes prompts of what requests hold. All methods raise RequestError or ServingError when that is at fault.
 
     `template_variables` are for chats that bring none of the same name.
     """
@@ -96,10 +96,9 @@ class PromptReader:
         return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"))
 
     def _check_tokens(self, count: int) -> None:
-        """Raise HttpError when so many ids can never fit, before each of them is looked at."""
+        """Raise ServingError when so many ids can never fit, before each of them is looked at."""
         if count >= self._processor.max_model_len:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"the prompt has {count} tokens, but prompt and output together may have at most max_model_len = "
                 f"{self._processor.max_model_len}. Shorten it.",
                 "prompt",
@@ -108,4 +107,4 @@ class PromptReader:
 
 def check_salt(salt: str | None) -> None:
     if salt and any(character in SALT_FORBIDDEN for character in salt):
-        raise HttpError(400, f"cache_salt is {salt!r}; it must not contain @, / or \\. Change it.", "cache_salt")
+        raise ServingError(f"cache_salt is {salt!r}; it must not contain @, / or \\. Change it.", "cache_salt")

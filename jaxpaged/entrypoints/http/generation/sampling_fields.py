@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.serving.errors import ServingError
 
 MAX_STOP_STRINGS = 4
 ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
@@ -75,25 +75,25 @@ def given(body: SamplingFields, names: Iterable[str] = SamplingFields.__struct_f
 def check_refusals(
     body: msgspec.Struct, refusals: Mapping[str, str], nothing: Collection[Any] = (None, False, "", [], {})
 ) -> None:
-    """Raise HttpError 400 for a field that is never honoured: field -> why. `nothing`: values that ask for nothing."""
+    """Raise ServingError for a field that is never honoured: field -> why. `nothing`: values that ask for nothing."""
     for name, why in refusals.items():
         if getattr(body, name) not in nothing:
-            raise HttpError(400, f"{name} is given. {why}, so leave it out.", name)
+            raise ServingError(f"{name} is given. {why}, so leave it out.", name)
 
 
 def check_given(body: msgspec.Struct, name: str) -> None:
-    """Raise HttpError 400 where the field is missing. It is looked for after what is refused, which clients may have
+    """Raise ServingError where the field is missing. It is looked for after what is refused, which clients may have
     given in its place."""
     if getattr(body, name) is None:
-        raise HttpError(400, f"{name} is missing. Add it.", name)
+        raise ServingError(f"{name} is missing. Add it.", name)
 
 
 def check_stop(name: str, stop: str | list[str] | None) -> None:
     if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
-        raise HttpError(400, f"{name} has {len(stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", name)
+        raise ServingError(f"{name} has {len(stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", name)
 
 
 def check_service_tier(tier: str | None) -> None:
-    """Raise HttpError 400 for a tier that OpenAI does not have. All of its own are served alike."""
+    """Raise ServingError for a tier that OpenAI does not have. All of its own are served alike."""
     if tier not in (None, *SERVICE_TIERS):
-        raise HttpError(400, f"service_tier is {tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.", "service_tier")
+        raise ServingError(f"service_tier is {tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.", "service_tier")

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from jaxpaged.engine.early_leases import lease_kept_meanwhile
 from jaxpaged.entrypoints.http.body import LENT, off_loop, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
+from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
 from jaxpaged.entrypoints.http.generation.beams import search
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
@@ -32,6 +32,7 @@ from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.auth import client_of
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 from jaxpaged.entrypoints.http.transport.sse import CLIENT_CLOSED_REQUEST, LastPiece, Pieces, Pipe, until_disconnect
+from jaxpaged.serving.errors import ServingError, client_names
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class EventWriter(Protocol):
         """Events after the last result."""
         ...
 
-    def late_error(self, error: HttpError) -> bytes:
+    def late_error(self, error: ServingError) -> bytes:
         """Events for a failure after the first result: they take the place of the rest."""
         ...
 
@@ -99,7 +100,7 @@ async def respond_to(service: Service, stages: Stages, request: Request, body: A
 
 
 def introduced(service: Service, prefix: str, request: Request, body: Any) -> tuple[str, str]:
-    """The id of a request and the name of its model, once its headers were heeded. Raises HttpError."""
+    """The id of a request and the name of its model, once its headers were heeded. Raises ServingError."""
     model = service.check_model(body.model)
     request_id = request_id_of(request, prefix, getattr(body, "request_id", None))
     choose_core(request.headers.items())
@@ -110,7 +111,7 @@ def introduced(service: Service, prefix: str, request: Request, body: Any) -> tu
 async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, asker: Asker) -> Parsed:
     """The stage `parse`, off the loop where it takes long.
 
-    Raises HttpError and RequestError 400 for what cannot be.
+    Raises ServingError and RequestError for what cannot be.
     """
     parsed = await off_loop(stages.parse, service, body, request_id, model)
     await check_shape(service, parsed.generation, asker)
@@ -118,7 +119,7 @@ async def parse(service: Service, stages: Stages, body: Any, request_id: str, mo
 
 
 def asker_of(request: Request, body: Any) -> Asker:
-    """Who asks for a shape over HTTP. Raises HttpError 499 to nobody when it leaves."""
+    """Who asks for a shape over HTTP. Raises ServingError to nobody when it leaves."""
 
     async def unless_it_leaves(work: Awaitable[None]) -> None:
         async def done() -> bool:
@@ -143,7 +144,7 @@ def user_of(body: Any) -> str:
 
 
 async def check_shape(service: Service, generation: GenerationRequest, asker: Asker) -> None:
-    """Raise RequestError 400 for a shape that cannot be; it is looked at in the turns of who asks."""
+    """Raise RequestError for a shape that cannot be; it is looked at in the turns of who asks."""
     engine = service.engine
     kept = lease_kept_meanwhile(engine.call, engine.input_processor.grammar_checker, generation.params)
     with client_names(generation.names):

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError
+from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,11 @@ class Traffic:
     def admitted(self, load: Load) -> Iterator[None]:
         """Count a request while the context lasts.
 
-        Raises HttpError: 400 for more than one request may ask, also where the queue could never take it, 503 while the
-        server is draining, 429 when the queue is full.
+        Raises ServingError: INVALID for more than one request may ask, also where the queue could never take it,
+        UNAVAILABLE while the server is draining, TOO_MANY when the queue is full.
         """
         if load.answer_bytes > self._max_answer_bytes:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"max_tokens, n and log probabilities make an answer of up to {load.answer_bytes} bytes; one "
                 f"request may ask for {self._max_answer_bytes}. Ask for less, or for a stream.",
                 "max_tokens",
@@ -87,10 +86,9 @@ class Traffic:
                 self._idle.set()
 
     def check_num_sequences(self, num_prompts: int, n: int) -> None:
-        """Raise HttpError 400 for more sequences than one request may ask for, before its prompts are looked at."""
+        """Raise ServingError for more sequences than one request may ask for, before its prompts are looked at."""
         if num_prompts * n > self._max_sequences:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may have "
                 f"{self._max_sequences}. Send several.",
                 "n",
@@ -111,20 +109,25 @@ class Traffic:
 
     def _check_room(self, load: Load) -> None:
         if self.draining:
-            raise HttpError(503, "The server is shutting down. Send the request to another one.", headers=RETRY_AFTER)
+            raise ServingError(
+                "The server is shutting down. Send the request to another one.",
+                kind=ErrorKind.UNAVAILABLE,
+                retry_after=RETRY_SECONDS,
+            )
         if self._max_queued is None and self._max_queued_tokens is None:
             return
         excess = self._excess(itertools.chain(self._loads.values(), [load]), self._num_sequences + load.num_sequences)
         if excess is None:
             return
         if self._excess([load], load.num_sequences) is not None:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"The request has {load.num_sequences} sequences and {load.num_prompt_tokens} prompt tokens, but "
                 f"{self._max_running} sequences are computed at a time, and {excess}. Send several.",
                 "n",
             )
-        raise HttpError(429, f"The queue is full: {excess}. Try again later.", headers=RETRY_AFTER)
+        raise ServingError(
+            f"The queue is full: {excess}. Try again later.", kind=ErrorKind.TOO_MANY, retry_after=RETRY_SECONDS
+        )
 
     def _excess(self, loads: Iterable[Load], num_sequences: int) -> str | None:
         """What of these loads, the oldest first, would have to wait without a place for it."""

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import read_struct
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, last_results
 from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, asker_of, introduced, parse
 from jaxpaged.entrypoints.http.generation.traffic import Load
@@ -23,6 +22,7 @@ from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, Prom
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 from jaxpaged.errors import RequestError
+from jaxpaged.serving.errors import ServingError, as_serving_error, client_names
 
 REFUSALS = ("stream", "tools", "use_beam_search", "echo", "kv_transfer_params")
 """Fields that are about one answer, or about how one goes on."""
@@ -51,17 +51,17 @@ async def respond_to_batch(service: Service, stages: Stages, request: Request) -
 
 
 def check(body: ChatBatchRequest) -> None:
-    """Raise HttpError 400 for what this API cannot do."""
+    """Raise ServingError for what this API cannot do."""
     if not 1 <= len(body.messages) <= MAX_PROMPTS:
-        raise HttpError(
-            400, f"messages has {len(body.messages)} conversations; it must have 1 to {MAX_PROMPTS}.", "messages"
+        raise ServingError(
+            f"messages has {len(body.messages)} conversations; it must have 1 to {MAX_PROMPTS}.", "messages"
         )
     if body.n not in (None, 1):
-        raise HttpError(400, f"n is {body.n}, but a batch has one choice for each conversation. Leave it out.", "n")
+        raise ServingError(f"n is {body.n}, but a batch has one choice for each conversation. Leave it out.", "n")
     for name in (*REFUSALS, *PROMPT_REPORTS):
         if getattr(body, name):
-            raise HttpError(
-                400, f"{name} is given, but is not served for a batch. Leave it out, or ask /v1/chat/completions.", name
+            raise ServingError(
+                f"{name} is given, but is not served for a batch. Leave it out, or ask /v1/chat/completions.", name
             )
 
 
@@ -76,13 +76,13 @@ def naming(number: int) -> Iterator[None]:
     """Make errors about the messages name conversation `number`."""
     try:
         yield
-    except (HttpError, RequestError) as error:
+    except (ServingError, RequestError) as error:
         name, text = error.parameter, str(error)
         if name is None or not name.startswith("messages"):
             raise
         path = f"messages[{number}]{name.removeprefix('messages')}"
         text = path + text.removeprefix(name) if text.startswith(name) else f"{path}: {text}"
-        raise HttpError(error.status if isinstance(error, HttpError) else 400, text, path) from error
+        raise ServingError(text, path, kind=as_serving_error(error).kind) from error
 
 
 async def answered(service: Service, stages: Stages, chats: Sequence[Parsed]) -> Response:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.sampling_fields import check_refusals
@@ -12,6 +11,7 @@ from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, s
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.serving.errors import ServingError, client_names
 
 REFUSALS = {
     "functions": "They are called tools",
@@ -37,7 +37,7 @@ class ParsedChat(Parsed[ChatCompletionRequest]):
 
 
 def parse(service: Service, body: ChatCompletionRequest, request_id: str, model: str) -> ParsedChat:
-    """Raises HttpError and RequestError 400 for what cannot be."""
+    """Raises ServingError and RequestError for what cannot be."""
     check(body)
     params, beams = params_of(service, body)
     service.traffic.check_num_sequences(1, body.n or 1)
@@ -64,21 +64,21 @@ def params_of(service: Service, body: ChatCompletionRequest) -> tuple[SamplingPa
 
 
 def check(body: ChatCompletionRequest) -> None:
-    """Raise HttpError 400 for what this API cannot do."""
+    """Raise ServingError for what this API cannot do."""
     check_fields(body)
     check_refusals(body, REFUSALS, NOTHING)
     if body.use_beam_search and body.tool_choice not in (None, "auto", "none"):
-        raise HttpError(
-            400, "tool_choice forces a call, but beam search has no grammars. Leave one of them out.", "tool_choice"
+        raise ServingError(
+            "tool_choice forces a call, but beam search has no grammars. Leave one of them out.", "tool_choice"
         )
     if body.top_logprobs and not body.logprobs:
-        raise HttpError(400, f"top_logprobs is {body.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs")
+        raise ServingError(f"top_logprobs is {body.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs")
     if body.top_logprobs is not None and body.top_logprobs < -1:
-        raise HttpError(
-            400, f"top_logprobs is {body.top_logprobs}; it must be at least -1, which means all.", "top_logprobs"
+        raise ServingError(
+            f"top_logprobs is {body.top_logprobs}; it must be at least -1, which means all.", "top_logprobs"
         )
     if body.logprob_token_ids and not body.logprobs:
-        raise HttpError(400, "logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
+        raise ServingError("logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
 
 
 def names_of(body: ChatCompletionRequest, conversation: Conversation) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The body of `/v1/completions` as what the engine is to do; what this API cannot do is refused by its field."""
 
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.sampling_fields import check_given
 from jaxpaged.entrypoints.http.generation.stages import Parsed
@@ -8,17 +7,18 @@ from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, s
 from jaxpaged.entrypoints.http.openai.protocol import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving.errors import ServingError
 
 MAX_PROMPTS = 1024
 
 
 def parse(service: Service, body: CompletionRequest, request_id: str, model: str) -> Parsed[CompletionRequest]:
-    """Raises HttpError and RequestError 400 for what cannot be."""
+    """Raises ServingError and RequestError for what cannot be."""
     check(body)
     params, given = params_of(service, body), prompts_of(body.prompt)
     if body.kv_transfer_params and len(given) > 1:
-        raise HttpError(
-            400, f"kv_transfer_params is given with {len(given)} prompts; it is about one.", "kv_transfer_params"
+        raise ServingError(
+            f"kv_transfer_params is given with {len(given)} prompts; it is about one.", "kv_transfer_params"
         )
     beams = beam_params(body, params.max_tokens)
     service.traffic.check_num_sequences(len(given), body.n or 1)
@@ -44,42 +44,40 @@ def params_of(service: Service, body: CompletionRequest) -> SamplingParams:
 
 
 def check(body: CompletionRequest) -> None:
-    """Raise HttpError 400 for what this API cannot do."""
+    """Raise ServingError for what this API cannot do."""
     check_fields(body)
     check_given(body, "prompt")
     if body.use_beam_search and body.echo and body.logprobs is not None:
-        raise HttpError(
-            400,
+        raise ServingError(
             "echo and logprobs are given, but beam search has no log probabilities of the prompt. Leave one out.",
             "echo",
         )
     if body.suffix:
-        raise HttpError(400, "suffix is given, but the model does not fill in the middle. Leave it out.", "suffix")
+        raise ServingError("suffix is given, but the model does not fill in the middle. Leave it out.", "suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise HttpError(
-            400,
+        raise ServingError(
             f"best_of is {body.best_of} and n is {body.n or 1}, but all sequences are returned. Leave it out.",
             "best_of",
         )
     if body.stream and body.echo and body.logprobs is not None and (body.n or 1) > 1:
-        raise HttpError(
-            400, f"n is {body.n}, but a stream with echo and logprobs has one sequence. Set stream to false.", "n"
+        raise ServingError(
+            f"n is {body.n}, but a stream with echo and logprobs has one sequence. Set stream to false.", "n"
         )
     if body.logprobs is not None and body.logprobs < -1:
-        raise HttpError(400, f"logprobs is {body.logprobs}; it must be at least -1, which means all.", "logprobs")
+        raise ServingError(f"logprobs is {body.logprobs}; it must be at least -1, which means all.", "logprobs")
 
 
 def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts of a request, each as text or token ids. Raises HttpError 400 for a mixture and for too many."""
+    """The prompts of a request, each as text or token ids. Raises ServingError for a mixture and for too many."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise HttpError(400, "prompt is an empty list. Give at least one prompt.", "prompt")
+        raise ServingError("prompt is an empty list. Give at least one prompt.", "prompt")
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [prompt]
     if len(kinds) > 1:
-        raise HttpError(400, "prompt mixes texts, ids and lists of ids. Give a list of one kind.", "prompt")
+        raise ServingError("prompt mixes texts, ids and lists of ids. Give a list of one kind.", "prompt")
     if len(prompt) > MAX_PROMPTS:
-        raise HttpError(400, f"prompt has {len(prompt)} prompts; one request may have {MAX_PROMPTS}.", "prompt")
+        raise ServingError(f"prompt has {len(prompt)} prompts; one request may have {MAX_PROMPTS}.", "prompt")
     return prompt

@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.conversation import Conversation
 from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.openai.fields import shape_of
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest, Tool
+from jaxpaged.serving.errors import ServingError
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""
 
 
 def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conversation:
-    """The request as all APIs have it. Raises HttpError and RequestError 400."""
+    """The request as all APIs have it. Raises ServingError and RequestError."""
     messages, template = template_messages(body.messages), template_arguments(body, trust_template)
     return Conversation(
         messages=messages,
@@ -34,13 +34,12 @@ def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conver
 
 
 def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_template: bool) -> dict[str, Any]:
-    """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises HttpError 400."""
+    """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises ServingError."""
     for name in ("media_io_kwargs", "mm_processor_kwargs"):
         if getattr(body, name):
-            raise HttpError(400, f"{name} is given, but the model takes text only. Leave it out.", name)
+            raise ServingError(f"{name} is given, but the model takes text only. Leave it out.", name)
     if body.chat_template is not None and not trust_template:
-        raise HttpError(
-            400,
+        raise ServingError(
             "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
             "--trust-request-chat-template.",
             "chat_template",
@@ -62,18 +61,18 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_temp
 
 
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Tools as plain objects. Raises HttpError 400 for other kinds, and for names that come twice."""
+    """Tools as plain objects. Raises ServingError for other kinds, and for names that come twice."""
     if tools is None:
         return None
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.type != "function":
             path = f"tools[{index}].type"
-            raise HttpError(400, f"{path} is {tool.type!r}; only 'function' is served.", path)
+            raise ServingError(f"{path} is {tool.type!r}; only 'function' is served.", path)
         check_depth(f"tools[{index}].function.parameters", tool.function.parameters)
         if tool.function.name in names:
             path = f"tools[{index}].function.name"
-            raise HttpError(400, f"{path} is {tool.function.name!r}, as that of another tool. Rename one.", path)
+            raise ServingError(f"{path} is {tool.function.name!r}, as that of another tool. Rename one.", path)
         names.add(tool.function.name)
     return [msgspec.to_builtins(tool) for tool in tools]
 
@@ -81,23 +80,22 @@ def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 def tool_use(
     choice: str | NamedToolChoice | None, tools: list[dict[str, Any]] | None, parallel: bool
 ) -> ToolUse | None:
-    """The tools and whether to call them; None without tools. Raises HttpError 400 for a choice that cannot be."""
+    """The tools and whether to call them; None without tools. Raises ServingError for a choice that cannot be."""
     if not tools:
         if choice in (None, "none") or (choice == "auto" and tools is not None):
             return None
-        raise HttpError(400, "tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
+        raise ServingError("tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, NamedToolChoice):
         if choice.function.name not in names:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"tool_choice names the function {choice.function.name!r}, but tools has {', '.join(names)}.",
                 "tool_choice",
             )
         return ToolUse(tools, "named", choice.function.name, parallel)
     if choice not in (None, "auto", "none", "required"):
-        raise HttpError(
-            400, f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or name a function.", "tool_choice"
+        raise ServingError(
+            f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or name a function.", "tool_choice"
         )
     return ToolUse(tools, choice or "auto", parallel=parallel)
 
@@ -105,10 +103,10 @@ def tool_use(
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates read them: roles checked, parts of text only, aliases of old clients renamed.
 
-    Raises HttpError 400 naming the message at fault.
+    Raises ServingError naming the message at fault.
     """
     if not messages:
-        raise HttpError(400, "messages is an empty list. Give at least one message.", "messages")
+        raise ServingError("messages is an empty list. Give at least one message.", "messages")
     check_depth("messages", messages)
     return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
@@ -116,7 +114,7 @@ def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise HttpError(400, f"{path}.role is {role!r}; it must be a text such as 'user'.", f"{path}.role")
+        raise ServingError(f"{path}.role is {role!r}; it must be a text such as 'user'.", f"{path}.role")
     prepared = dict(message)
     if "reasoning_content" in prepared:
         prepared.setdefault("reasoning", prepared.pop("reasoning_content"))
@@ -126,22 +124,22 @@ def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     elif content is None and role == "assistant":
         prepared["content"] = ""  # an answer that was nothing but tool calls; templates add texts to it
     elif not isinstance(content, str):
-        raise HttpError(400, f"{path}.content must be a text or a list of parts. Correct it.", f"{path}.content")
+        raise ServingError(f"{path}.content must be a text or a list of parts. Correct it.", f"{path}.content")
     return prepared
 
 
 def text_part(part: Any, path: str) -> dict[str, str]:
-    """A part as a text part. Raises HttpError 400 for other media."""
+    """A part as a text part. Raises ServingError for other media."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
-        raise HttpError(
-            400, f"{path}.type is {kind!r}, but the model takes text only. Use parts of type 'text'.", f"{path}.type"
+        raise ServingError(
+            f"{path}.type is {kind!r}, but the model takes text only. Use parts of type 'text'.", f"{path}.type"
         )
     if not isinstance(part.get(key), str):
-        raise HttpError(400, f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
+        raise ServingError(f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
     return {"type": "text", "text": part[key]}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.errors import HttpError, error_body
+from jaxpaged.entrypoints.http.errors import error_body
 from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
 from jaxpaged.entrypoints.http.openai.protocol import Chunk
@@ -17,6 +17,7 @@ from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT, Service
 from jaxpaged.entrypoints.http.transport.sse import event
 from jaxpaged.messages import RequestOutput
+from jaxpaged.serving.errors import ServingError
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()
@@ -103,6 +104,6 @@ class OpenAIStream:
         """How many tokens were thinking; None: it is not looked for."""
         return None
 
-    def late_error(self, error: HttpError) -> bytes:
+    def late_error(self, error: ServingError) -> bytes:
         """An error in a stream that has begun: it takes the place of the rest."""
         return event(error_body(error)) + DONE

@@ -12,7 +12,6 @@ import msgspec
 
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.sampling_fields import (
     ENCODER_REFUSALS,
     SamplingFields,
@@ -25,6 +24,7 @@ from jaxpaged.entrypoints.http.openai.guided import SHAPES, GuidedFields, guided
 from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.errors import ServingError, client_names
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")
@@ -117,60 +117,53 @@ class UsageOptions(msgspec.Struct):
 
 
 def check_fields(body: GenerationFields) -> None:
-    """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
+    """Raise ServingError for fields that cannot be honoured, or contradict each other."""
     check_refusals(body, REFUSALS, nothing=(None, False, -1))
     check_service_tier(body.service_tier)
     if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
+        raise ServingError("stream_options is given, but stream is not true. Leave it out.", "stream_options")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise HttpError(
-            400,
-            "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
-            "stream_options",
+        raise ServingError(
+            "stream_options.include_obfuscation is true, but events are not padded. Leave it out.", "stream_options"
         )
     if body.stream and body.prompt_logprobs:
-        raise HttpError(
-            400,
-            f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.",
-            "prompt_logprobs",
+        raise ServingError(
+            f"prompt_logprobs is {body.prompt_logprobs}, but a stream has none. Set stream to false.", "prompt_logprobs"
         )
     check_stop("stop", body.stop)
     check_beams(body)
 
 
 def check_beams(body: GenerationFields) -> None:
-    """Raise HttpError 400 for what has no meaning for beams, since nothing is drawn, or none without them."""
+    """Raise ServingError for what has no meaning for beams, since nothing is drawn, or none without them."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1.0):
-            raise HttpError(
-                400,
-                f"length_penalty is {body.length_penalty}, but use_beam_search is not true. Set it.",
-                "length_penalty",
+            raise ServingError(
+                f"length_penalty is {body.length_penalty}, but use_beam_search is not true. Set it.", "length_penalty"
             )
         return
     for name in REFUSED_WITH_BEAMS:
         value = getattr(body, name)
         if value not in (None, False, [], {}, NEUTRAL.get(name)) and (name, value) != ("top_k", -1):
-            raise HttpError(400, f"{name} is {value!r}, which beam search cannot honour. Leave it out.", name)
+            raise ServingError(f"{name} is {value!r}, which beam search cannot honour. Leave it out.", name)
     if body.response_format is not None and body.response_format.type != "text":
-        raise HttpError(
-            400, "response_format is given, but beam search has no grammars. Leave one of them out.", "response_format"
+        raise ServingError(
+            "response_format is given, but beam search has no grammars. Leave one of them out.", "response_format"
         )
 
 
 def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
-    """What the answer must look like. Raises HttpError or RequestError 400 naming the field."""
+    """What the answer must look like. Raises ServingError or RequestError naming the field."""
     wanted, given = body.response_format, body.structured_outputs
     if (guided := guided_shape(body)) is not None:
         if given is not None or (wanted is not None and wanted.type != "text"):
             name, other = guided_name(body), "response_format" if given is None else "structured_outputs"
-            raise HttpError(400, f"{name} and {other} are given. Give one of them.", name)
+            raise ServingError(f"{name} and {other} are given. Give one of them.", name)
         return guided
     if wanted is None or wanted.type == "text":
         return None if given is None else StructuredOutputsParams.from_dict(given)
     if given is not None:
-        raise HttpError(
-            400,
+        raise ServingError(
             f"structured_outputs is given, and response_format.type is {wanted.type!r}. Give one of them.",
             "structured_outputs",
         )
@@ -183,8 +176,7 @@ def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
         tag = {name: value for name in TAG_FIELDS if (value := getattr(wanted, name)) is not None}
         with client_names(SHAPE_NAMES):
             return StructuredOutputsParams(structural_tag=tag)
-    raise HttpError(
-        400,
+    raise ServingError(
         f"response_format.type is {wanted.type!r}; it must be one of text, json_object, json_schema, structural_tag.",
         "response_format.type",
     )
@@ -194,7 +186,7 @@ def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
     path = "response_format.json_schema"
     schema = (wanted.json_schema or {}).get("schema")
     if not isinstance(schema, dict):
-        raise HttpError(400, f"{path}.schema is missing, or no object. Give a JSON schema.", path)
+        raise ServingError(f"{path}.schema is missing, or no object. Give a JSON schema.", path)
     check_depth(path, schema)
     return schema
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.sampling_fields import EngineFields
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.errors import ServingError, client_names
 
 SHAPES = {
     "guided_json": "json",
@@ -39,15 +39,15 @@ class GuidedFields(EngineFields, kw_only=True):
 
 
 def guided_name(body: GuidedFields) -> str | None:
-    """The field that gives a shape, if one does. Raises HttpError 400 for several."""
+    """The field that gives a shape, if one does. Raises ServingError for several."""
     given = [name for name in SHAPES if getattr(body, name) not in (None, False)]
     if len(given) > 1:
-        raise HttpError(400, f"{' and '.join(given)} are given. Give one of them.", given[1])
+        raise ServingError(f"{' and '.join(given)} are given. Give one of them.", given[1])
     return given[0] if given else None
 
 
 def guided_shape(body: GuidedFields) -> StructuredOutputsParams | None:
-    """What the answer must look like. Raises HttpError or RequestError 400 naming the field."""
+    """What the answer must look like. Raises ServingError or RequestError naming the field."""
     name = guided_name(body)
     options = backend_options(body.guided_decoding_backend)
     if name is None:
@@ -59,13 +59,12 @@ def guided_shape(body: GuidedFields) -> StructuredOutputsParams | None:
 
 
 def backend_options(backend: str | None) -> dict[str, bool]:
-    """What a backend such as `xgrammar:disable-any-whitespace` asks for besides a library. Raises HttpError 400."""
+    """What a backend such as `xgrammar:disable-any-whitespace` asks for besides a library. Raises ServingError."""
     name, _, options = (backend or "auto").partition(":")
     wanted = [option.strip() for option in options.split(",") if option]
     if name not in BACKENDS or not set(wanted) <= set(BACKEND_OPTIONS):
         field = "guided_decoding_backend"
-        raise HttpError(
-            400,
+        raise ServingError(
             f"{field} is {backend!r}; it must be one of {', '.join(BACKENDS)}, and may be followed by ':' and "
             f"{', '.join(BACKEND_OPTIONS)}. Leave it out.",
             field,

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.openai.conversation import template_arguments, template_messages
 from jaxpaged.entrypoints.http.openai.protocol import (
@@ -18,6 +17,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
+from jaxpaged.serving.errors import ServingError
 
 
 class Tokens:
@@ -50,9 +50,9 @@ def tokenized(service: Service, body: TokenizeRequest) -> Response:
 
 
 def prompt_of(service: Service, body: TokenizeRequest) -> TokenPrompt:
-    """The text or the conversation in tokens. Raises HttpError and RequestError 400."""
+    """The text or the conversation in tokens. Raises ServingError and RequestError."""
     if (body.prompt is None) == (body.messages is None):
-        raise HttpError(400, "Give either prompt or messages, and not both.", "prompt")
+        raise ServingError("Give either prompt or messages, and not both.", "prompt")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return service.prompts.read([body.prompt], Truncation(), special, None, most=service.most_counted)[0]
@@ -70,11 +70,11 @@ def token_strs(service: Service, token_ids: Sequence[int]) -> list[str]:
 
 
 def text_of(service: Service, token_ids: Sequence[int]) -> str:
-    """The text of token ids. Raises HttpError 400 for one that the vocabulary does not have."""
+    """The text of token ids. Raises ServingError for one that the vocabulary does not have."""
     processor = service.engine.input_processor
     for place, token_id in enumerate(token_ids):
         if not 0 <= token_id < processor.vocab_size:
-            raise HttpError(
-                400, f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
+            raise ServingError(
+                f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
             )
     return processor.tokenizer.decode(token_ids, False)

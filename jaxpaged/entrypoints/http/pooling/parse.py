@@ -8,7 +8,6 @@ from jaxpaged.engine.input.processor import NO_POOLING
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, text_ids
 from jaxpaged.engine.pooling.scoring import paired
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt, check_salt
 from jaxpaged.entrypoints.http.generation.sampling_fields import check_given
@@ -22,6 +21,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
 )
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.pooling import PoolingParams
+from jaxpaged.serving.errors import ServingError, client_names
 
 MAX_INPUTS = 2048
 """Prompts of one HTTP request, as OpenAI has it."""
@@ -45,7 +45,7 @@ class ParsedPairs(Parsed[ScoreRequest | RerankRequest]):
 def parse_inputs(
     task: str | None, service: Service, body: EmbeddingRequest | ClassifyRequest, request_id: str, model: str
 ) -> Parsed[EmbeddingRequest | ClassifyRequest]:
-    """`task` None: whatever the model does. Raises HttpError and RequestError 400 for what cannot be."""
+    """`task` None: whatever the model does. Raises ServingError and RequestError for what cannot be."""
     pooler = pooler_of(service, task)
     check_fields(body)
     check_given(body, "input")
@@ -60,12 +60,12 @@ def parse_inputs(
 
 
 def parse_score(service: Service, body: ScoreRequest, request_id: str, model: str) -> ParsedPairs:
-    """Raises HttpError and RequestError 400 for what cannot be."""
+    """Raises ServingError and RequestError for what cannot be."""
     return parse_pairs(service, body, request_id, model, *texts_of(body))
 
 
 def parse_rerank(service: Service, body: RerankRequest, request_id: str, model: str) -> ParsedPairs:
-    """Raises HttpError and RequestError 400 for what cannot be."""
+    """Raises ServingError and RequestError for what cannot be."""
     check_rerank(body)
     return parse_pairs(service, body, request_id, model, ("query", "documents"), [body.query], body.texts)
 
@@ -85,9 +85,7 @@ def parse_pairs(
     pairs = paired(first, second, names)
     classifies = pooler.convert == "classify"
     if classifies and pooler.width != 1:
-        raise HttpError(
-            400, f"This model has {pooler.width} labels, and a score is one number. Use /classify.", "model"
-        )
+        raise ServingError(f"This model has {pooler.width} labels, and a score is one number. Use /classify.", "model")
     params = PoolingParams(
         task="score" if classifies else "embed", use_activation=body.use_activation, normalize=body.normalize
     )
@@ -108,38 +106,38 @@ def pooled(
 
 
 def pooler_of(service: Service, convert: str | None = None) -> Pooler:
-    """What the engine gives. Raises HttpError 400 when it was started to generate, or not to `convert`."""
+    """What the engine gives. Raises ServingError when it was started to generate, or not to `convert`."""
     pooler = service.engine.input_processor.pooler
     if pooler is None:
-        raise HttpError(400, f"T{NO_POOLING[1:]}", "model")
+        raise ServingError(f"T{NO_POOLING[1:]}", "model")
     if convert not in (None, pooler.convert):
-        raise HttpError(400, f"This model was started to {pooler.convert}, not to {convert}. Ask another one.", "model")
+        raise ServingError(f"This model was started to {pooler.convert}, not to {convert}. Ask another one.", "model")
     return pooler
 
 
 def check_fields(body: PoolingFields) -> None:
-    """Raise HttpError 400 for what cannot be honoured."""
+    """Raise ServingError for what cannot be honoured."""
     if body.messages is not None:
-        raise HttpError(400, "messages is given, but only texts and token ids are pooled. Use input.", "messages")
+        raise ServingError("messages is given, but only texts and token ids are pooled. Use input.", "messages")
     if body.embed_dtype not in (None, "float32"):
-        raise HttpError(400, f"embed_dtype is {body.embed_dtype!r}; only float32 is given.", "embed_dtype")
+        raise ServingError(f"embed_dtype is {body.embed_dtype!r}; only float32 is given.", "embed_dtype")
     if body.endianness not in (None, "native", "little"):
-        raise HttpError(400, f"endianness is {body.endianness!r}; vectors are little-endian.", "endianness")
+        raise ServingError(f"endianness is {body.endianness!r}; vectors are little-endian.", "endianness")
     if body.mm_processor_kwargs is not None:
-        raise HttpError(
-            400, "mm_processor_kwargs is given, but only text is pooled. Leave it out.", "mm_processor_kwargs"
+        raise ServingError(
+            "mm_processor_kwargs is given, but only text is pooled. Leave it out.", "mm_processor_kwargs"
         )
 
 
 def inputs_of(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """The inputs of a request, each as text or token ids. Raises HttpError 400 for a mixture and for too many."""
+    """The inputs of a request, each as text or token ids. Raises ServingError for a mixture and for too many."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise HttpError(400, "input is an empty list. Give at least one text.", "input")
+        raise ServingError("input is an empty list. Give at least one text.", "input")
     kinds = {type(item) for item in given}
     if len(kinds) > 1:
-        raise HttpError(400, "input mixes texts, ids and lists of ids. Give a list of one kind.", "input")
+        raise ServingError("input mixes texts, ids and lists of ids. Give a list of one kind.", "input")
     if kinds == {int}:
         return [given]
     check_count("input", len(given))
@@ -148,13 +146,13 @@ def inputs_of(given: str | list[str | int | list[int]]) -> list[str | list[int]]
 
 def check_count(name: str, count: int) -> None:
     if count > MAX_INPUTS:
-        raise HttpError(400, f"{name} has {count} entries; one request may have {MAX_INPUTS}. Send several.", name)
+        raise ServingError(f"{name} has {count} entries; one request may have {MAX_INPUTS}. Send several.", name)
 
 
 def read_prompts(service: Service, given: Sequence[Input], body: PoolingFields, name: str) -> list[TokenPrompt]:
     """Texts, ids or pairs of texts as token ids, cut as the request says. Takes long for long texts.
 
-    Raises RequestError and HttpError.
+    Raises RequestError and ServingError.
     """
     check_salt(body.cache_salt)
     processor = service.engine.input_processor
@@ -167,7 +165,7 @@ def read_prompts(service: Service, given: Sequence[Input], body: PoolingFields, 
         else:
             texts = each if isinstance(each, tuple) else (each,)
             if not all(texts):
-                raise HttpError(400, f"{name} has an empty text. Give it at least one character.", name)
+                raise ServingError(f"{name} has an empty text. Give it at least one character.", name)
             if keep is None:
                 for text in texts:
                     checked_length(processor.tokenizer, text, processor.max_model_len)
@@ -178,14 +176,13 @@ def read_prompts(service: Service, given: Sequence[Input], body: PoolingFields, 
 
 
 def texts_of(body: ScoreRequest) -> tuple[tuple[str, str], list[str], list[str]]:
-    """(names, first texts, second texts) of the one pair of fields that is given. Raises HttpError 400."""
+    """(names, first texts, second texts) of the one pair of fields that is given. Raises ServingError."""
     given = {name for pair in PAIRS_OF_FIELDS for name in pair if getattr(body, name) is not None}
     for names in PAIRS_OF_FIELDS:
         if given == set(names):
             first, second = (as_list(getattr(body, name)) for name in names)
             return names, first, second
-    raise HttpError(
-        400,
+    raise ServingError(
         f"Given are {', '.join(sorted(given)) or 'no texts'}. Give text_1 and text_2, queries and documents, "
         "queries and items, or data_1 and data_2.",
         sorted(given)[0] if given else "text_1",
@@ -197,9 +194,9 @@ def as_list(texts: str | Sequence[str]) -> list[str]:
 
 
 def check_rerank(body: RerankRequest) -> None:
-    """Raise HttpError 400 for what this endpoint cannot do."""
+    """Raise ServingError for what this endpoint cannot do."""
     if body.top_n is not None and body.top_n < 0:
-        raise HttpError(400, f"top_n is {body.top_n}; it must be at least 0, which means all.", "top_n")
+        raise ServingError(f"top_n is {body.top_n}; it must be at least 0, which means all.", "top_n")
     for name in ("max_tokens_per_doc", "max_tokens_per_query", "instruction"):
         if getattr(body, name) not in (None, 0, ""):
-            raise HttpError(400, f"{name} is given, but is not supported. Use truncate_prompt_tokens.", name)
+            raise ServingError(f"{name} is given, but is not supported. Use truncate_prompt_tokens.", name)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.conversation import ParsedConversation
 from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.openai.conversation import template_message
+from jaxpaged.serving.errors import ServingError
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Role of an item -> that of the message: few templates know developers."""
@@ -34,7 +34,7 @@ class Turns:
             self.messages.append({"role": "system", "content": instructions})
 
     def add_all(self, items: Sequence[Item], path: str) -> None:
-        """Items in their order. `path` is what errors call the list. Raises HttpError 400 naming the item."""
+        """Items in their order. `path` is what errors call the list. Raises ServingError naming the item."""
         for index, item in enumerate(items):
             self.add(item, f"{path}[{index}]")
 
@@ -50,12 +50,12 @@ class Turns:
             self._add_reasoning(item, path)
         else:
             known = "message, function_call, function_call_output, reasoning"
-            raise HttpError(400, f"{path}.type is {kind!r}; items may be {known}.", f"{path}.type")
+            raise ServingError(f"{path}.type is {kind!r}; items may be {known}.", f"{path}.type")
 
     def _add_message(self, item: Item, path: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise HttpError(400, f"{path}.role is {role!r}; it must be one of {', '.join(ROLES)}.", f"{path}.role")
+            raise ServingError(f"{path}.role is {role!r}; it must be one of {', '.join(ROLES)}.", f"{path}.role")
         message = template_message({"role": ROLES[role], "content": item.get("content")}, path)
         if role == "assistant":
             turn = self._turn
@@ -80,19 +80,17 @@ class Turns:
     def _add_output(self, item: Item, path: str) -> None:
         call_id = text_field(item, "call_id", path)
         if call_id not in self._names:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"{path}.call_id is {call_id!r}, but no function_call before it has that call_id. Give the call "
                 "too, or its previous_response_id.",
                 f"{path}.call_id",
             )
         if item.get("output") is None:
-            raise HttpError(400, f"{path}.output is missing. Give what the function returned.", f"{path}.output")
+            raise ServingError(f"{path}.output is missing. Give what the function returned.", f"{path}.output")
         try:
             message = template_message({"role": "tool", "content": item["output"]}, path)
-        except HttpError as error:
-            raise HttpError(
-                400,
+        except ServingError as error:
+            raise ServingError(
                 str(error).replace(f"{path}.content", f"{path}.output"),
                 (error.parameter or path).replace(f"{path}.content", f"{path}.output"),
             ) from None
@@ -105,8 +103,8 @@ class Turns:
         parts = content if isinstance(content, list) else [content]
         texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
         if not all(isinstance(text, str) for text in texts):
-            raise HttpError(
-                400, f"{path}.content must be a list of parts of type 'reasoning_text'. Correct it.", f"{path}.content"
+            raise ServingError(
+                f"{path}.content must be a list of parts of type 'reasoning_text'. Correct it.", f"{path}.content"
             )
         if texts:
             turn = self._new_turn()
@@ -121,7 +119,7 @@ class Turns:
 def text_field(item: Item, key: str, path: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise HttpError(400, f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
+        raise ServingError(f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
     return value
 
 
@@ -130,27 +128,27 @@ def plain(content: str | list[dict[str, str]]) -> str:
 
 
 def input_items(value: str | list[Item]) -> list[Item]:
-    """The input as items. Raises HttpError 400 when there are none."""
+    """The input as items. Raises ServingError when there are none."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not value:
-        raise HttpError(400, "input is an empty list. Give at least one item.", "input")
+        raise ServingError("input is an empty list. Give at least one item.", "input")
     return value
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool) -> ToolUse | None:
-    """None where there is nothing to choose from. Raises HttpError 400 for other tools than functions, names that come
+    """None where there is nothing to choose from. Raises ServingError for other tools than functions, names that come
     twice, and choices that cannot be."""
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
     names = [each["function"]["name"] for each in functions]
     for index, name in enumerate(names):
         if name in names[:index]:
             path = f"tools[{index}].name"
-            raise HttpError(400, f"{path} is {name!r}, as another one's. Rename it.", path)
+            raise ServingError(f"{path} is {name!r}, as another one's. Rename it.", path)
     mode, allowed = chosen(choice, names)
     if not functions:
         if mode not in ("auto", "none"):
-            raise HttpError(400, "tool_choice demands a call, but tools is empty. Give tools.", "tool_choice")
+            raise ServingError("tool_choice demands a call, but tools is empty. Give tools.", "tool_choice")
         return None
     if mode == "named":
         return ToolUse(functions, "named", allowed[0], parallel)
@@ -160,16 +158,16 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | 
 def function_of(tool: dict[str, Any], path: str) -> dict[str, Any]:
     """A tool as chat templates know it."""
     if tool.get("type") != "function":
-        raise HttpError(400, f"{path}.type is {tool.get('type')!r}; only 'function' is served.", f"{path}.type")
+        raise ServingError(f"{path}.type is {tool.get('type')!r}; only 'function' is served.", f"{path}.type")
     name = tool.get("name")
     if not isinstance(name, str) or not name:
-        raise HttpError(400, f"{path}.name must be a text, and not empty. Correct it.", f"{path}.name")
+        raise ServingError(f"{path}.name must be a text, and not empty. Correct it.", f"{path}.name")
     function = {"name": name}
     for key, kind in FUNCTION_FIELDS.items():
         value = tool.get(key)
         if value is not None and not isinstance(value, kind):
-            raise HttpError(
-                400, f"{path}.{key} is a JSON value of another type than it must be. Correct it.", f"{path}.{key}"
+            raise ServingError(
+                f"{path}.{key} is a JSON value of another type than it must be. Correct it.", f"{path}.{key}"
             )
         if value is not None:
             function[key] = value
@@ -186,8 +184,7 @@ def chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[str, 
         return "named", [choice["name"]]
     if kind == "allowed_tools":
         return allowed_tools(choice, names)
-    raise HttpError(
-        400,
+    raise ServingError(
         f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or an object of type 'function' or "
         "'allowed_tools'.",
         "tool_choice",
@@ -197,9 +194,9 @@ def chosen(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[str, 
 def allowed_tools(choice: dict[str, Any], names: list[str]) -> tuple[str, list[str]]:
     mode, tools = choice.get("mode"), choice.get("tools")
     if mode not in ("auto", "required"):
-        raise HttpError(400, f"tool_choice.mode is {mode!r}; it must be 'auto' or 'required'.", "tool_choice.mode")
+        raise ServingError(f"tool_choice.mode is {mode!r}; it must be 'auto' or 'required'.", "tool_choice.mode")
     if not isinstance(tools, list) or not tools:
-        raise HttpError(400, "tool_choice.tools must be a list of functions. Give at least one.", "tool_choice.tools")
+        raise ServingError("tool_choice.tools must be a list of functions. Give at least one.", "tool_choice.tools")
     allowed = [tool.get("name") if isinstance(tool, dict) else None for tool in tools]
     for index, name in enumerate(allowed):
         check_known(name, names, f"tool_choice.tools[{index}].name")
@@ -208,7 +205,7 @@ def allowed_tools(choice: dict[str, Any], names: list[str]) -> tuple[str, list[s
 
 def check_known(name: Any, names: list[str], path: str) -> None:
     if not isinstance(name, str) or name not in names:
-        raise HttpError(400, f"{path} is {name!r}, but tools has {', '.join(names) or 'none'}.", path)
+        raise ServingError(f"{path} is {name!r}, but tools has {', '.join(names) or 'none'}.", path)
 
 
 def newest_that_fit(

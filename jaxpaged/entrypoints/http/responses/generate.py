@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from jaxpaged.entrypoints.http.errors import HttpError, as_http_error
+from jaxpaged.entrypoints.http.errors import as_http_error
 from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse
@@ -24,6 +24,7 @@ from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.big_answer import SMALL_ANSWER, encoded
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind
+from jaxpaged.serving.errors import ServingError
 
 
 class ResponseRun:
@@ -72,7 +73,7 @@ class ResponseRun:
         """Nothing: the last result has ended the response."""
         return b""
 
-    def late_error(self, error: HttpError) -> bytes:
+    def late_error(self, error: ServingError) -> bytes:
         """The response fails, and is kept so."""
         self._fail(error)
         return b"".join(self._log.take())
@@ -163,7 +164,7 @@ class ResponseRun:
         count = sum(self._service.count_tokens(part.text) for item in items for part in item.content)
         return min(count, self._num_output_tokens)
 
-    def _fail(self, error: HttpError) -> None:
+    def _fail(self, error: ServingError) -> None:
         self._admission.close()
         self._writer.fail(error)
         self._keep()

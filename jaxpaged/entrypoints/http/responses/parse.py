@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.conversation import Conversation, ParsedConversation, parse_conversation
 from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
 from jaxpaged.entrypoints.http.generation.sampling_fields import (
@@ -36,6 +35,7 @@ from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.kv_store.handover import PARAMS
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.errors import ServingError, client_names
 
 ENGINE_NAMES = {
     "prompt": "input",
@@ -92,7 +92,7 @@ def parse(
 ) -> ParsedResponse:
     """`earlier`: what `earlier_items` gives. Takes long for long conversations.
 
-    Raises HttpError and RequestError 400 for what cannot be.
+    Raises ServingError and RequestError for what cannot be.
     """
     model = service.check_model(body.model)
     items = input_items(body.input)
@@ -119,8 +119,7 @@ def earlier_items(store: ResponseStore, body: ResponsesRequest, owner: bytes) ->
         previous = store.get(previous_id, owner)
     status = previous.response.status
     if status in ("queued", "in_progress", "failed"):
-        raise HttpError(
-            400,
+        raise ServingError(
             f"The response {previous_id!r} is {status}, so nothing can follow it. Wait for it, or go on from another.",
             "previous_response_id",
         )
@@ -131,10 +130,10 @@ def earlier_items(store: ResponseStore, body: ResponsesRequest, owner: bytes) ->
 
 
 def is_kept(store: ResponseStore, body: ResponsesRequest) -> bool:
-    """Raises HttpError 400 for a wish to keep what cannot be kept."""
+    """Raises ServingError for a wish to keep what cannot be kept."""
     if not store.is_enabled and (body.store or body.background):
         field = "store" if body.store else "background"
-        raise HttpError(400, f"{field} is true, but this server keeps no responses. Leave it out.", field)
+        raise ServingError(f"{field} is true, but this server keeps no responses. Leave it out.", field)
     return store.is_enabled and body.store is not False
 
 
@@ -210,11 +209,11 @@ def response_of(body: ResponsesRequest, model: str, params: SamplingParams, keep
 
 
 def check(body: ResponsesRequest) -> None:
-    """Raise HttpError 400 for fields that cannot be honoured, or contradict each other."""
+    """Raise ServingError for fields that cannot be honoured, or contradict each other."""
     check_refusals(body, REFUSALS)
     check_given(body, "input")
     if body.n not in (None, 1):
-        raise HttpError(400, "n is given. A response is one answer, so leave it out.", "n")
+        raise ServingError("n is given. A response is one answer, so leave it out.", "n")
     check_metadata(body.metadata)
     check_logprobs(body)
     check_way_to_answer(body)
@@ -225,24 +224,21 @@ def check(body: ResponsesRequest) -> None:
         check_depth("text", body.text.format)
     check_stop("stop", body.stop)
     if body.max_tool_calls is not None and body.max_tool_calls < 1:
-        raise HttpError(400, f"max_tool_calls is {body.max_tool_calls}; it must be at least 1.", "max_tool_calls")
+        raise ServingError(f"max_tool_calls is {body.max_tool_calls}; it must be at least 1.", "max_tool_calls")
 
 
 def check_way_to_answer(body: ResponsesRequest) -> None:
     """Streams, the background, and what is kept."""
     if body.background and body.store is False:
-        raise HttpError(
-            400,
+        raise ServingError(
             "background is true, but store is false, so nobody could ask for the response. Leave out store.",
             "background",
         )
     if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options is given, but stream is not true. Leave it out.", "stream_options")
+        raise ServingError("stream_options is given, but stream is not true. Leave it out.", "stream_options")
     if body.stream_options is not None and body.stream_options.include_obfuscation:
-        raise HttpError(
-            400,
-            "stream_options.include_obfuscation is true, but events are not padded. Leave it out.",
-            "stream_options",
+        raise ServingError(
+            "stream_options.include_obfuscation is true, but events are not padded. Leave it out.", "stream_options"
         )
     check_service_tier(body.service_tier)
 
@@ -250,8 +246,7 @@ def check_way_to_answer(body: ResponsesRequest) -> None:
 def check_style(body: ResponsesRequest) -> None:
     """What clients wish of the text and of the thinking, where this server can only give what the model gives."""
     if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise HttpError(
-            400,
+        raise ServingError(
             f"text.verbosity is {body.text.verbosity!r}, but the model writes as it does. Leave it out.",
             "text.verbosity",
         )
@@ -259,8 +254,7 @@ def check_style(body: ResponsesRequest) -> None:
     for name in ("summary", "generate_summary"):
         value = getattr(reasoning, name)
         if value not in (None, "auto"):
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"reasoning.{name} is {value!r}, but thinking is given as it is, in no other form. Use 'auto', or "
                 "leave it out.",
                 f"reasoning.{name}",
@@ -271,11 +265,10 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA:
-        raise HttpError(400, f"metadata has {len(metadata)} entries; at most {MAX_METADATA} are kept.", "metadata")
+        raise ServingError(f"metadata has {len(metadata)} entries; at most {MAX_METADATA} are kept.", "metadata")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            raise HttpError(
-                400,
+            raise ServingError(
                 f"metadata has an entry of {len(key)} and {len(value)} characters; its key may have "
                 f"{MAX_METADATA_KEY} and its value {MAX_METADATA_VALUE}. Shorten it.",
                 "metadata",
@@ -285,28 +278,27 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 def check_logprobs(body: ResponsesRequest) -> None:
     for value in body.include or ():
         if value not in INCLUDABLE:
-            raise HttpError(400, f"include has {value!r}; it may have {', '.join(INCLUDABLE)}.", "include")
+            raise ServingError(f"include has {value!r}; it may have {', '.join(INCLUDABLE)}.", "include")
     top = body.top_logprobs
     if top is None:
         return
     if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise HttpError(400, f"top_logprobs is {top}; it must be from 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs")
+        raise ServingError(f"top_logprobs is {top}; it must be from 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs")
     if top and not body.wants_logprobs:
-        raise HttpError(400, f"top_logprobs is {top}, but include does not have {LOGPROBS!r}. Add it.", "top_logprobs")
+        raise ServingError(f"top_logprobs is {top}, but include does not have {LOGPROBS!r}. Add it.", "top_logprobs")
 
 
 # ---- the shape of the text
 
 
 def shape_of(body: ResponsesRequest) -> StructuredOutputsParams | None:
-    """None: free text. Raises HttpError or RequestError 400 for shapes that cannot be."""
+    """None: free text. Raises ServingError or RequestError for shapes that cannot be."""
     described = None if body.text is None else body.text.format
     shape = None if described is None else shape_of_format(described)
     if body.structured_outputs is None:
         return shape
     if shape is not None:
-        raise HttpError(
-            400,
+        raise ServingError(
             "structured_outputs and text.format both say what the answer must look like. Leave one out.",
             "structured_outputs",
         )
@@ -320,11 +312,9 @@ def shape_of_format(described: dict[str, Any]) -> StructuredOutputsParams | None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     if kind != "json_schema":
-        raise HttpError(
-            400, f"text.format.type is {kind!r}; it must be one of {', '.join(FORMATS)}.", "text.format.type"
-        )
+        raise ServingError(f"text.format.type is {kind!r}; it must be one of {', '.join(FORMATS)}.", "text.format.type")
     if not isinstance(described.get("name"), str):
-        raise HttpError(400, "text.format.name must be a text. Give the schema a name.", "text.format.name")
+        raise ServingError("text.format.name must be a text. Give the schema a name.", "text.format.name")
     if not isinstance(described.get("schema"), dict):
-        raise HttpError(400, "text.format.schema must be a JSON schema, which is an object.", "text.format.schema")
+        raise ServingError("text.format.schema must be a JSON schema, which is an object.", "text.format.schema")
     return StructuredOutputsParams(json=described["schema"])

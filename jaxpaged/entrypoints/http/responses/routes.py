@@ -8,7 +8,6 @@ from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.entrypoints.http.errors import HttpError, client_names
 from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
 from jaxpaged.entrypoints.http.generation.generate import all_results, stream
 from jaxpaged.entrypoints.http.generation.priority_header import take_priority
@@ -22,6 +21,7 @@ from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.auth import digest, given_key
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
+from jaxpaged.serving.errors import ServingError, client_names
 
 
 class Responses:
@@ -67,11 +67,10 @@ class Responses:
         after = starting_after(request)
         if not flag(request, "stream"):
             if after is not None:
-                raise HttpError(400, "starting_after is given, but stream is not true. Leave it out.", "starting_after")
+                raise ServingError("starting_after is given, but stream is not true. Leave it out.", "starting_after")
             return json_response(stored.response)
         if not stored.has_events or not stored.response.background:
-            raise HttpError(
-                400,
+            raise ServingError(
                 "The response was not made with background and stream, so its events were not kept. Leave out stream.",
                 "stream",
             )
@@ -81,8 +80,8 @@ class Responses:
         """End a response in the background. One that has ended stays as it is."""
         stored = self._stored(request)
         if not stored.response.background:
-            raise HttpError(
-                400, "The response was not made with background: it ends when its client leaves.", "response_id"
+            raise ServingError(
+                "The response was not made with background: it ends when its client leaves.", "response_id"
             )
         await stored.cancel()
         return json_response(stored.response)
@@ -133,10 +132,10 @@ def owner_of(request: Request) -> bytes:
 
 
 def starting_after(request: Request) -> int | None:
-    """Raises HttpError 400 for what is no number of an event."""
+    """Raises ServingError for what is no number of an event."""
     text = request.query_params.get("starting_after")
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise HttpError(400, f"starting_after is {text[:40]!r}; it must be the number of an event.", "starting_after")
+        raise ServingError(f"starting_after is {text[:40]!r}; it must be the number of an event.", "starting_after")
     return int(text)

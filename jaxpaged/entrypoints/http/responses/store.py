@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.errors import RETRY_AFTER, HttpError
 from jaxpaged.entrypoints.http.responses.protocol import Response
 from jaxpaged.entrypoints.http.transport.sse import KEEP_ALIVE
+from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
 
 MAX_FORGOTTEN = 10_000
 """Ids of dropped responses that are remembered, to tell their owners what became of them."""
@@ -95,12 +95,12 @@ class ResponseStore:
         return self._max_count > 0
 
     def check_room(self) -> None:
-        """Raise HttpError 429 when there is no place for another running one."""
+        """Raise ServingError when there is no place for another running one."""
         if sum(stored.is_running for stored in self._kept.values()) >= self._max_count:
-            raise HttpError(
-                429,
+            raise ServingError(
                 f"{self._max_count} responses run in the background, and no more are kept. Try again later.",
-                headers=RETRY_AFTER,
+                kind=ErrorKind.TOO_MANY,
+                retry_after=RETRY_SECONDS,
             )
 
     def put(self, stored: StoredResponse, size: int | None = None) -> None:
@@ -112,22 +112,22 @@ class ResponseStore:
         self._drop_oldest()
 
     def get(self, response_id: str, owner: bytes) -> StoredResponse:
-        """Raises HttpError 404 for an id that is not kept, or is another owner's."""
+        """Raises ServingError for an id that is not kept, or is another owner's."""
         stored = self._kept.get(response_id)
         if stored is not None and stored.owner == owner:
             return stored
         if self._forgotten.get(response_id) == owner:
-            raise HttpError(
-                404,
+            raise ServingError(
                 f"The response {response_id!r} was dropped: this server keeps {self._max_count} responses and "
                 f"{self._max_bytes} bytes of them, the newest ones. Send the conversation as input.",
                 "response_id",
+                kind=ErrorKind.NOT_FOUND,
             )
-        raise HttpError(
-            404,
+        raise ServingError(
             f"The response {response_id!r} is not known. It may have been made without store, with another API "
             "key, or before the server was started.",
             "response_id",
+            kind=ErrorKind.NOT_FOUND,
         )
 
     def remove(self, stored: StoredResponse) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.entrypoints.http.errors import status_of
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob
 from jaxpaged.entrypoints.http.responses.protocol import (
     FunctionCall,
@@ -33,6 +33,7 @@ from jaxpaged.entrypoints.http.responses.protocol import (
 )
 from jaxpaged.messages import CompletionOutput
 from jaxpaged.parsing.deltas import Delta, ToolCallDelta
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 ENCODER = msgspec.json.Encoder()
 STATUS: dict[str, Status] = {"length": "incomplete", "abort": "cancelled"}
@@ -68,9 +69,9 @@ class EventLog:
         frames, self._frames = self._frames, []
         return frames
 
-    def late_error(self, error: HttpError) -> bytes:
+    def late_error(self, error: ServingError) -> bytes:
         """An event for a failure of the stream itself; a response that fails has one of its own."""
-        self.add("error", code=str(error.status), message=str(error), param=error.parameter)
+        self.add("error", code=str(status_of(error)), message=str(error), param=error.parameter)
         return b"".join(self.take())
 
 
@@ -132,12 +133,12 @@ class ResponseWriter:
         self.response.status = "cancelled"
         self._tell("response.incomplete")
 
-    def fail(self, error: HttpError) -> None:
+    def fail(self, error: ServingError) -> None:
         """The answer cannot be finished."""
         self._close("incomplete")
         self.response.status = "failed"
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        code = "invalid_prompt" if error.status == 400 else code
+        code = "rate_limit_exceeded" if error.kind is ErrorKind.TOO_MANY else "server_error"
+        code = "invalid_prompt" if error.kind is ErrorKind.INVALID else code
         self.response.error = ResponseError(code, str(error))
         self._tell("response.failed")
 

@@ -20,10 +20,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jaxpaged.entrypoints.http.errors import HttpError, error_body
+from jaxpaged.entrypoints.http.errors import HttpError, error_body, status_of
 from jaxpaged.entrypoints.http.transport.connections import Connections
 from jaxpaged.entrypoints.http.transport.sse import PIPE
 from jaxpaged.errors import UsageError
+from jaxpaged.serving.errors import ServingError
 
 HEADER_TIMEOUT = 30.0
 """Seconds within which the headers of a request must have come, or the rest of a body after its answer."""
@@ -299,9 +300,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What the library answers to what is not HTTP."""
-        self._refuse(HttpError(400, msg))
+        self._refuse(ServingError(msg))
 
-    def _headers_problem(self) -> HttpError | None:
+    def _headers_problem(self) -> ServingError | None:
         """Why a request is refused for its headers: their length, or the host that it is meant for."""
         length = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if length > self._max_header_bytes:
@@ -309,9 +310,9 @@ class LimitedProtocol(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             count = "no Host header" if not hosts else f"{len(hosts)} Host headers"
-            return HttpError(400, f"The request has {count}. Send one.", "Host")
+            return ServingError(f"The request has {count}. Send one.", "Host")
         if hosts and not HOST.fullmatch(hosts[0]):
-            return HttpError(400, f"The header Host is {hosts[0].decode('latin-1')!r}, no host. Correct it.", "Host")
+            return ServingError(f"The header Host is {hosts[0].decode('latin-1')!r}, no host. Correct it.", "Host")
         return None
 
     def _expect_headers(self) -> None:
@@ -343,15 +344,15 @@ class LimitedProtocol(HttpToolsProtocol):
             self._end_write_timer()
             self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
 
-    def _too_long(self) -> HttpError:
+    def _too_long(self) -> ServingError:
         return HttpError(431, f"The headers have more than {self._max_header_bytes} bytes. Shorten them.")
 
-    def _refuse(self, error: HttpError) -> None:
+    def _refuse(self, error: ServingError) -> None:
         """Answer, and close the connection: what follows on it is not looked at."""
         self._refused = True
-        body = error_body(error)
+        body, status = error_body(error), status_of(error)
         headers = (
-            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         if not self.transport.is_closing():

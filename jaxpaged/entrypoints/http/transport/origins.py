@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxpaged.entrypoints.http.errors import HttpError, error_response
+from jaxpaged.entrypoints.http.errors import error_response
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 WEB = ("http://", "https://")
 """Beginnings of the origins of pages. Others are those of extensions, which a person installed."""
@@ -80,10 +81,10 @@ def is_address(host: str) -> bool:
     return True
 
 
-def refusal(origin: str) -> HttpError:
-    return HttpError(
-        403,
+def refusal(origin: str) -> ServingError:
+    return ServingError(
         f"Pages of {origin} may not ask this server. If they should, start it with --allowed-origins and their "
         "origin, such as https://my.site.",
         "Origin",
+        kind=ErrorKind.FORBIDDEN,
     )

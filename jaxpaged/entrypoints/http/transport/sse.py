@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_response
+from jaxpaged.entrypoints.http.errors import as_http_error, error_response
+from jaxpaged.serving.errors import ServingError
 
 KEEP_ALIVE = b": keep-alive\n\n"
 MEDIA_TYPE = "text/event-stream"
@@ -69,7 +70,7 @@ class EventStream(Response):
     def __init__(
         self,
         pieces: Pieces,
-        late_error: Callable[[HttpError], bytes],
+        late_error: Callable[[ServingError], bytes],
         keep_alive_interval: float = 0.0,
         headers: dict[str, str] | None = None,
     ):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxpaged.entrypoints.http.anthropic.conversation import chat_messages
 from jaxpaged.entrypoints.http.anthropic.protocol import CountTokensRequest
-from jaxpaged.entrypoints.http.errors import HttpError
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Lisbon"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
@@ -101,9 +101,9 @@ def test_thinking_goes_back_to_the_template_and_what_is_redacted_does_not():
     ],
 )
 def test_blocks_that_cannot_be_are_refused_by_their_place(turns, path):
-    with pytest.raises(HttpError) as refusal:
+    with pytest.raises(ServingError) as refusal:
         messages_of(*turns)
-    assert (refusal.value.status, refusal.value.parameter) == (400, path)
+    assert (refusal.value.kind, refusal.value.parameter) == (ErrorKind.INVALID, path)
     assert str(refusal.value).startswith(path)
 
 
@@ -111,5 +111,5 @@ def test_input_that_is_nested_deeply_is_refused():
     deep = {}
     for _ in range(100):
         deep = {"a": deep}
-    with pytest.raises(HttpError, match="nested"):
+    with pytest.raises(ServingError, match="nested"):
         messages_of(user(text("a")), assistant({**USE, "input": deep}), user(RESULT))

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 
 def admit(traffic, request_id, sequences=1, tokens=10):
@@ -36,9 +36,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(limit, admitted):
         for number in range(admitted):
             stack.enter_context(admit(traffic, str(number)))
         if limit is not None:
-            with pytest.raises(HttpError, match=f"at most {limit} may") as refusal:
+            with pytest.raises(ServingError, match=f"at most {limit} may") as refusal:
                 stack.enter_context(admit(traffic, "one more"))
-            assert refusal.value.status == 429 and int(refusal.value.headers["Retry-After"]) >= 1
+            assert refusal.value.kind is ErrorKind.TOO_MANY and refusal.value.retry_after >= 1
     assert len(traffic) == 0
 
 
@@ -46,9 +46,9 @@ def test_sequences_of_one_request_count_each():
     traffic = Traffic(max_running=4, max_queued=2)
     with admit(traffic, "a", sequences=6):
         pass
-    with admit(traffic, "a"), pytest.raises(HttpError) as refusal, admit(traffic, "b", sequences=6):
+    with admit(traffic, "a"), pytest.raises(ServingError) as refusal, admit(traffic, "b", sequences=6):
         pass
-    assert refusal.value.status == 429
+    assert refusal.value.kind is ErrorKind.TOO_MANY
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -66,9 +66,9 @@ def test_what_the_queue_could_never_take_is_not_told_to_come_back(limits, sequen
     with contextlib.ExitStack() as stack:
         if not is_idle:
             stack.enter_context(admit(traffic, "other", sequences=4))
-        with pytest.raises(HttpError) as refusal:
+        with pytest.raises(ServingError) as refusal:
             stack.enter_context(admit(traffic, "a", sequences, tokens))
-    assert refusal.value.status == 400 and "Retry-After" not in refusal.value.headers
+    assert refusal.value.kind is ErrorKind.INVALID and refusal.value.retry_after is None
     assert refusal.value.parameter == "n"
     assert is_idle is False or number in str(refusal.value)
 
@@ -89,7 +89,7 @@ def test_only_prompt_tokens_that_wait_count():
     with (
         admit(traffic, "running", sequences=2, tokens=1000),
         admit(traffic, "waiting", tokens=60),
-        pytest.raises(HttpError, match="110 prompt tokens would wait"),
+        pytest.raises(ServingError, match="110 prompt tokens would wait"),
         admit(traffic, "too much", tokens=50),
     ):
         pass
@@ -98,9 +98,9 @@ def test_only_prompt_tokens_that_wait_count():
 def test_a_draining_server_takes_nothing_new():
     traffic = Traffic(max_running=4)
     traffic.draining = True
-    with pytest.raises(HttpError) as refusal, admit(traffic, "a"):
+    with pytest.raises(ServingError) as refusal, admit(traffic, "a"):
         pass
-    assert refusal.value.status == 503 and "Retry-After" in refusal.value.headers
+    assert refusal.value.kind is ErrorKind.UNAVAILABLE and refusal.value.retry_after
 
 
 def test_rest_comes_when_the_last_request_ends_or_not_in_time():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.responses.protocol import Response
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
+from jaxpaged.serving.errors import ErrorKind, ServingError
 
 ME, YOU = b"me", b"you"
 
@@ -22,7 +22,7 @@ def kept(store, count):
     for number in range(count):
         try:
             store.get(f"resp_{number}", ME)
-        except HttpError:
+        except ServingError:
             continue
         numbers.append(number)
     return numbers
@@ -54,10 +54,10 @@ def test_running_ones_stay_and_refuse_others_when_there_is_no_room():
     for each in running:
         store.check_room()
         store.put(each)
-    with pytest.raises(HttpError) as full:
+    with pytest.raises(ServingError) as full:
         store.check_room()
     store.put(stored(2))
-    assert full.value.status == 429 and kept(store, 3) == [0, 1]
+    assert full.value.kind is ErrorKind.TOO_MANY and kept(store, 3) == [0, 1]
     running[0].is_running = False
     store.put(stored(3))
     assert kept(store, 4) == [1, 3]
@@ -81,6 +81,6 @@ def test_only_the_owner_hears_that_something_was_dropped():
     store.put(stored(0))
     store.put(stored(1))
     for owner, told in ((ME, "dropped"), (YOU, "not known")):
-        with pytest.raises(HttpError, match=told) as gone:
+        with pytest.raises(ServingError, match=told) as gone:
             store.get("resp_0", owner)
-        assert gone.value.status == 404
+        assert gone.value.kind is ErrorKind.NOT_FOUND
