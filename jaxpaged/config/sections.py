@@ -13,9 +13,9 @@ from jaxpaged.config.option_checks import option
 from jaxpaged.config.speculation import checked_speculation
 from jaxpaged.config.vllm_options import VALUES
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.handover import DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS, ROLES
 from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.kv_store.peering import DEFAULT_TRANSPORT, TRANSPORTS
+from jaxpaged.kv_store.transfer_params import DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS, ROLES
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
 
 EMBEDDED_MODEL = "demo"

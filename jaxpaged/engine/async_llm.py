@@ -36,7 +36,7 @@ from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
 from jaxpaged.engine.replica import CHILDREN_AT_ONCE, Replica
 from jaxpaged.engine.replicas import Replicas
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.handover import PARAMS
+from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.messages import EngineCoreRequest, Progress, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams

@@ -22,8 +22,8 @@ from jaxpaged.engine.merged_answers import (
     merged_steps,
 )
 from jaxpaged.errors import UsageError
-from jaxpaged.kv_store.handover import PARAMS, source_of, transfer_params
 from jaxpaged.kv_store.prefix_file import PrefixInfo
+from jaxpaged.kv_store.transfer_params import PARAMS, source_of, transfer_params
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.errors import JaxpagedError, RequestError
-from jaxpaged.kv_store.handover import PARAMS, source_of, transfer_params
+from jaxpaged.kv_store.transfer_params import PARAMS, source_of, transfer_params
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import RequestError, UsageError
 from jaxpaged.executor.base import KVTransferWorker
-from jaxpaged.kv_store.handover import RemoteSource, source_of, transfer_params
 from jaxpaged.kv_store.prefix_file import PrefixInfo
+from jaxpaged.kv_store.transfer_params import RemoteSource, source_of, transfer_params
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, SchedulerStats, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import ChunkTiers, Piece
-from jaxpaged.kv_store.handover import RemoteSource
 from jaxpaged.kv_store.page import PageKey
-from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.pieces import Piece
+from jaxpaged.kv_store.tier import ChunkTiers, Lookup
+from jaxpaged.kv_store.tier_events import TierEvent
+from jaxpaged.kv_store.transfer_params import RemoteSource
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra
 
@@ -176,7 +176,7 @@ class KVTransferWorker(Protocol):
         """Sleep until there is something to take, at most so long."""
         ...
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[TierEvent]:
         """What came into the tiers and left them since the last call; of the first call, all that is there."""
         ...
 

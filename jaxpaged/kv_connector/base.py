@@ -36,10 +36,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import ChunkTiers, PageContent
-from jaxpaged.kv_store.page import PageKey
-from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.page import PageContent, PageKey
+from jaxpaged.kv_store.tier import ChunkTiers, Lookup
+from jaxpaged.kv_store.tier_events import TierEvent
 
 # ---- what pages look like ----------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class KVConnectorScheduler(Protocol):
         """A load has ended, or is not waited for any longer."""
         ...
 
-    def take_events(self) -> Sequence[Change]:
+    def take_events(self) -> Sequence[TierEvent]:
         """What can be loaded since the last call, and what cannot any more. The first call: all that is there."""
         ...
 

@@ -13,6 +13,7 @@ import os
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,9 +24,8 @@ from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.buffers import aligned_empty
-from jaxpaged.kv_store.carried import Carried, transport_of
+from jaxpaged.kv_store.connections import hang_up
 from jaxpaged.kv_store.tls import FIRST_BYTES, SPEAKS_TLS, refusal
-from jaxpaged.kv_store.visitors import hang_up
 
 VERSION = 3
 MAGIC = b"JPKV"
@@ -36,6 +36,8 @@ MAX_PAGES = 64
 SHARED = 1 << 63
 """Marks the length of a page that lies in shared memory."""
 TAG_BYTES, NONCE_BYTES = 32, 16
+TRANSPORTS = ("shared_memory", "unix", "tcp", "tls")
+"""Engines on one host use the first, and the second for what has no room there."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -99,6 +101,34 @@ class Renewed(msgspec.Struct, tag=True, frozen=True):
 Message = Hello | Get | Pages | Gone | Release | Released | Renew | Renewed
 
 
+def transport_of(connection: socket.socket) -> str:
+    """What carries the bytes that are read from a connection."""
+    if isinstance(connection, ssl.SSLSocket):
+        return "tls"
+    return "unix" if connection.family == socket.AF_UNIX else "tcp"
+
+
+class TransportCounters:
+    """Pages and their bytes by transport, for any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums = {transport: [0, 0] for transport in TRANSPORTS}
+
+    def add(self, transport: str, num_bytes: int) -> None:
+        """A page has come."""
+        with self._lock:
+            sums = self._sums[transport]
+            sums[0] += 1
+            sums[1] += num_bytes
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Since the start, by transport: pages, and their bytes."""
+        with self._lock:
+            pages, num_bytes = ({name: sums[i] for name, sums in self._sums.items()} for i in (0, 1))
+        return {"kv_borrowed_pages": pages, "kv_borrowed_bytes": num_bytes}
+
+
 class Channel:
     """One connection. Failures are OSError, and PageError for a peer that is none of ours or says what cannot be; after
     either it must be closed."""
@@ -112,11 +142,11 @@ class Channel:
         is_server: bool,
         most: int,
         page_tokens: int = 0,
-        carried: Carried | None = None,
+        transports: TransportCounters | None = None,
     ):
         """`most`: bytes of each page that may come, 0: none does. The other side is told `page_tokens` where it is
-        refused. `carried` hears of pages that come."""
-        self._carried, self._transport = carried or Carried(), transport_of(connection)
+        refused. `transports` hears of pages that come."""
+        self._transports, self._transport = transports or TransportCounters(), transport_of(connection)
         self._socket, self._most, self._secret = connection, most, secret
         self._sides = (b"server", b"client") if is_server else (b"client", b"server")
         self._counts, self._session = [0, 0], b""
@@ -190,7 +220,7 @@ class Channel:
                 page, transport = self._arena.take(size & ~SHARED), "shared_memory"
             else:
                 raise PageError("The peer says that a page is in shared memory, and there is none.")
-            self._carried.add(transport, size & ~SHARED)
+            self._transports.add(transport, size & ~SHARED)
             yield page
 
     def _tag(self, direction: int, content: bytes) -> bytes:

@@ -1,4 +1,5 @@
-"""Which connectors of one's own are installed, by the entry points of packages. What they are is in `own.py`."""
+"""Which connectors of one's own are installed, by the entry points of packages. What they are is in
+`custom_store.py`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -5,7 +5,8 @@ writes, and brought up to date every `rescan_s` seconds with what other engines 
 folder's: pages of other namespaces, which an engine with other weights left, are counted and evicted as well.
 
 Files are never synced: checksums find what a power failure cut off. With a tier in host memory before this one they go
-around the operating system's page cache (`direct.py`); without, through it, which is what keeps pages in memory then.
+around the operating system's page cache (`direct_io.py`); without, through it, which is what keeps pages in memory
+then.
 """
 
 import contextlib
@@ -20,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import ConfigError, PageError
-from jaxpaged.kv_store import folder
+from jaxpaged.kv_store import page_folder
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, read_only, total_bytes
-from jaxpaged.kv_store.changes import ChangeLog, WatchedDict
-from jaxpaged.kv_store.direct import read_all
+from jaxpaged.kv_store.direct_io import read_all
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, PageKey, decode
 from jaxpaged.kv_store.policy import Policy, SecondUse, policy_named
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
+from jaxpaged.kv_store.tier_events import TierEventLog, WatchedDict
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class DiskTier:
         except OSError as error:
             raise ConfigError(f"{self.root} cannot hold pages: {error}. Choose another folder.") from None
         try:
-            folder.write_config(self.root, self.namespace, facts)
+            page_folder.write_config(self.root, self.namespace, facts)
         except OSError as error:
             self._failed_to_write(error)
 
@@ -109,7 +110,7 @@ class DiskTier:
         return self._ready.wait(timeout_s)
 
     def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
-        names = [folder.file_of(self.namespace, key) for key in keys]
+        names = [page_folder.file_of(self.namespace, key) for key in keys]
         with self._lock:
             return [self._state(name) for name in names]
 
@@ -121,7 +122,7 @@ class DiskTier:
     # ---- reading ------------------------------------------------------------------------------------
 
     def get(self, key: PageKey) -> Buffer | None:
-        name = folder.file_of(self.namespace, key)
+        name = page_folder.file_of(self.namespace, key)
         with self._lock:
             is_known = name in self._index
         page = self._read(name, key) if is_known else None
@@ -181,7 +182,7 @@ class DiskTier:
     # ---- writing ------------------------------------------------------------------------------------
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> bool:
-        name, size = folder.file_of(self.namespace, key), total_bytes(buffers)
+        name, size = page_folder.file_of(self.namespace, key), total_bytes(buffers)
         if self._ready.wait(SCAN_PATIENCE_S):
             with self._lock:
                 if self._state(name) is not Lookup.MISS:
@@ -203,7 +204,7 @@ class DiskTier:
         try:
             reserved = self._reserve(size)
             if reserved:
-                folder.write_page(self.root, name, buffers, around_cache=self._around_cache)
+                page_folder.write_page(self.root, name, buffers, around_cache=self._around_cache)
                 written = True
                 self._writes.succeeded()
         except OSError as error:
@@ -213,14 +214,14 @@ class DiskTier:
                 self._being_written.discard(name)
                 if written:
                     self._used -= self._doomed.pop(name, 0)
-                    self._enter(folder.PageFile(name, size, time.time_ns()))
+                    self._enter(page_folder.PageFile(name, size, time.time_ns()))
                     self.counters.stored += 1
                     self.counters.stored_bytes += size
                 elif reserved:
                     self._used -= size
         return written
 
-    def _enter(self, page: folder.PageFile) -> None:
+    def _enter(self, page: page_folder.PageFile) -> None:
         self._index[page.name] = Entry(page.num_bytes, page.used_ns, time.monotonic())
         self._policy.insert(page.name, page.num_bytes)
 
@@ -233,7 +234,7 @@ class DiskTier:
             if self._used + size <= self.capacity:
                 self._used += size
                 return True
-        with folder.making_room(self.root):
+        with page_folder.making_room(self.root):
             for attempt in range(1 << 30):
                 with self._lock:
                     if self._used + size <= self.capacity:
@@ -256,16 +257,16 @@ class DiskTier:
         except FileNotFoundError:
             is_spared = False
         except OSError:
-            self._enter_again(folder.PageFile(name, entry.num_bytes, entry.used_ns))
+            self._enter_again(page_folder.PageFile(name, entry.num_bytes, entry.used_ns))
             raise
         if is_spared:
-            self._enter_again(folder.PageFile(name, entry.num_bytes, used_ns))
+            self._enter_again(page_folder.PageFile(name, entry.num_bytes, used_ns))
             return
         with self._lock:
             self._used -= entry.num_bytes
             self.counters.evictions += 1
 
-    def _enter_again(self, page: folder.PageFile) -> None:
+    def _enter_again(self, page: page_folder.PageFile) -> None:
         """A page that was to go stays. Whoever wrote or found it in between has counted it."""
         with self._lock:
             if self._state(page.name) is Lookup.MISS:
@@ -287,13 +288,13 @@ class DiskTier:
             logger.warning("%s Further ones are counted, not logged.", message)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        names = [folder.file_of(self.namespace, key) for key in keys]
+        names = [page_folder.file_of(self.namespace, key) for key in keys]
         with self._lock:
             for name in names:
                 self._policy.touch(name)
 
     def delete(self, keys: Iterable[PageKey]) -> None:
-        names = [folder.file_of(self.namespace, key) for key in keys]
+        names = [page_folder.file_of(self.namespace, key) for key in keys]
         with self._lock:
             for name in names:
                 if (entry := self._index.pop(name, None)) is not None:
@@ -301,9 +302,9 @@ class DiskTier:
                     self._doomed[name] = entry.num_bytes
         self._work.set()
 
-    def watch(self, log: ChangeLog) -> None:
+    def watch(self, log: TierEventLog) -> None:
         with self._lock:
-            self._index.watch(folder.teller(self.namespace, log))
+            self._index.watch(page_folder.teller(self.namespace, log))
 
     def usage(self) -> list[TierUsage]:
         with self._lock:
@@ -327,7 +328,7 @@ class DiskTier:
                 try:
                     if not self._ready.is_set():
                         with contextlib.suppress(OSError):  # in a folder that is read-only they stay
-                            folder.remove_leftovers(self.root)
+                            page_folder.remove_leftovers(self.root)
                     self._scan()
                 except OSError as error:
                     self._complain("scan", f"Scanning {self.root} for pages failed: {error}")
@@ -346,9 +347,9 @@ class DiskTier:
     def _scan(self) -> None:
         """Bring the index up to date with the folders of pages that changed since they were looked at."""
         began = time.monotonic()
-        found: list[folder.PageFile] = []
+        found: list[page_folder.PageFile] = []
         looked_at: set[str] = set()
-        present = {space: folder.fanouts(self.root, space) for space in folder.spaces(self.root)}
+        present = {space: page_folder.fanouts(self.root, space) for space in page_folder.spaces(self.root)}
         changed = {name: at for fanouts in present.values() for name, at in fanouts if self._scanned.get(name) != at}
         all_fanouts = {name for fanouts in present.values() for name, _ in fanouts}
         for name, changed_ns in changed.items():
@@ -358,7 +359,7 @@ class DiskTier:
             settled = time.time_ns() - changed_ns > 2 * 10**9
             self._scanned[name] = changed_ns if settled else -1
             looked_at.add(name)
-            found += folder.pages_in(self.root, name)
+            found += page_folder.pages_in(self.root, name)
         found.sort(key=lambda page: page.used_ns)
         for start in range(0, len(found), BATCH):
             with self._lock:

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import ALIGNMENT, Buffer, joined, read_only, total_bytes
-from jaxpaged.kv_store.changes import MEMORY, ChangeLog, WatchedDict
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.policy import Policy, SecondUse, policy_named
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
+from jaxpaged.kv_store.tier_events import MEMORY, TierEventLog, WatchedDict
 
 
 class HostTier:
@@ -124,7 +124,7 @@ class HostTier:
                 if (page := self._pages.pop(key, None)) is not None:
                     self._page_bytes -= page.nbytes
 
-    def watch(self, log: ChangeLog) -> None:
+    def watch(self, log: TierEventLog) -> None:
         with self._lock:
             self._pages.watch(partial(log.note, MEMORY))
 

@@ -4,7 +4,7 @@
 "pages=fp8" in it rounds what leaves the device to 8 bits, and "page_tokens=64" says how many tokens a page has.
 `kv_transfer_config` takes vLLM's JSON for the same: its OffloadingConnector, which keeps `cpu_bytes_to_use` bytes in
 host memory, or stands for the tiers of `kv_offload`; LMCacheConnectorV1 (`lmcache/settings.py`), LMCacheMPConnector
-(`lmcache/multiprocess/settings.py`) and one's own connectors (`own.py`), which come behind those tiers; and
+(`lmcache/multiprocess/settings.py`) and one's own connectors (`custom_store.py`), which come behind those tiers; and
 MultiConnector, which names several in the order in which they are asked, and saves to all. `kv_offload_secrets` is a
 file with what no command line should hold (`secrets.py`).
 """
@@ -17,7 +17,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.kv_store.connectors import check_connector
-from jaxpaged.kv_store.handover import ROLES
 from jaxpaged.kv_store.lmcache import settings as lmcache
 from jaxpaged.kv_store.lmcache.multiprocess import settings as multiprocess
 from jaxpaged.kv_store.lmcache.settings import (
@@ -28,6 +27,7 @@ from jaxpaged.kv_store.lmcache.settings import (
     whole_number,
 )
 from jaxpaged.kv_store.peering import Peering, PeeringOptions, peering_of
+from jaxpaged.kv_store.transfer_params import ROLES
 
 EXACT = "exact"
 PAGES = (EXACT, "int8", "fp8")
@@ -106,7 +106,7 @@ class KVOffload:
     pages: str = EXACT
     """One of PAGES."""
     page_tokens: int | None = None
-    """Of a page; None: what suits the blocks (`cut.py`)."""
+    """Of a page; None: what suits the blocks (`pieces.py`)."""
 
 
 class OffloadOptions(PeeringOptions, Protocol):
@@ -239,7 +239,7 @@ def connector_tiers(transfer: Mapping[str, Any], named: tuple[TierWish, ...]) ->
         elif each["kv_connector"] == multiprocess.CONNECTOR:
             wishes.append(multiprocess_wish(extra))
         else:
-            wishes.append(own_wish(each))
+            wishes.append(custom_wish(each))
     if named and None not in wishes:
         if any(wish is not None and wish.kind == "host" for wish in wishes):
             raise ConfigError(
@@ -304,7 +304,7 @@ def check_transfer(transfer: Mapping[str, Any]) -> None:
         raise ConfigError(f"cpu_bytes_to_use is {size!r}; it must be a number of bytes above 0.")
 
 
-def own_wish(transfer: Mapping[str, Any]) -> TierWish:
+def custom_wish(transfer: Mapping[str, Any]) -> TierWish:
     name, module = transfer["kv_connector"], transfer.get("kv_connector_module_path")
     return TierWish("own", name, module=module, config=dict(transfer.get("kv_connector_extra_config", {})))
 

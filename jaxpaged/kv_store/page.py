@@ -79,6 +79,14 @@ class PageKey(NamedTuple):
         return f"{self.block_hash.hex()}_g{self.group}"
 
 
+class PageContent(NamedTuple):
+    """The keys and values of one page: of which tokens, behind which page."""
+
+    key: PageKey
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class PageHeader:
     """What a page says about itself. `encode` fills in the fields from `dtype` (numpy's name of that of `kv`) on."""

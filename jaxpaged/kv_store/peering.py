@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.handover import (
-    BORROWS,
+from jaxpaged.kv_store.tls import TlsFiles
+from jaxpaged.kv_store.transfer_params import (
+    CONSUMES,
     DEFAULT_ADDRESS,
     DEFAULT_LEASE_SECONDS,
     DEFAULT_PEERS,
-    LENDS,
+    PRODUCES,
     checked_address,
 )
-from jaxpaged.kv_store.tls import TlsFiles
 
 DEFAULT_TRANSPORT = "auto"
 TRANSPORTS = (DEFAULT_TRANSPORT, "tcp", "jax")
@@ -38,11 +38,11 @@ class Peering:
 
     @property
     def lends(self) -> bool:
-        return self.role in LENDS
+        return self.role in PRODUCES
 
     @property
     def borrows(self) -> bool:
-        return self.role in BORROWS
+        return self.role in CONSUMES
 
 
 class PeeringOptions(Protocol):
@@ -102,12 +102,12 @@ def tls_of(options: PeeringOptions, role: str) -> TlsFiles | None:
     files = TlsFiles(options.kv_ssl_certfile, options.kv_ssl_keyfile, options.kv_ssl_ca_certs)
     if files == TlsFiles():
         return None
-    if files.certificate is None and (files.key is not None or role in LENDS):
+    if files.certificate is None and (files.key is not None or role in PRODUCES):
         raise ConfigError(
             f"kv_ssl_keyfile is {files.key} and kv_ssl_ca_certs {files.authorities}, without a certificate for an "
             f"engine whose kv_role is {role}. Add kv_ssl_certfile, or leave them out."
         )
-    if files.authorities is None and role in BORROWS:
+    if files.authorities is None and role in CONSUMES:
         raise ConfigError(
             f"kv_ssl_certfile is {files.certificate}, but an engine whose kv_role is {role} must know who signs those "
             "of other engines. Add kv_ssl_ca_certs, which may be that certificate itself."

@@ -27,7 +27,6 @@ import numpy as np
 
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_store.buffers import ALIGNMENT, Buffer
-from jaxpaged.kv_store.content import PageContent
 from jaxpaged.kv_store.page import (
     CHECK_END,
     CHECK_START,
@@ -38,6 +37,7 @@ from jaxpaged.kv_store.page import (
     PREFIX,
     SCALED,
     VERSION,
+    PageContent,
     PageHeader,
     PageKey,
     check_of,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.page import PageKey
-from jaxpaged.kv_store.remote import RemoteTier
+from jaxpaged.kv_store.remote_store import RemoteTier
 
 Login = tuple[str | None, str | None]
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, PageKey
-from jaxpaged.kv_store.remote import RemoteTier
+from jaxpaged.kv_store.remote_store import RemoteTier
 
 NUM_ASKERS = 8
 

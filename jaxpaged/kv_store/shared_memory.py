@@ -1,10 +1,10 @@
 """Memory that two engines on one host share, and how they find each other there.
 
-Besides TCP a lender listens at a Unix socket whose name follows from its host and port, in the kernel's own name space
-(it begins with a zero byte). For each borrower that connects, with the same user id, it makes memory without a name
-(memfd) and passes its descriptor on: nobody chooses a path, and the kernel frees it with the last process that has it,
-however that ends. It is sealed, so that it cannot shrink below whoever reads it. The lender writes pages there, the
-borrower copies them out and checks its copy, one answer at a time.
+Besides TCP a producer listens at a Unix socket. Its name follows from host and port, and is in the kernel's own name
+space (it begins with a zero byte). For each consumer that connects, with the same user id, it makes memory without a
+name (memfd) and passes its descriptor on: nobody chooses a path, and the kernel frees it with the last process that has
+it, however that ends. It is sealed, so that it cannot shrink below whoever reads it. The producer writes pages there,
+the consumer copies them out and checks its copy, one answer at a time.
 """
 
 import fcntl
@@ -94,7 +94,7 @@ def accept(connection: socket.socket) -> Arena:
 
 
 def name_of(host: str, port: int) -> str:
-    """The name of the Unix socket of a lender at `host` and `port`."""
+    """The name of the Unix socket of a producer at `host` and `port`."""
     return f"\0jaxpaged-kv-{host}-{port}"
 
 
@@ -113,7 +113,7 @@ def listen(host: str, port: int) -> socket.socket | None:
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket | None:
-    """A connection to a lender on this host, of our own user; None where there is none."""
+    """A connection to a producer on this host, of our own user; None where there is none."""
     if not IS_HERE:
         return None
     connection = socket.socket(socket.AF_UNIX)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jaxpaged.kv_store.buffers import Buffer
-from jaxpaged.kv_store.changes import ChangeLog
 from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier_events import TierEventLog
 
 
 class Lookup(enum.Enum):
@@ -92,7 +92,7 @@ class Tier(Protocol):
         """Forget these pages, and remove them soon. Unknown keys make no difference."""
         ...
 
-    def watch(self, log: ChangeLog) -> None:
+    def watch(self, log: TierEventLog) -> None:
         """Tell of every page that is here, comes, and goes from now on."""
         ...
 
@@ -102,4 +102,24 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Finish what is under way, in bounded time, and release threads and files. Pages that outlive it stay."""
+        ...
+
+
+class ChunkTiers(Protocol):
+    """Tiers of which some keep larger pieces than pages, and name them by their tokens: they are told of texts.
+
+    Each method takes a text, the hashes of its pages, and where it ends.
+    """
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a piece; None: no tier keeps such."""
+        ...
+
+    def introduce(self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int) -> None:
+        """Pages of its full chunks may be looked up."""
+        ...
+
+    def collect(self, token_ids: Sequence[int], hashes: Sequence[bytes], end: int) -> bool:
+        """The chunk that ends there is computed. Whether all of its pages are wanted, those that were put too."""
         ...

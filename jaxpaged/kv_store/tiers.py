@@ -1,8 +1,8 @@
 """Several tiers as one, fastest first: looked up in order, written to all, and moved between them in the background.
 
-A page that is put goes into the first tier at once and into the others through a queue each (`mover.py`), so that what
-matters after a crash is on the disk soon. When a queue is full the page waits in the first tier, and is offered again
-when that evicts it (spilling). A page that is found further down is copied to the first tier (promotion).
+`put` writes a page into the first tier at once, and into each of the others through a queue (`tier_writer.py`), so that
+pages are on the disk soon, for after a crash. When a queue is full the page waits in the first tier, and is offered
+again when that evicts it (spilling). A page that is found further down is copied to the first tier (promotion).
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer, joined, read_only
-from jaxpaged.kv_store.changes import ChangeLog
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
-from jaxpaged.kv_store.mover import Mover
 from jaxpaged.kv_store.page import PageKey
-from jaxpaged.kv_store.remote import RemoteTier
+from jaxpaged.kv_store.remote_store import RemoteTier
 from jaxpaged.kv_store.tier import Lookup, Tier, TierUsage
+from jaxpaged.kv_store.tier_events import TierEventLog
+from jaxpaged.kv_store.tier_writer import TierWriter
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 MOST_CLOSE_SECONDS = 30.0
@@ -47,7 +47,7 @@ class Tiers:
             raise ConfigError("There is no tier to keep pages in. Give one at least.")
         self.tiers = list(tiers)
         self.close_patience_s = close_patience_s
-        self._movers = [Mover(tier, queue_bytes, num_threads, self._held) for tier in self.tiers]
+        self._writers = [TierWriter(tier, queue_bytes, num_threads, self._held) for tier in self.tiers]
         self.are_far = [isinstance(tier, RemoteTier | LMCacheTier) for tier in self.tiers]
         """Of each tier whether its pages come from another process."""
         self._chunked = [tier for tier in self.tiers if isinstance(tier, LMCacheTier)]
@@ -116,7 +116,7 @@ class Tiers:
         return farthest if all(self._on_its_way(key) is not None for key in asked) else None
 
     def _on_its_way(self, key: PageKey) -> np.ndarray | None:
-        return next((page for mover in self._movers if (page := mover.find(key)) is not None), None)
+        return next((page for writer in self._writers if (page := writer.find(key)) is not None), None)
 
     def get(self, key: PageKey) -> Buffer | None:
         return self.get_from(key)[0]
@@ -126,7 +126,7 @@ class Tiers:
         for number, tier in enumerate(self.tiers):
             if tier.lookup([key]) == [Lookup.HIT] and (page := tier.get(key)) is not None:
                 if number > 0:
-                    self._movers[0].offer(key, np.frombuffer(page, np.uint8))
+                    self._writers[0].offer(key, np.frombuffer(page, np.uint8))
                 return page, tier.name
         return self._on_its_way(key), HostTier.name
 
@@ -146,12 +146,12 @@ class Tiers:
         """Have a page written to the tiers below the first, which holds it or not, that lack it. Whether it is, or soon
         will be, in one."""
         is_kept = False
-        for mover in self._movers[1:]:
-            if isinstance(mover.tier, LMCacheTier):
-                is_kept = (mover.tier.lacks([key]) == [True] and mover.submit(key, page, is_held)) or is_kept
+        for writer in self._writers[1:]:
+            if isinstance(writer.tier, LMCacheTier):
+                is_kept = (writer.tier.lacks([key]) == [True] and writer.submit(key, page, is_held)) or is_kept
                 continue
-            here = mover.tier.lookup([key]) == [Lookup.HIT]  # a store elsewhere that is still asked does not have it
-            is_kept = here or mover.submit(key, page, is_held) or is_kept
+            here = writer.tier.lookup([key]) == [Lookup.HIT]  # a store elsewhere that is still asked does not have it
+            is_kept = here or writer.submit(key, page, is_held) or is_kept
         return is_kept
 
     def _spill(self, key: PageKey, page: Buffer) -> None:
@@ -164,30 +164,30 @@ class Tiers:
 
     def delete(self, keys: Iterable[PageKey]) -> None:
         keys = list(keys)
-        for mover in self._movers:
-            mover.delete(keys)
-            mover.tier.delete(keys)
+        for writer in self._writers:
+            writer.delete(keys)
+            writer.tier.delete(keys)
 
-    def watch(self, log: ChangeLog) -> None:
+    def watch(self, log: TierEventLog) -> None:
         for tier in self.tiers:
             tier.watch(log)
 
     def usage(self) -> list[TierUsage]:
         lines = []
-        for mover in self._movers:
-            for line in mover.tier.usage():
-                counters = dataclasses.replace(line.counters, dropped=line.counters.dropped + mover.dropped)
-                lines.append(dataclasses.replace(line, counters=counters, num_waiting=mover.num_waiting))
+        for writer in self._writers:
+            for line in writer.tier.usage():
+                counters = dataclasses.replace(line.counters, dropped=line.counters.dropped + writer.dropped)
+                lines.append(dataclasses.replace(line, counters=counters, num_waiting=writer.num_waiting))
         return lines
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every page is where it is to go. False when that took too long."""
         deadline = time.monotonic() + timeout_s
-        return all(mover.flush(max(deadline - time.monotonic(), 0.0)) for mover in self._movers)
+        return all(writer.flush(max(deadline - time.monotonic(), 0.0)) for writer in self._writers)
 
     def close(self) -> None:
         deadline = time.monotonic() + MOST_CLOSE_SECONDS
-        for mover in self._movers:
-            mover.close(deadline, self.close_patience_s)
+        for writer in self._writers:
+            writer.close(deadline, self.close_patience_s)
         for tier in self.tiers:
             tier.close()

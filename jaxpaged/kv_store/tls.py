@@ -1,7 +1,7 @@
 """TLS between engines that lend pages to each other: the files that options name, and what goes wrong with a peer.
 
 Who lends shows a certificate that names the host by which others reach it (a subject alternative name), and who borrows
-checks it by `kv_ssl_ca_certs`. A lender that has authorities too asks borrowers for certificates in turn.
+checks it by `kv_ssl_ca_certs`. A producer that has authorities too asks consumers for certificates in turn.
 """
 
 import ssl
@@ -31,7 +31,7 @@ class TlsFiles:
         self.lending() if lends else self.borrowing()
 
     def lending(self) -> ssl.SSLContext:
-        """What a lender shows, and asks for. Raises ConfigError for files that do not serve."""
+        """What a producer shows, and asks for. Raises ConfigError for files that do not serve."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._load(context)
@@ -40,7 +40,7 @@ class TlsFiles:
         return context
 
     def borrowing(self) -> ssl.SSLContext:
-        """What a borrower checks, and shows if it is asked. Raises ConfigError for files that do not serve."""
+        """What a consumer checks, and shows if it is asked. Raises ConfigError for files that do not serve."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which checks certificates, and the host that they name
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         self._load(context)

@@ -14,9 +14,9 @@ from jaxpaged.core.kv_transfer.transfers import shared_out
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import KeepLease, LoadPrefix, SavePrefix
 from jaxpaged.errors import RequestError, UsageError
-from jaxpaged.kv_store.changes import MEMORY, Change
-from jaxpaged.kv_store.handover import check_request
 from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.tier_events import MEMORY, TierEvent
+from jaxpaged.kv_store.transfer_params import check_request
 from jaxpaged.messages import EngineCoreRequest, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind
 from jaxpaged.worker.kv_transfer.transfer import Fetched
@@ -109,8 +109,8 @@ class FakeTransfer:
 
     def take_changes(self):
         before, self.told = self.told, set(self.stored)
-        changes = [Change(MEMORY, key, True) for key in sorted(self.told - before)]
-        return changes + [Change(MEMORY, key, False) for key in sorted(before - self.told)]
+        changes = [TierEvent(MEMORY, key, True) for key in sorted(self.told - before)]
+        return changes + [TierEvent(MEMORY, key, False) for key in sorted(before - self.told)]
 
     def take_copied(self):
         return len(self.unconfirmed), self.num_written
@@ -495,8 +495,8 @@ def test_a_slow_tier_keeps_nobody_from_a_fast_one():
     assert sources == [False, True, False, False, True, True]
 
 
-LENDS = {"kv_transfer_params": {"do_remote_decode": True}}
-BORROWS = {
+PRODUCES = {"kv_transfer_params": {"do_remote_decode": True}}
+CONSUMES = {
     "kv_transfer_params": {
         "do_remote_prefill": True,
         "remote_host": "127.0.0.1",
@@ -514,13 +514,13 @@ def handed_over(extra_args, max_tokens=3, prompt=PROMPT, name="a"):
 
 def test_a_prompt_is_lent_from_its_first_step_on_and_not_once_it_is_aborted():
     core, transfer = make()
-    core.add_request(handed_over(LENDS, 1))
+    core.add_request(handed_over(PRODUCES, 1))
     early, last = run(core)["a"]
     assert not early.new_token_ids and early.finish_reason is None and early.kv_transfer_params["lease"] == 1
     lent = last.kv_transfer_params
     assert lent["lease"] == 1 and lent["remote_num_tokens"] == 40 // 4 * 4 and lent["pages"] == transfer.leases[0]
     assert {page.key for page in lent["pages"]} <= set(transfer.stored)
-    core.add_request(handed_over(LENDS, 50, name="b"))
+    core.add_request(handed_over(PRODUCES, 50, name="b"))
     heard = {}
     step(core, heard)
     assert heard["b"][0].kv_transfer_params["lease"] == 2
@@ -534,7 +534,7 @@ def test_a_prompt_is_lent_from_its_first_step_on_and_not_once_it_is_aborted():
 
 def test_who_wants_only_the_end_hears_of_the_lease_then():
     core, _ = make()
-    asked = handed_over(LENDS, 1)
+    asked = handed_over(PRODUCES, 1)
     asked.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
     core.add_request(asked)
     (output,) = run(core)["a"]
@@ -543,14 +543,14 @@ def test_who_wants_only_the_end_hears_of_the_lease_then():
 
 def test_a_lease_outlives_preemption_and_ends_with_a_step_that_fails():
     core, transfer = make()
-    core.add_request(handed_over(LENDS, 20))
+    core.add_request(handed_over(PRODUCES, 20))
     heard = {}
     step(core, heard)
     core.sleep(1, "keep")
     core.wake_up()
     outputs = run(core, heard)["a"]
     assert outputs[-1].kv_transfer_params["lease"] == 1 and len(transfer.leases) == 1 and outputs[-1].num_preemptions
-    core.add_request(handed_over(LENDS, 20, name="b"))
+    core.add_request(handed_over(PRODUCES, 20, name="b"))
     step(core, heard)
     core.executor.execute = fail
     assert run(core, heard)["b"][-1].finish_reason == "error" and transfer.taken_back == [2]
@@ -558,7 +558,7 @@ def test_a_lease_outlives_preemption_and_ends_with_a_step_that_fails():
 
 def test_a_lease_ends_when_the_engine_falls_asleep():
     core, transfer = make()
-    core.add_request(handed_over(LENDS, 20))
+    core.add_request(handed_over(PRODUCES, 20))
     step(core, {})
     core.sleep(1, "abort")
     assert transfer.taken_back == [1]
@@ -579,7 +579,7 @@ def test_a_borrower_loads_what_is_lent_and_gives_it_back_once():
     core, transfer = make()
     core.transfer._half.rates.pays = lambda sources: False  # somebody has computed it for this request
     transfer.lent = lent
-    core.add_request(handed_over(BORROWS, 5))
+    core.add_request(handed_over(CONSUMES, 5))
     outputs = run(core)["a"]
     assert tokens(outputs) == expected and outputs[0].num_cached_tokens == 32
     assert [source.lease for source in transfer.released] == ["lease"]
@@ -598,7 +598,7 @@ def test_a_core_that_refuses_a_request_gives_its_lease_back():
     core.add_request(handed_over(None, name="a"))
     for name, prompt in (("a", PROMPT), ("b", PROMPT * 3)):  # an id in use, and too long
         with pytest.raises(RequestError):
-            core.add_request(handed_over(BORROWS, prompt=prompt, name=name))
+            core.add_request(handed_over(CONSUMES, prompt=prompt, name=name))
         assert [source.lease for source in transfer.released] == ["lease"]
         transfer.released.clear()
     run(core)
@@ -610,7 +610,7 @@ def test_what_is_not_lent_after_all_is_computed_or_the_request_fails():
     for policy in ("recompute", "fail"):
         core, transfer = make(policy)
         transfer.lent, transfer.answer = lent, [True, False]
-        core.add_request(handed_over(BORROWS, 5))
+        core.add_request(handed_over(CONSUMES, 5))
         outputs = run(core)["a"]
         if policy == "recompute":
             assert tokens(outputs) == expected
@@ -625,19 +625,19 @@ def test_a_lease_is_kept_from_a_requests_arrival_and_given_back_when_it_is_abort
     core, transfer = make()
     core.add_request(request("runs", PROMPT, 50))
     core.step()
-    core.add_request(handed_over(BORROWS, 5))
+    core.add_request(handed_over(CONSUMES, 5))
     core.abort_requests(["a"])
     assert [source.lease for source in transfer.released] == ["lease"]
-    core.add_request(handed_over(BORROWS, 5, name="b"))
+    core.add_request(handed_over(CONSUMES, 5, name="b"))
     run(core)
     assert [source.lease for source in transfer.kept] == ["lease"] * 2 == [each.lease for each in transfer.released]
 
 
 def test_a_lease_is_kept_before_the_next_step_and_before_its_request_comes():
     core, transfer = make()
-    core.add_request(handed_over(BORROWS, 5))
+    core.add_request(handed_over(CONSUMES, 5))
     assert [source.lease for source in transfer.kept] == ["lease"], "no step was run"
-    other = {**BORROWS["kv_transfer_params"], "remote_request_id": "other"}
+    other = {**CONSUMES["kv_transfer_params"], "remote_request_id": "other"}
     core.call(KeepLease(other))
     core.call(KeepLease({"do_remote_decode": True}))
     assert [source.lease for source in transfer.kept] == ["lease", "other"] and not transfer.released

@@ -8,10 +8,10 @@ _CORE = ("tests/engine/test_kv_chain.py", "tests/engine/test_kv_transfer.py")
 _TESTS = {
     "page": ("tests/kv_store/test_page.py",),
     "prefix_file": ("tests/kv_store/test_prefix_file.py",),
-    "folder": ("tests/kv_store/test_disk.py",),
-    "direct": ("tests/kv_store/test_direct.py",),
-    "remote": ("tests/kv_store/test_remote.py",),
-    "mover": ("tests/kv_store/test_tiers.py",),
+    "page_folder": ("tests/kv_store/test_disk.py",),
+    "direct_io": ("tests/kv_store/test_direct_io.py",),
+    "remote_store": ("tests/kv_store/test_remote.py",),
+    "tier_writer": ("tests/kv_store/test_tiers.py",),
     "host": ("tests/kv_store/test_host.py", "tests/kv_store/test_model.py"),
     "copies": ("tests/worker/test_kv_transfer.py",),
     "transfer": ("tests/worker/test_kv_transfer.py",),
@@ -22,7 +22,6 @@ _TESTS = {
     "saves": ("tests/core/kv_transfer/test_saves.py", *_CORE),
     "early_leases": ("tests/engine/test_early_leases.py",),
     "pieces": ("tests/core/kv_transfer/test_pieces.py",),
-    "cut": ("tests/core/kv_transfer/test_pieces.py",),
     "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
 }
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _CORE))
@@ -86,7 +85,7 @@ MUTANTS = (
         ("scales have no checksum", "flat(each) for each in reversed(arrays)]), self", "flat(arrays[0])]), self"),
     ),
     *_of(
-        "jaxpaged/kv_store/remote.py",
+        "jaxpaged/kv_store/remote_store.py",
         "",
         (
             "what a store gives is not checked",
@@ -95,7 +94,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "jaxpaged/kv_store/asked.py",
+        "jaxpaged/kv_store/remote_store.py",
         "",
         ("damaged pages stay in the store", "            self.remove([key])\n", ""),
     ),
@@ -117,7 +116,7 @@ MUTANTS = (
     ),
     *_of(
         "jaxpaged/core/kv_transfer/handovers.py",
-        "lent or lease or borrower",
+        "lent or lease or consumer",
         (
             "leases are not given back at the end",
             "        self.give_back(request)\n        self._waiting",
@@ -128,7 +127,7 @@ MUTANTS = (
         ("a prompt is lent twice", "ended, self._ended = self._ended, {}", "ended = self._ended"),
     ),
     *_of(
-        "jaxpaged/kv_store/direct.py",
+        "jaxpaged/kv_store/direct_io.py",
         "",
         ("blocks end with what is no page", "        os.ftruncate(file, size)\n    except", "    except"),
         ("what is refused half way is written twice", "        os.lseek(file, 0, os.SEEK_SET)\n", ""),
@@ -208,7 +207,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "jaxpaged/kv_store/cut.py",
+        "jaxpaged/kv_store/pieces.py",
         "",
         ("sizes that do not fit are taken", "if asked > MAX_TOKENS or any(", "if asked > MAX_TOKENS or not all("),
         ("small blocks have large pages", "size == SMALLEST_JOINED or", "size < COMMON_TOKENS or"),
@@ -259,8 +258,8 @@ MUTANTS = (
             "max(step_id for (step_id, _), _ in saves)",
             "min(step_id for (step_id, _), _ in saves)",
         ),
-        ("borrowers hear of a copy at its end", ">= TOLD_BYTES:", ">= 1 << 60:"),
-        ("borrowers hear of a page again and again", "                        untold.clear()\n", ""),
+        ("consumers hear of a copy at its end", ">= TOLD_BYTES:", ">= 1 << 60:"),
+        ("consumers hear of a page again and again", "                        untold.clear()\n", ""),
     ),
     *_of(
         "jaxpaged/worker/kv_transfer/fetcher.py",
@@ -319,12 +318,12 @@ MUTANTS = (
         ("pages tell of blocks", "return replace(spec, block_size=form.page_tokens)", "return spec"),
     ),
     *_of(
-        "jaxpaged/kv_store/mover.py",
+        "jaxpaged/kv_store/tier_writer.py",
         "",
         ("what was deleted while it was written stays", "is_unwanted = key in self._deleted", "is_unwanted = False"),
     ),
     *_of(
-        "jaxpaged/kv_store/folder.py",
+        "jaxpaged/kv_store/page_folder.py",
         "",
         (
             "a page appears before it is complete",

@@ -2,11 +2,11 @@
 
 from tests.mutants import mutants_of
 
-_LEASES = tuple(f"tests/kv_store/test_handover{each}.py" for each in ("", "_early", "_limits"))
+_LEASES = tuple(f"tests/kv_store/test_producer_consumer{each}.py" for each in ("", "_early", "_limits"))
 _TESTS = {
     "channel": (*_LEASES, "tests/kv_store/test_shared_memory.py"),
     "shared_memory": ("tests/kv_store/test_shared_memory.py",),
-    "tls": ("tests/kv_store/test_handover_tls.py",),
+    "tls": ("tests/kv_store/test_producer_consumer_tls.py",),
 }
 _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffix(".py"), _LEASES))
 
@@ -23,7 +23,7 @@ MUTANTS = (
         ("pages of any size are read", "if largest > self._most:", "if largest > 1 << 40:"),
         ("anything may be a message", "if magic != MAGIC or", "if"),
         ("messages of any length are read", "or num_message > MAX_MESSAGE or", "or"),
-        ("a lender takes pages", "num_pages > (MAX_PAGES if self._most else 0):", "num_pages > MAX_PAGES:"),
+        ("a producer takes pages", "num_pages > (MAX_PAGES if self._most else 0):", "num_pages > MAX_PAGES:"),
         (
             "any number of pages is read",
             "num_pages > (MAX_PAGES if self._most else 0):",
@@ -39,7 +39,7 @@ MUTANTS = (
         ("pages may be in memory that is none", "elif self._arena is not None:", "elif True:"),
     ),
     *_of(
-        "jaxpaged/kv_store/lender.py",
+        "jaxpaged/kv_store/producer.py",
         "",
         ("leases never end", "if lease.until < now]:", "if lease.until < 0]:"),
         ("leases may be renewed for ever", "min(now + self._lease_s, lease.latest)", "now + self._lease_s"),
@@ -73,8 +73,8 @@ MUTANTS = (
         ("a question may be of any length", "message.keys[:MAX_PAGES]", "message.keys"),
         ("an answer may be of any length", "(room >= page.nbytes or not answer.there):", "True:"),
         ("anything may be asked", "if not isinstance(message, Get):", "if message is None:"),
-        ("everybody is let in", "if self._visitors.admit(connection):", "if True:"),
-        ("strangers may stay", "            self._visitors.expire()\n", ""),
+        ("everybody is let in", "if self._connections.admit(connection):", "if True:"),
+        ("strangers may stay", "            self._connections.expire()\n", ""),
         ("a prompt that is computed is waited for", "if not lease.is_open and lease.waits_until is None:", "if False:"),
         (
             "pages that are there are not kept",
@@ -91,8 +91,8 @@ MUTANTS = (
             "            listener.settimeout(LISTEN_SECONDS)  #",
             "            pass  #",
         ),
-        ("a lender signs nothing", "own = self._namespace, self._secret", "own = self._namespace, None"),
-        ("a lender is of any namespace", "own = self._namespace, self._secret", "own = '', self._secret"),
+        ("a producer signs nothing", "own = self._namespace, self._secret", "own = self._namespace, None"),
+        ("a producer is of any namespace", "own = self._namespace, self._secret", "own = '', self._secret"),
         ("pages that end a prompt are not lent", "                    lease.pages.setdefault(key)\n", ""),
         (
             "a lease whose prompt is computed yet cannot be renewed",
@@ -112,7 +112,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "jaxpaged/kv_store/borrower.py",
+        "jaxpaged/kv_store/consumer.py",
         "",
         ("pages are not checked", "decode(page, expect_namespace", "dict(expect_namespace"),
         ("a lease that failed is asked for again", "self._ended[lease] = None", "pass"),
@@ -202,7 +202,7 @@ MUTANTS = (
         ("any certificate will do", "ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)", "ssl._create_unverified_context()"),
     ),
     *_of(
-        "jaxpaged/kv_store/handover.py",
+        "jaxpaged/kv_store/transfer_params.py",
         "",
         (
             "every port of an allowed host's name is one",
@@ -211,7 +211,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "jaxpaged/kv_store/visitors.py",
+        "jaxpaged/kv_store/connections.py",
         "strang or places or hung",
         ("any number may connect", "num_others >= MAX_CONNECTIONS", "num_others >= 1 << 40"),
         ("strangers take all places", "len(self._strangers) >= MAX_STRANGERS", "False"),
@@ -225,7 +225,7 @@ MUTANTS = (
         ("who has left keeps a place", "            self._known.discard(connection)\n", "            pass\n"),
         ("who is refused is let in", "admitted = not is_full or leaves is not None", "admitted = True"),
         ("who is refused does not count", "            self.num_refused += 1\n", ""),
-        ("borrowers stay at the end", "everybody = [*self._strangers, *self._known]", "everybody = [*self._strangers]"),
+        ("consumers stay at the end", "everybody = [*self._strangers, *self._known]", "everybody = [*self._strangers]"),
         ("strangers stay at the end", "everybody = [*self._strangers, *self._known]", "everybody = [*self._known]"),
         (
             "who asks nothing is forgotten and not hung up on",

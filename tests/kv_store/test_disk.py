@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store import direct, folder
+from jaxpaged.kv_store import direct_io, page_folder
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.page import namespace
 from jaxpaged.kv_store.tier import Lookup
@@ -69,9 +69,9 @@ def test_pages_outlive_the_tier(tmp_path):
 
 @pytest.mark.parametrize("around_cache", [False, True])
 def test_large_pages_go_around_the_page_cache_where_that_is_wanted(tmp_path, monkeypatch, around_cache):
-    asked, set_direct = [], direct.set_direct
-    monkeypatch.setattr(direct, "SMALLEST", SIZE)
-    monkeypatch.setattr(direct, "set_direct", lambda *args: asked.append(args) or set_direct(*args))
+    asked, set_direct = [], direct_io.set_direct
+    monkeypatch.setattr(direct_io, "SMALLEST", SIZE)
+    monkeypatch.setattr(direct_io, "set_direct", lambda *args: asked.append(args) or set_direct(*args))
     with opened(tmp_path, around_cache=around_cache) as tier:
         assert put(tier, 1) == [True] and bytes(tier.get(key_of(1))) == page_of(1)[2]
     assert (len(asked) >= 2) == around_cache
@@ -88,7 +88,7 @@ def test_other_namespaces_are_never_found_but_count(tmp_path):
         put(tier, 2, 3)
         assert there(tier, 2, 3) == [2, 3]
         assert len(files(tmp_path)) == 2
-    misplaced = tmp_path / folder.file_of(SPACE, key_of(5))  # a page of another model, under our name
+    misplaced = tmp_path / page_folder.file_of(SPACE, key_of(5))  # a page of another model, under our name
     misplaced.write_bytes(page_of(5, space=other)[2])
     with opened(tmp_path) as tier:
         assert there(tier, 5) == [5]
@@ -129,7 +129,7 @@ def test_a_smaller_quota_is_kept_from_the_beginning(tmp_path):
 def test_a_damaged_file_is_a_miss_and_goes(tmp_path, damage, caplog):
     with opened(tmp_path) as tier:
         put(tier, 1, 2)
-        path = tmp_path / folder.file_of(SPACE, key_of(1))
+        path = tmp_path / page_folder.file_of(SPACE, key_of(1))
         whole = bytearray(path.read_bytes())
         whole[-3] ^= 4 if damage == "flip" else 0
         damaged = {"cut": whole[:-1], "empty": b"", "long": whole + b"x", "other key": page_of(2)[2]}
@@ -250,14 +250,14 @@ def test_two_tiers_share_a_folder(tmp_path):
 def test_a_page_that_comes_during_a_scan_stays(tmp_path, monkeypatch):
     with opened(tmp_path, rescan_s=60) as tier:
         put(tier, 1)
-        list_pages = folder.pages_in
+        list_pages = page_folder.pages_in
 
         def and_then_one_comes(root, fanout):
             found = list(list_pages(root, fanout))
             put(tier, 2)
             return found
 
-        monkeypatch.setattr(folder, "pages_in", and_then_one_comes)
+        monkeypatch.setattr(page_folder, "pages_in", and_then_one_comes)
         files(tmp_path)[0].unlink()  # and one has gone
         tier._scan()
         assert there(tier, 1, 2) == [2] and tier.usage()[0].num_bytes == SIZE
@@ -269,7 +269,7 @@ def test_a_page_that_is_spared_and_written_at_once_is_counted_once(tmp_path, mon
         look = os.stat
 
         def and_then_it_comes_again(path, **more):
-            if str(path).endswith(folder.file_of(SPACE, key_of(1))):
+            if str(path).endswith(page_folder.file_of(SPACE, key_of(1))):
                 monkeypatch.setattr(os, "stat", look)
                 os.utime(path)  # somebody else used it
                 tier.capacity *= 2
@@ -329,7 +329,7 @@ def test_two_processes_write_into_one_folder(tmp_path):
         present = there(tier, *range(60))
         assert present and all(bytes(tier.get(key_of(n))) == page_of(n)[2] for n in present)
         assert counted(tier).corrupt == 0
-    assert list(tmp_path.rglob(f"{folder.WRITING}/*")) == []
+    assert list(tmp_path.rglob(f"{page_folder.WRITING}/*")) == []
 
 
 def test_a_killed_writer_leaves_nothing_wrong_behind(tmp_path):
@@ -338,10 +338,10 @@ def test_a_killed_writer_leaves_nothing_wrong_behind(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     assert lines[-1] == b"round\n"
-    unfinished = tmp_path / SPACE[:12] / folder.WRITING
+    unfinished = tmp_path / SPACE[:12] / page_folder.WRITING
     (unfinished / "left.1.2").write_bytes(page_of(1)[2][:100])
-    held = folder.open_new(unfinished / "held.1.2")
-    folder.fcntl.flock(held, folder.fcntl.LOCK_EX)  # a writer that lives
+    held = page_folder.open_new(unfinished / "held.1.2")
+    page_folder.fcntl.flock(held, page_folder.fcntl.LOCK_EX)  # a writer that lives
     with opened(tmp_path, 4 * SIZE) as tier:
         present = there(tier, *range(8))
         assert present and all(bytes(tier.get(key_of(n))) == page_of(n)[2] for n in present)

@@ -7,8 +7,7 @@ import pytest
 import safetensors.numpy
 
 from jaxpaged.errors import PageError, UsageError
-from jaxpaged.kv_store.content import PageContent
-from jaxpaged.kv_store.page import SCALED, PageKey, decode, scales_of
+from jaxpaged.kv_store.page import SCALED, PageContent, PageKey, decode, scales_of
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, write_prefix
 from tests.kv_store.pages import SPACE
 

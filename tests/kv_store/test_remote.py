@@ -6,10 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from jaxpaged.kv_store.asked import NotKept
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.page import namespace
-from jaxpaged.kv_store.remote import RemoteTier
+from jaxpaged.kv_store.remote_store import NotKept, RemoteTier
 from jaxpaged.kv_store.tier import Lookup
 from tests.kv_store.pages import SPACE, key_of, page_of
 

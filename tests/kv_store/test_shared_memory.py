@@ -14,67 +14,77 @@ import pytest
 
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store import shared_memory
-from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.channel import Pages
-from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.consumer import KVConsumer
 from jaxpaged.kv_store.page import decode
-from tests.kv_store.test_handover import KEYS, SECRET, SPACE, VALUES, borrowing, channels, eventually, got, lending
+from jaxpaged.kv_store.transfer_params import RemoteSource
+from tests.kv_store.test_producer_consumer import (
+    KEYS,
+    SECRET,
+    SPACE,
+    VALUES,
+    borrowing,
+    channels,
+    eventually,
+    got,
+    lending,
+)
 
 pytestmark = pytest.mark.skipif(not shared_memory.IS_HERE, reason="it is Linux's")
 
 
-def is_near(borrower):
-    return [channel.is_near for _, channel in borrower._idle]
+def is_near(consumer):
+    return [channel.is_near for _, channel in consumer._idle]
 
 
-def carried(borrower):
+def carried(consumer):
     """Pages and bytes by what carried them, where there were any."""
-    pages, num_bytes = map(borrower.stats().get, ("kv_borrowed_pages", "kv_borrowed_bytes"))
+    pages, num_bytes = map(consumer.stats().get, ("kv_borrowed_pages", "kv_borrowed_bytes"))
     return {name: (count, num_bytes[name]) for name, count in pages.items() if count}
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_pages_of_an_engine_on_this_host_come_through_memory(secret):
-    with lending(secret) as (lender, _), borrowing(lender, secret=secret) as (borrower, source):
+    with lending(secret) as (producer, _), borrowing(producer, secret=secret) as (consumer, source):
         for key in KEYS:
-            _, values = decode(got(borrower, key), expect_namespace=SPACE, key=key, secret=secret)
+            _, values = decode(got(consumer, key), expect_namespace=SPACE, key=key, secret=secret)
             np.testing.assert_array_equal(values, VALUES + key.block_hash[0])
-        assert is_near(borrower) == [True]
-        assert carried(borrower) == {"shared_memory": (3, borrower.usage().counters.loaded_bytes)}
-        borrower.release(source)
-        eventually(lambda: lender.stats()["kv_leases"] == 0)
+        assert is_near(consumer) == [True]
+        assert carried(consumer) == {"shared_memory": (3, consumer.usage().counters.loaded_bytes)}
+        consumer.release(source)
+        eventually(lambda: producer.stats()["kv_leases"] == 0)
 
 
-@pytest.mark.parametrize("side", ["lender", "borrower"])
+@pytest.mark.parametrize("side", ["producer", "consumer"])
 def test_either_side_may_keep_to_tcp(side):
-    lends, borrows = side != "lender", side != "borrower"
-    with lending(shares=lends) as (lender, _), borrowing(lender, shares=borrows) as (borrower, _):
-        assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
-        assert carried(borrower) == {"tcp": (1, borrower.usage().counters.loaded_bytes)}
+    lends, borrows = side != "producer", side != "consumer"
+    with lending(shares=lends) as (producer, _), borrowing(producer, shares=borrows) as (consumer, _):
+        assert got(consumer, KEYS[0]) is not None and is_near(consumer) == [False]
+        assert carried(consumer) == {"tcp": (1, consumer.usage().counters.loaded_bytes)}
 
 
 def test_what_the_kernel_does_not_allow_goes_by_tcp(monkeypatch):
     def refuse(*args):
         raise PermissionError("not allowed")
 
-    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+    with lending() as (producer, _), borrowing(producer) as (consumer, _):
         with monkeypatch.context() as patch:
             patch.setattr(os, "memfd_create", refuse)
-            assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
-        assert lender.stats()["kv_lent_refused"] == 0
+            assert got(consumer, KEYS[0]) is not None and is_near(consumer) == [False]
+        assert producer.stats()["kv_lent_refused"] == 0
 
 
 def test_another_user_is_refused_on_both_sides(monkeypatch):
-    with lending() as (lender, _), borrowing(lender) as (borrower, _):
+    with lending() as (producer, _), borrowing(producer) as (consumer, _):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        assert shared_memory.connect(lender.host, lender.port, 1.0) is None
+        assert shared_memory.connect(producer.host, producer.port, 1.0) is None
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(shared_memory.name_of(lender.host, lender.port))
+            stranger.connect(shared_memory.name_of(producer.host, producer.port))
             stranger.settimeout(5)
             assert stranger.recv(1) == b""
-        assert lender.stats()["kv_lent_refused"] >= 1
-        assert got(borrower, KEYS[0]) is not None and is_near(borrower) == [False]
+        assert producer.stats()["kv_lent_refused"] >= 1
+        assert got(consumer, KEYS[0]) is not None and is_near(consumer) == [False]
 
 
 def test_what_does_not_fit_comes_over_the_socket(monkeypatch):
@@ -88,7 +98,7 @@ def test_what_does_not_fit_comes_over_the_socket(monkeypatch):
             thread.join()
             assert all(np.array_equal(page, content) for page, content in zip(pages, contents, strict=True))
             assert all(content.ctypes.data % 64 == 0 for content in contents)
-        assert carried(client._carried) == {"shared_memory": (9, 3 * 60_001), "unix": (6, 3 * 100_000)}
+        assert carried(client._transports) == {"shared_memory": (9, 3 * 60_001), "unix": (6, 3 * 100_000)}
 
 
 def test_a_copy_is_handed_out_and_not_the_memory_itself():
@@ -153,11 +163,11 @@ def test_memory_is_sealed():
 
 LENDER = """
     import sys, time
-    from tests.kv_store.test_handover import KEYS, lending
-    with lending() as (lender, store):
-        lease, _ = lender.grant(KEYS)
-        lender.hold(KEYS[:2])
-        print(lender.port, lease, flush=True)
+    from tests.kv_store.test_producer_consumer import KEYS, lending
+    with lending() as (producer, store):
+        lease, _ = producer.grant(KEYS)
+        producer.hold(KEYS[:2])
+        print(producer.port, lease, flush=True)
         time.sleep(60)
 """
 
@@ -166,13 +176,13 @@ def test_a_killed_lender_leaves_nothing_and_what_came_is_whole():
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LENDER)], stdout=subprocess.PIPE, text=True)
     try:
         port, lease = process.stdout.readline().split()
-        borrower, before = Borrower(SPACE, 1 << 20, peers="127.0.0.1"), set(os.listdir("/dev/shm"))
-        borrower.expect(KEYS, RemoteSource("127.0.0.1", int(port), lease, 12))
+        consumer, before = KVConsumer(SPACE, 1 << 20, peers="127.0.0.1"), set(os.listdir("/dev/shm"))
+        consumer.expect(KEYS, RemoteSource("127.0.0.1", int(port), lease, 12))
         came = {}
-        thread = threading.Thread(target=borrower.pull, args=(KEYS, came.__setitem__))
+        thread = threading.Thread(target=consumer.pull, args=(KEYS, came.__setitem__))
         thread.start()
         eventually(lambda: len(came) == 2)
-        assert [channel.is_near for channel in borrower._busy] == [True]
+        assert [channel.is_near for channel in consumer._busy] == [True]
         process.send_signal(signal.SIGKILL)
         thread.join(5)
         assert not thread.is_alive() and set(came) == set(KEYS[:2])
@@ -180,7 +190,7 @@ def test_a_killed_lender_leaves_nothing_and_what_came_is_whole():
             np.testing.assert_array_equal(decode(page, expect_namespace=SPACE, key=key)[1], VALUES + key.block_hash[0])
         assert set(os.listdir("/dev/shm")) == before
         assert shared_memory.connect("127.0.0.1", int(port), 1.0) is None
-        borrower.close()
+        consumer.close()
     finally:
         process.kill()
         process.communicate()

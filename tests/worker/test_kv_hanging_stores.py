@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpaged.kv_store import asked
-from jaxpaged.kv_store.own import OwnTier
+from jaxpaged.kv_store import remote_store
+from jaxpaged.kv_store.custom_store import CustomTier
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.kv_transfer.transfer import NUM_THREADS
@@ -52,7 +52,7 @@ class Behind(Made):
 
     def __init__(self, store, *, has_host=True):
         super().__init__()
-        self.store, self.far = store, OwnTier("far", store, SPACE)
+        self.store, self.far = store, CustomTier("far", store, SPACE)
         self.far._patience_s = 0.2
         self.worker.close()
         form, copies = self.worker._form, self.device
@@ -83,8 +83,8 @@ class Behind(Made):
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(asked, "CALL_SECONDS", 0.3)
-    monkeypatch.setattr(asked, "DISCONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(remote_store, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(remote_store, "DISCONNECT_SECONDS", 0.2)
 
 
 def test_pages_in_host_memory_come_while_a_store_hangs_and_it_is_left_alone_then():
@@ -133,7 +133,7 @@ def test_whatever_hangs_saving_and_closing_end(hanging, has_host):
     made.worker.close()
     assert time.monotonic() - begin < 20
     store.gate.set()
-    assert store.num_calls["put"] <= asked.NUM_CALLS
+    assert store.num_calls["put"] <= remote_store.NUM_CALLS
 
 
 def test_a_store_that_does_not_say_what_it_has_is_not_asked_again_for_a_while():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.kv_store.content import PageContent, Piece
 from jaxpaged.kv_store.host import HostTier
-from jaxpaged.kv_store.page import PageHeader, PageKey, decode, encode, namespace, scales_of
+from jaxpaged.kv_store.page import PageContent, PageHeader, PageKey, decode, encode, namespace, scales_of
+from jaxpaged.kv_store.pieces import Piece
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.kv_transfer import transfer
@@ -194,7 +194,7 @@ def test_pages_that_no_tier_takes_are_counted_and_told_of(made, caplog):
 
 
 class Told(Peers):
-    """What borrowers hear."""
+    """What consumers hear."""
 
     def __init__(self):
         super().__init__()

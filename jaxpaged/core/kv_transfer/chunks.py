@@ -13,7 +13,7 @@ from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.pieces import Pieces
 from jaxpaged.core.request import Request
-from jaxpaged.kv_store.content import ChunkTiers
+from jaxpaged.kv_store.tier import ChunkTiers
 
 
 class Chunks:
@@ -34,7 +34,7 @@ class Chunks:
         """Pieces of a group that a request has filled, and those that are in chunks with them which are whole now."""
         if not self._is_plain(request):
             return numbers
-        per_chunk = self._size // self._pieces.cuts[g].tokens
+        per_chunk = self._size // self._pieces.piece_sizes[g].tokens
         wanted = {*numbers}
         for chunk in {number // per_chunk for number in numbers}:
             end = (chunk + 1) * self._size
@@ -51,8 +51,8 @@ class Chunks:
         size = self._size
         return (chunk + 1) * size <= request.num_cacheable_tokens and all(
             self._pieces.whole(request, g, number) is not None
-            for g, cut in enumerate(self._pieces.cuts)
-            for number in range(chunk * size // cut.tokens, (chunk + 1) * size // cut.tokens)
+            for g, piece_size in enumerate(self._pieces.piece_sizes)
+            for number in range(chunk * size // piece_size.tokens, (chunk + 1) * size // piece_size.tokens)
         )
 
     def _is_plain(self, request: Request) -> bool:

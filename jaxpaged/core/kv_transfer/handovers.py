@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxpaged.core.request import Request
-from jaxpaged.kv_store.handover import RemoteSource, source_of, transfer_params
+from jaxpaged.kv_store.transfer_params import RemoteSource, source_of, transfer_params
 
 
 class Handovers:

@@ -13,9 +13,8 @@ from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEven
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_transfer.pieces import Pieces
 from jaxpaged.core.request import Request
-from jaxpaged.kv_store.changes import Change
-from jaxpaged.kv_store.content import PageContent
-from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.page import PageContent, PageKey
+from jaxpaged.kv_store.tier_events import TierEvent
 
 MOST_KNOWN = 1 << 14
 """Pages whose tokens are remembered."""
@@ -39,7 +38,7 @@ class PageEvents:
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
 
-    def of(self, changes: Sequence[Change]) -> list[KVCacheEvent]:
+    def of(self, changes: Sequence[TierEvent]) -> list[KVCacheEvent]:
         """An event for every run of changes of one kind; one for each page where tokens are told."""
         events: list[KVCacheEvent] = []
         kind = lambda change: (change.medium, change.key.group, change.is_there)

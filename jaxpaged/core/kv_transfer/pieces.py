@@ -12,9 +12,8 @@ from jaxpaged.core.kv_cache.block_hash import BlockHasher
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.request import Request
-from jaxpaged.kv_store.content import PageContent, Piece
-from jaxpaged.kv_store.cut import Cut
-from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.page import PageContent, PageKey
+from jaxpaged.kv_store.pieces import Piece, PieceSize
 
 MOST_PAGES = 4
 """Pages that a block of another engine has at most: what its windows need behind its last whole block is lent to it,
@@ -26,8 +25,8 @@ class Pieces:
 
     def __init__(self, manager: KVCacheManager, page_tokens: int):
         self._manager, self.page_tokens, self._groups = manager, page_tokens, manager.groups.groups
-        self.cuts = tuple(Cut(group.block_size, page_tokens) for group in self._groups)
-        self.alignment = math.lcm(*(cut.tokens for cut in self.cuts))
+        self.piece_sizes = tuple(PieceSize(group.block_size, page_tokens) for group in self._groups)
+        self.alignment = math.lcm(*(piece_size.tokens for piece_size in self.piece_sizes))
         self._hasher = BlockHasher(page_tokens) if page_tokens != manager.hasher.block_size else None
 
     @property
@@ -50,34 +49,34 @@ class Pieces:
 
     def numbers(self, g: int, block_idxs: Iterable[int]) -> list[int]:
         """The pieces that these blocks, in their order, are part of."""
-        num_blocks = self.cuts[g].num_blocks
+        num_blocks = self.piece_sizes[g].num_blocks
         return list(dict.fromkeys(idx // num_blocks for idx in block_idxs))
 
     def blocks(self, g: int, number: int) -> range:
         """The indices of a piece's blocks."""
-        num_blocks = self.cuts[g].num_blocks
+        num_blocks = self.piece_sizes[g].num_blocks
         return range(number * num_blocks, (number + 1) * num_blocks)
 
     def keys(self, request: Request, g: int, number: int) -> list[PageKey]:
         """Of the pages of a piece."""
-        num_pages = self.cuts[g].num_pages
+        num_pages = self.piece_sizes[g].num_pages
         return [PageKey(each, g) for each in self.hashes(request)[number * num_pages : (number + 1) * num_pages]]
 
     def ends(self, g: int, number: int) -> range:
         """Behind which tokens the pages of a piece end."""
-        cut = self.cuts[g]
-        start = number * cut.tokens
-        return range(start + cut.page_tokens, start + cut.tokens + 1, cut.page_tokens)
+        piece_size = self.piece_sizes[g]
+        start = number * piece_size.tokens
+        return range(start + piece_size.page_tokens, start + piece_size.tokens + 1, piece_size.page_tokens)
 
     def pages(self, request: Request, g: int, number: int) -> tuple[PageContent, ...]:
         """What a piece has; all its tokens are known."""
         size, hashes, tokens = self.page_tokens, self.hashes(request), request.all_token_ids
-        first = number * self.cuts[g].num_pages
+        first = number * self.piece_sizes[g].num_pages
         return tuple(
             PageContent(
                 PageKey(hashes[idx], g), hashes[idx - 1] if idx else None, tuple(tokens[idx * size : (idx + 1) * size])
             )
-            for idx in range(first, first + self.cuts[g].num_pages)
+            for idx in range(first, first + self.piece_sizes[g].num_pages)
         )
 
     def piece(self, request: Request, g: int, number: int) -> Piece:
@@ -86,7 +85,9 @@ class Pieces:
 
     def whole(self, request: Request, g: int, number: int) -> Piece | None:
         """The same, if the prefix cache has all of it."""
-        if (number + 1) * self.cuts[g].tokens > request.num_tokens or not (ids := self._block_ids(request, g, number)):
+        if (number + 1) * self.piece_sizes[g].tokens > request.num_tokens or not (
+            ids := self._block_ids(request, g, number)
+        ):
             return None
         return Piece(self.pages(request, g, number), ids)
 
@@ -98,13 +99,13 @@ class Pieces:
     def first_needed(self, g: int, num_tokens: int) -> int:
         """The first piece of a group that is needed by who goes on behind so many tokens, or behind the last whole
         block of them, however large that is up to MOST_PAGES."""
-        group, cut = self._groups[g], self.cuts[g]
+        group, piece_size = self._groups[g], self.piece_sizes[g]
         if group.spec.num_read_blocks is None:
             return 0
         largest = math.lcm(MOST_PAGES * self.page_tokens, self.alignment)
         end = num_tokens // largest * largest
         seen = (group.spec.num_read_blocks + 1) * group.block_size  # whole blocks, wherever these begin
-        return max(end - seen, 0) // largest * largest // cut.tokens
+        return max(end - seen, 0) // largest * largest // piece_size.tokens
 
 
 def read_range(group: CacheGroup, end: int) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from jaxpaged.core.kv_cache.block_pool import KVCacheBlock
 from jaxpaged.core.kv_cache.groups import CacheGroup
-from jaxpaged.kv_store.content import Piece, keys_of
 from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.pieces import Piece, keys_of
 
 
 class Save(NamedTuple):

@@ -30,11 +30,11 @@ from jaxpaged.core.kv_transfer.pieces import Pieces, read_range
 from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.kv_transfer.saves import Save, Saves
 from jaxpaged.core.request import Request, RequestStatus
-from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece
-from jaxpaged.kv_store.handover import RemoteSource
-from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.page import PageContent, PageKey
+from jaxpaged.kv_store.pieces import Piece
 from jaxpaged.kv_store.prefix_file import PlacedPage
-from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.tier import ChunkTiers, Lookup
+from jaxpaged.kv_store.transfer_params import RemoteSource
 
 LookUp = Callable[[Sequence[PageKey]], list[Lookup]]
 Where = Callable[[Sequence[PageKey]], list[str]]
@@ -113,8 +113,8 @@ class KVTransfers:
         """Blocks of a request, some of each group, have entered the prefix cache, computed by the steps up to
         `step_id`."""
         places = [
-            (number * cut.tokens, g, number)
-            for g, cut in enumerate(self._pieces.cuts)
+            (number * piece_size.tokens, g, number)
+            for g, piece_size in enumerate(self._pieces.piece_sizes)
             for number in self._stored_pieces(request, g, block_idxs[g])
         ]
         for _, g, number in sorted(places):  # of all groups in the order of the tokens
@@ -151,11 +151,14 @@ class KVTransfers:
         """How many tokens of a request, which may have ended and of which `align` leaves all but one, the prefix cache
         has, and for each piece that whoever goes on behind them needs its pages, and the ids of its blocks now."""
         num_tokens, found = self._manager.get_computed_blocks(request).num_tokens, []
-        for g, (group, cut) in enumerate(zip(self._groups.groups, self._pieces.cuts)):
+        for g, (group, piece_size) in enumerate(zip(self._groups.groups, self._pieces.piece_sizes)):
             seen = range(*read_range(group, num_tokens))
             first = self._pieces.first_needed(g, num_tokens - 1)  # the last token of a prompt is always computed
-            for number in range(first, num_tokens // cut.tokens):
-                piece, starts = self._pieces.piece(request, g, number), count(number * cut.tokens, cut.page_tokens)
+            for number in range(first, num_tokens // piece_size.tokens):
+                piece, starts = (
+                    self._pieces.piece(request, g, number),
+                    count(number * piece_size.tokens, piece_size.page_tokens),
+                )
                 if piece.block_ids:
                     found.append(([*map(PlacedPage, piece.pages, starts)], piece.block_ids))
                 elif any(idx in seen for idx in self._pieces.blocks(g, number)):
@@ -172,8 +175,8 @@ class KVTransfers:
         pieces, num_tokens = self._pieces, self._pieces.align(request.num_prompt_tokens)
         return num_tokens, [
             pieces.piece(request, g, number)
-            for g, cut in enumerate(pieces.cuts)  # the last token is always computed
-            for number in range(pieces.first_needed(g, request.num_prompt_tokens - 1), num_tokens // cut.tokens)
+            for g, piece_size in enumerate(pieces.piece_sizes)  # the last token is always computed
+            for number in range(pieces.first_needed(g, request.num_prompt_tokens - 1), num_tokens // piece_size.tokens)
         ]
 
     # ---- loading -------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ class KVTransfers:
         pieces, most = self._pieces, request.num_tokens - 1
         missing: dict[Place, list[int]] = {}  # pieces, and which blocks of each
         for g, group in enumerate(self._groups.groups):
-            per_piece = pieces.cuts[g].num_blocks
+            per_piece = pieces.piece_sizes[g].num_blocks
             for idx in range(most // group.block_size):
                 if group.cached_block(request.block_hashes, idx) is None:
                     missing.setdefault((g, idx // per_piece), []).append(idx)

@@ -24,7 +24,7 @@ from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
 from jaxpaged.errors import RequestError, check_unicode, did_you_mean, shown
-from jaxpaged.kv_store.handover import check_request
+from jaxpaged.kv_store.transfer_params import check_request
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams

@@ -79,7 +79,7 @@ def seconds(text: str) -> float:
 def run_ls(args: argparse.Namespace) -> int:
     """Print a line for each namespace. Returns the exit status."""
     from jaxpaged.entrypoints.cli.terminal import printable
-    from jaxpaged.kv_store.upkeep import reports
+    from jaxpaged.kv_store.folder_maintenance import reports
 
     found = reports(args.path)
     if args.json:
@@ -101,7 +101,7 @@ def run_ls(args: argparse.Namespace) -> int:
 def run_verify(args: argparse.Namespace) -> int:
     """Print what is damaged. Returns the exit status."""
     from jaxpaged.entrypoints.cli.terminal import ProgressLine
-    from jaxpaged.kv_store.upkeep import remove, verify
+    from jaxpaged.kv_store.folder_maintenance import remove, verify
 
     secret = read_secret(args.secret_file) if args.secret_file else None
     progress = ProgressLine()
@@ -120,7 +120,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_prune(args: argparse.Namespace) -> int:
     """Remove pages, and say how many. Returns the exit status."""
-    from jaxpaged.kv_store.upkeep import pages_of, remove, to_prune
+    from jaxpaged.kv_store.folder_maintenance import pages_of, remove, to_prune
 
     if args.max_size is None and args.older_than is None and not args.namespace:
         raise UsageError("Nothing says what is to go. Give --max-size, --older-than, or a whole --namespace.")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from jaxpaged.kv_store.handover import PARAMS
+from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.serving.errors import ServingError
 
 PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}

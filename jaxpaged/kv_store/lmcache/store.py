@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxpaged.errors import PageError
-from jaxpaged.kv_store.asked import AskedStore
 from jaxpaged.kv_store.lmcache.chunks import Chunk
 from jaxpaged.kv_store.lmcache.keys import chunk_name
 from jaxpaged.kv_store.lmcache.layout import ChunkLayout
+from jaxpaged.kv_store.remote_store import AsyncRemoteStore
 
 KV_2LTD = 1
 """LMCache's number of the layout [2, layers, tokens, hidden]."""
@@ -19,7 +19,7 @@ DTYPE_NUMBERS = {"float16": 2, "bfloat16": 3, "float32": 4}
 ALSO_FLOAT16 = 1
 
 
-class ChunkStore(AskedStore[Chunk, np.ndarray], abc.ABC):
+class ChunkStore(AsyncRemoteStore[Chunk, np.ndarray], abc.ABC):
     """A store of chunks. What is handed out are bytes (uint8), `layout.num_bytes` of them."""
 
     name = "lmcache"

@@ -12,13 +12,13 @@ from functools import partial
 
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.buffers import Buffer, joined, read_only
-from jaxpaged.kv_store.changes import STORAGE, ChangeLog
 from jaxpaged.kv_store.lmcache.chunks import Chunk, ChunkIndex
 from jaxpaged.kv_store.lmcache.keys import ChunkHasher
 from jaxpaged.kv_store.lmcache.staging import ChunkReader, Staging
 from jaxpaged.kv_store.lmcache.store import ChunkStore
 from jaxpaged.kv_store.page import PageKey, decode, encode
 from jaxpaged.kv_store.tier import Lookup, TierUsage
+from jaxpaged.kv_store.tier_events import STORAGE, TierEventLog
 
 
 class LMCacheTier:
@@ -125,7 +125,7 @@ class LMCacheTier:
         self._staging.discard(chunks)
         self._store.delete(chunks)
 
-    def watch(self, log: ChangeLog) -> None:
+    def watch(self, log: TierEventLog) -> None:
         """What the store evicts is not heard of before it is missed."""
 
         def tell(chunk: Chunk, is_there: bool) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.buffers import aligned_empty
-from jaxpaged.kv_store.cut import Cut
+from jaxpaged.kv_store.pieces import PieceSize
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.programs import (
@@ -23,8 +23,8 @@ from jaxpaged.worker.kv_transfer.programs import (
     SCATTER,
     copy_key,
     copy_sizes,
-    cut_of,
     first_tensor,
+    piece_size_of,
 )
 
 
@@ -35,7 +35,7 @@ class Copies:
         self.form = form
         self._device, self._kv_cache = device, kv_cache
         self.pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
-        self._cuts: list[Cut] = [cut_of(pool.storage, form) for pool in kv_cache.pools]
+        self._piece_sizes: list[PieceSize] = [piece_size_of(pool.storage, form) for pool in kv_cache.pools]
         self._sizes = [copy_sizes(pool, form) for pool in kv_cache.pools]
 
     def shape(self, g: int) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Copies:
     def num_bytes(self, pool_idx: int, num_pieces: int) -> int:
         """Of what a copy of so many pieces makes, with padding."""
         pool = self._kv_cache.pools[pool_idx]
-        shape = pool.num_tensors, *pool.storage.page_shape(self._cuts[pool_idx].tokens)
+        shape = pool.num_tensors, *pool.storage.page_shape(self._piece_sizes[pool_idx].tokens)
         return self._bucket(pool_idx, num_pieces) * self.form.num_bytes(shape)
 
     def most(self, pool_idx: int) -> int:
@@ -72,7 +72,7 @@ class Copies:
     def empty(self, pool_idx: int, num_pieces: int) -> tuple[np.ndarray, ...]:
         """Arrays of pages, zeros, for so many pieces and padding, which jax takes without a copy."""
         pool, tokens = self._kv_cache.pools[pool_idx], self.form.page_tokens
-        num_pages = self._bucket(pool_idx, num_pieces) * self._cuts[pool_idx].num_pages
+        num_pages = self._bucket(pool_idx, num_pieces) * self._piece_sizes[pool_idx].num_pages
         whole = num_pages, pool.num_tensors, *pool.storage.page_shape(tokens)
         made = []
         for shape, dtype in self.form.layout(whole):
@@ -86,7 +86,7 @@ class Copies:
 
     def _padded(self, pool_idx: int, block_ids: Sequence[int]) -> tuple[int, np.ndarray]:
         """The size of a copy of these blocks, and their ids with padding."""
-        each = self._cuts[pool_idx].num_blocks
+        each = self._piece_sizes[pool_idx].num_blocks
         size = self._bucket(pool_idx, len(block_ids) // each)
         return size, np.array([*block_ids, *[NOWHERE] * (size * each - len(block_ids))], np.int32)
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.buffers import Buffer
-from jaxpaged.kv_store.content import PageContent
-from jaxpaged.kv_store.page import PageKey, decode, scales_of
+from jaxpaged.kv_store.page import PageContent, PageKey, decode, scales_of
 from jaxpaged.kv_store.threads import Threads
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.kv_transfer.copies import Copies

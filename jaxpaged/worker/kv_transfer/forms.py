@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.kv_store.cut import page_tokens_of
 from jaxpaged.kv_store.options import EXACT, KVOffload
 from jaxpaged.kv_store.page import SCALE_BYTES, SCALED, VERSION
+from jaxpaged.kv_store.pieces import page_tokens_of
 from pallas_kernels.ragged_paged_attention.quantized import quantize, token_scales
 
 DTYPES = {"int8": np.dtype(jnp.int8), "fp8": np.dtype(jnp.float8_e4m3fn)}

@@ -7,13 +7,13 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.kv_store.borrower import Borrower
+from jaxpaged.kv_store.consumer import KVConsumer
+from jaxpaged.kv_store.custom_store import CustomTier, open_store
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
-from jaxpaged.kv_store.lender import Lender
 from jaxpaged.kv_store.options import EXACT, KVOffload, TierWish
-from jaxpaged.kv_store.own import OwnTier, open_store
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
+from jaxpaged.kv_store.producer import KVProducer
 from jaxpaged.kv_store.redis_tier import RedisTier
 from jaxpaged.kv_store.s3 import S3Tier
 from jaxpaged.kv_store.secrets import Secrets, read_secrets
@@ -84,10 +84,10 @@ def open_transfer(
     store, peers = Tiers(tiers), None
     peering = offload.peering
     if peering is not None:
-        lender = borrower = None
+        producer = consumer = None
         if peering.lends:
             capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
-            lender = Lender(
+            producer = KVProducer(
                 store,
                 peering.address,
                 space,
@@ -101,7 +101,7 @@ def open_transfer(
         if peering.borrows:
             shapes = [(len(group.layer_idxs), *group.spec.page_shape(form.page_tokens)) for group in kv_cache.groups]
             largest = max(map(form.num_bytes, shapes))
-            borrower = Borrower(
+            consumer = KVConsumer(
                 space,
                 largest + MAX_HEADER_BYTES,
                 secrets.signing,
@@ -110,7 +110,7 @@ def open_transfer(
                 shares=peering.shares,
                 page_tokens=form.page_tokens,
             )
-        peers = Peers(lender, borrower)
+        peers = Peers(producer, consumer)
     return KVTransferWorker(
         device, kv_cache, store, space, form, secret=secrets.signing, model=blueprint.config.model.model, peers=peers
     )
@@ -126,7 +126,7 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any
         login = secrets.redis_username, secrets.redis_password
         return RedisTier(wish.place, space, secret=secret, ttl_s=wish.ttl_s, login=login)
     if wish.kind == "own":
-        return OwnTier(wish.place, open_store(wish.place, wish.module, wish.config, space), space, secret)
+        return CustomTier(wish.place, open_store(wish.place, wish.module, wish.config, space), space, secret)
     if wish.kind == "s3":
         return S3Tier(wish.place, space, secret=secret, endpoint=wish.endpoint)
     disk = DiskTier(wish.place, wish.capacity, space, facts=facts, secret=secret, around_cache=not is_first)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig, PoolLayout
-from jaxpaged.kv_store.cut import Cut
+from jaxpaged.kv_store.pieces import PieceSize
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.kv_transfer.forms import PageForm
@@ -39,15 +39,15 @@ def copy_key(kind: str, pool_idx: int, size: int) -> ProgramKey:
 
 
 def copy_sizes(pool: PoolLayout, form: PageForm) -> tuple[int, ...]:
-    """Numbers of pieces (`kv_store/cut.py`) that get a program: one for the end of an answer, one for a prompt."""
-    cut = cut_of(pool.storage, form)
-    piece_bytes = pool.num_tensors * layer_bytes(pool.storage, cut.tokens)
-    largest = max(min(MOST_BYTES // piece_bytes, MOST_BLOCKS // cut.num_blocks), 1)
+    """Numbers of pieces (`kv_store/pieces.py`) that get a program: one for the end of an answer, one for a prompt."""
+    piece_size = piece_size_of(pool.storage, form)
+    piece_bytes = pool.num_tensors * layer_bytes(pool.storage, piece_size.tokens)
+    largest = max(min(MOST_BYTES // piece_bytes, MOST_BLOCKS // piece_size.num_blocks), 1)
     return tuple(sorted({max(largest // 8, 1), largest}))
 
 
-def cut_of(spec: Any, form: PageForm) -> Cut:
-    return Cut(spec.block_size, form.page_tokens)
+def piece_size_of(spec: Any, form: PageForm) -> PieceSize:
+    return PieceSize(spec.block_size, form.page_tokens)
 
 
 def layer_bytes(spec: Any, num_tokens: int) -> int:
@@ -92,7 +92,7 @@ def lower_gather(
         blocks = jnp.stack([kind_of(spec).gather(tensor, id_P, spec, backend) for tensor in tensors], axis=1)
         return form.leaving(recut(blocks, form.page_tokens))
 
-    ids = jax.ShapeDtypeStruct((size * cut_of(spec, form).num_blocks,), jnp.int32, sharding=replicated)
+    ids = jax.ShapeDtypeStruct((size * piece_size_of(spec, form).num_blocks,), jnp.int32, sharding=replicated)
     return jax.jit(kv_gather, out_shardings=replicated).lower(tensors, ids)
 
 
@@ -104,9 +104,9 @@ def lower_scatter(
         blocks = [recut(layer, spec.block_size) for layer in layers]
         return [kind_of(spec).scatter(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, blocks)]
 
-    shardings, cut = jax.tree.map(lambda leaf: leaf.sharding, tensors), cut_of(spec, form)
-    ids = jax.ShapeDtypeStruct((size * cut.num_blocks,), jnp.int32, sharding=replicated)
-    whole = (size * cut.num_pages, len(tensors), *spec.page_shape(form.page_tokens))
+    shardings, piece_size = jax.tree.map(lambda leaf: leaf.sharding, tensors), piece_size_of(spec, form)
+    ids = jax.ShapeDtypeStruct((size * piece_size.num_blocks,), jnp.int32, sharding=replicated)
+    whole = (size * piece_size.num_pages, len(tensors), *spec.page_shape(form.page_tokens))
     pages = tuple(jax.ShapeDtypeStruct(*each, sharding=replicated) for each in form.layout(whole))
     return jax.jit(kv_scatter, donate_argnums=(0,), out_shardings=shardings).lower(tensors, ids, pages)
 

@@ -19,14 +19,14 @@ import numpy as np
 
 from jaxpaged.errors import PageError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.kv_store.changes import Change, ChangeLog
-from jaxpaged.kv_store.content import ChunkTiers, PageContent, Piece, keys_of
-from jaxpaged.kv_store.handover import RemoteSource
-from jaxpaged.kv_store.page import PageHeader, PageKey, encode
+from jaxpaged.kv_store.page import PageContent, PageHeader, PageKey, encode
+from jaxpaged.kv_store.pieces import Piece, keys_of
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixFile, PrefixHeader, PrefixInfo, info_of, write_prefix
 from jaxpaged.kv_store.threads import Threads
-from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.tier import ChunkTiers, Lookup
+from jaxpaged.kv_store.tier_events import TierEvent, TierEventLog
 from jaxpaged.kv_store.tiers import Tiers
+from jaxpaged.kv_store.transfer_params import RemoteSource
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.kv_transfer.copies import Copies
 from jaxpaged.worker.kv_transfer.fetcher import CopyPages, PageFetcher
@@ -45,7 +45,7 @@ THREADS_TO_LEND = 4
 FAR_READERS = 8
 """Pages of loads that are fetched from one tier at a time, where it is in another process."""
 TOLD_BYTES = 4 << 20
-"""Bytes of pages of a copy after which borrowers hear of them, while the rest of it is stored."""
+"""Bytes of pages of a copy after which consumers hear of them, while the rest of it is stored."""
 THREADS_TO_BORROW = 64
 """Loads at a time where other engines lend: most of them wait for prompts that are being computed."""
 CLOSE_SECONDS, SAVE_SECONDS = 2.0, 30.0
@@ -194,9 +194,9 @@ class KVTransferWorker:
         self._under_way: set[PageKey] = set()  # gathered and not stored yet
         self._savers = Threads(THREADS_TO_LEND if self._peers.lends else NUM_THREADS, "kv-save")
         self._loaders = [Loaders(tier.name, NUM_THREADS, is_far) for tier, is_far in zip(store.tiers, store.are_far)]
-        self._borrowers = Loaders("peers", THREADS_TO_BORROW, is_far=True) if self._peers.borrows else None
+        self._consumers = Loaders("peers", THREADS_TO_BORROW, is_far=True) if self._peers.borrows else None
         self.num_saved = self.num_loaded = self.num_lost = 0  # pages
-        self._changes: ChangeLog | None = None  # nobody wants to hear of any
+        self._changes: TierEventLog | None = None  # nobody wants to hear of any
         self._copied = [0, 0]  # since it was asked for: off the devices, and to them
         self._moved = {"load": Moved(), "store": Moved()}
 
@@ -351,7 +351,7 @@ class KVTransferWorker:
     def load(self, load: Any) -> None:
         """Fetch the `pages` of a load in a thread."""
         number = self._store.farthest([page.key for page in load.pages])
-        loaders = self._borrowers if number is None and self._borrowers is not None else self._loaders[number or 0]
+        loaders = self._consumers if number is None and self._consumers is not None else self._loaders[number or 0]
         loaders.threads.submit(self._fetch, load, loaders.readers, time.monotonic())
 
     def _fetch(self, load: Any, readers: Threads | None, begin: float) -> None:
@@ -381,10 +381,10 @@ class KVTransferWorker:
             self._copied[1] += sum(block_id > 0 for block_id in ids)
             self._copies.scatter(pool_idx, ids, pages)
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[TierEvent]:
         """What came into the tiers and left them since the last call; of the first call, all that is there."""
         if self._changes is None:
-            self._changes = ChangeLog()
+            self._changes = TierEventLog()
             self._store.watch(self._changes)
         return self._changes.take()
 
@@ -473,7 +473,7 @@ class KVTransferWorker:
     def close(self) -> None:
         """Store what is confirmed, and let go of threads and tiers."""
         self._peers.close()
-        for each in [*self._loaders, self._borrowers]:
+        for each in [*self._loaders, self._consumers]:
             if each is not None:
                 each.close()
         self._savers.close(SAVE_SECONDS)

@@ -9,8 +9,7 @@ from jaxpaged.core.kv_transfer.pieces import MOST_PAGES, Pieces
 from jaxpaged.core.kv_transfer.transfers import KVTransfers
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.kv_store.content import Piece
-from jaxpaged.kv_store.cut import page_tokens_of
+from jaxpaged.kv_store.pieces import Piece, page_tokens_of
 from jaxpaged.kv_store.tier import Lookup
 from tests.core.kv_cache.test_block_hash import make_request
 from tests.core.simulation import Engine, expected_output, prompt_of
@@ -130,12 +129,12 @@ def test_engines_with_little_memory_share_whatever_they_preempt_and_forget(promp
         assert len(page.token_ids) == len(held) == PAGE
 
 
-@pytest.mark.parametrize("lender", SIZES)
-@pytest.mark.parametrize("borrower", [size for size in SIZES if size <= MOST_PAGES * PAGE])
+@pytest.mark.parametrize("producer", SIZES)
+@pytest.mark.parametrize("consumer", [size for size in SIZES if size <= MOST_PAGES * PAGE])
 @pytest.mark.parametrize("way", ["lent", "file"])
-def test_what_is_lent_or_in_a_file_is_enough_for_blocks_of_any_size(lender, borrower, way):
+def test_what_is_lent_or_in_a_file_is_enough_for_blocks_of_any_size(producer, consumer, way):
     for length in (33, 64, 95):
-        prompt, engine, store = prompt_of(length, 5), Sharing({}, lender), {}
+        prompt, engine, store = prompt_of(length, 5), Sharing({}, producer), {}
         engine.answers([prompt])
         (request,) = engine.books
         if way == "lent":
@@ -146,12 +145,12 @@ def test_what_is_lent_or_in_a_file_is_enough_for_blocks_of_any_size(lender, borr
             pieces = [Piece(tuple(page.content for page in pages), ids) for pages, ids in placed]
             for page in (page for pages, _ in placed for page in pages):
                 assert page.content.token_ids == tuple(prompt[page.first : page.first + PAGE])
-        assert num_tokens == align(length, lender) and all(piece.block_ids for piece in pieces)
+        assert num_tokens == align(length, producer) and all(piece.block_ids for piece in pieces)
         engine.store = store
         for piece in pieces:
             engine.keep(piece)
-        other = Sharing(store, borrower)
-        assert other.answers([prompt]) == [align(min(num_tokens, length - 1), borrower)], (length, len(store))
+        other = Sharing(store, consumer)
+        assert other.answers([prompt]) == [align(min(num_tokens, length - 1), consumer)], (length, len(store))
 
 
 def test_a_page_is_not_saved_if_its_first_blocks_are_reused_before_its_last_one_is_full():
@@ -175,7 +174,7 @@ def test_keys_of_pages_are_those_of_blocks_that_are_as_large(tokens, page_tokens
         manager = KVCacheManager(KVCacheConfig((4,), (group,)), max_num_batched_tokens=8, enable_prefix_caching=True)
         manager.hasher.root = b"some weights"
         pieces, request = Pieces(manager, page_tokens), make_request(tokens, **fields)
-        count = pieces.align(len(tokens)) // pieces.cuts[0].tokens
+        count = pieces.align(len(tokens)) // pieces.piece_sizes[0].tokens
         return [page for number in range(count) for page in pieces.pages(request, 0, number)], request, manager
 
     own, request, manager = pages_with(page_tokens)

@@ -4,8 +4,8 @@ from jaxpaged.core.kv_cache.block_pool import BlockPool
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_transfer.saves import Save, Saves
 from jaxpaged.kv_cache_spec import AttentionSpec
-from jaxpaged.kv_store.content import PageContent, Piece
-from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.page import PageContent, PageKey
+from jaxpaged.kv_store.pieces import Piece
 
 
 def made(num_blocks=8):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxpaged.entrypoints.cli import main
-from jaxpaged.kv_store import folder
+from jaxpaged.kv_store import page_folder
 from jaxpaged.kv_store.page import namespace
 from tests.kv_store.pages import SPACE, key_of, page_of
 
@@ -18,21 +18,21 @@ HOUR = 3600
 
 def filled(root, secret=None):
     """Pages 0 to 4 of one namespace, used 0 to 4 hours ago, and page 9 of another, used 9 hours ago."""
-    folder.write_config(root, SPACE, {"weights": "v1", "rope": {"theta": 1e4}})
+    page_folder.write_config(root, SPACE, {"weights": "v1", "rope": {"theta": 1e4}})
     for number, space in [*((n, SPACE) for n in range(5)), (9, OTHER)]:
-        name = folder.file_of(space, key_of(number))
-        folder.write_page(root, name, page_of(number, secret, space)[1])
+        name = page_folder.file_of(space, key_of(number))
+        page_folder.write_page(root, name, page_of(number, secret, space)[1])
         used = time.time() - number * HOUR - 1
         os.utime(root / name, (used, used))
     return root
 
 
 def left(root):
-    return sorted(folder.key_of_file(page.name).block_hash[-1] for page in folder.all_pages(root))
+    return sorted(page_folder.key_of_file(page.name).block_hash[-1] for page in page_folder.all_pages(root))
 
 
 def damaged(root, number):
-    path = root / folder.file_of(SPACE, key_of(number))
+    path = root / page_folder.file_of(SPACE, key_of(number))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -56,7 +56,7 @@ def test_damaged_pages_are_named_and_removed(tmp_path, capsys):
     assert main(["kv", "verify", str(tmp_path)]) == 0
     assert "6 pages are whole, 0 are not" in capsys.readouterr().out
     path = damaged(tmp_path, 3)
-    other = tmp_path / folder.file_of(SPACE, key_of(7))
+    other = tmp_path / page_folder.file_of(SPACE, key_of(7))
     other.write_bytes(page_of(7, space=OTHER)[2])  # a page of another model in this one's folder
     assert main(["kv", "verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out

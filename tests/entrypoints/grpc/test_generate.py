@@ -12,7 +12,7 @@ from jaxpaged.client.messages import generate_request
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.requests import generation_request
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.kv_store.handover import RemoteSource, answer_params
+from jaxpaged.kv_store.transfer_params import RemoteSource, answer_params
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams

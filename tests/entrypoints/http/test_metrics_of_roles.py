@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.engine.observability.metrics import EngineMetrics
 from jaxpaged.entrypoints.http.metrics import exposition
-from jaxpaged.kv_store.borrower import Borrower
+from jaxpaged.kv_store.consumer import KVConsumer
+from jaxpaged.kv_store.custom_store import CustomTier
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
-from jaxpaged.kv_store.lender import Lender
-from jaxpaged.kv_store.own import OwnTier
+from jaxpaged.kv_store.producer import KVProducer
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.messages import SchedulerStats
 from jaxpaged.worker.kv_transfer.forms import PageForm
@@ -29,9 +29,9 @@ def stats_of(role, tiers):
     """What a worker of this role counts."""
     lends, borrows = ROLES[role]
     store, form = Tiers(tiers), PageForm("exact", np.dtype(np.float32), 4)
-    lender = Lender(store, ("127.0.0.1", 0), SPACE, lease_s=9.0, capacity=1 << 20) if lends else None
-    borrower = Borrower(SPACE, 1 << 20, peers="127.0.0.1") if borrows else None
-    worker = KVTransferWorker(NumpyDevice(form), CACHE, store, SPACE, form, peers=Peers(lender, borrower))
+    producer = KVProducer(store, ("127.0.0.1", 0), SPACE, lease_s=9.0, capacity=1 << 20) if lends else None
+    consumer = KVConsumer(SPACE, 1 << 20, peers="127.0.0.1") if borrows else None
+    worker = KVTransferWorker(NumpyDevice(form), CACHE, store, SPACE, form, peers=Peers(producer, consumer))
     with closing(worker):
         return worker.stats()
 
@@ -43,7 +43,7 @@ def samples(text):
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("drafts", [False, True])
 def test_no_sample_is_there_twice_nor_a_name_with_and_without_total(role, drafts, tmp_path):
-    own = lambda name: OwnTier(name, Hanging(), SPACE)
+    own = lambda name: CustomTier(name, Hanging(), SPACE)
     tiers = [HostTier(1 << 20), DiskTier(tmp_path, 1 << 20, SPACE), own("mine"), own("mine")]
     executor = {"steps": 3, "recompiles": 0, **stats_of(role, tiers)}
     scheduler = SchedulerStats(num_accepted_per_pos=[1, 0] if drafts else [])

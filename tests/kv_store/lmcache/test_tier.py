@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.changes import STORAGE, ChangeLog
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.lmcache.chunks import Chunk, ChunkIndex
 from jaxpaged.kv_store.lmcache.keys import ChunkHasher
@@ -17,6 +16,7 @@ from jaxpaged.kv_store.lmcache.store import DESCRIPTION, description_of
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.page import decode, encode
 from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.tier_events import STORAGE, TierEventLog
 from jaxpaged.kv_store.tiers import Tiers
 from tests.kv_store.lmcache.chunked import MODEL, SPACE, hashes_of, layout_of, pages_of, values_of
 from tests.kv_store.lmcache.fake_server import FakeServer
@@ -194,7 +194,7 @@ def test_behind_host_memory_every_chunk_is_written_though_pages_are_shared(serve
 
 def test_events_tell_of_the_pages_of_a_chunk(server):
     with closing(tier_at(server)) as tier:
-        log = ChangeLog()
+        log = TierEventLog()
         tier.watch(log)
         pages = stored(tier)
         changes = log.take()

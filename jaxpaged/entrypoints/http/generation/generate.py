@@ -16,7 +16,7 @@ from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
 from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
 from jaxpaged.entrypoints.http.transport.trace_context import trace_headers
-from jaxpaged.kv_store.handover import PARAMS
+from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams

@@ -21,7 +21,7 @@ from jaxpaged.entrypoints.http.generation.sampling_fields import (
     given,
 )
 from jaxpaged.entrypoints.http.openai.guided import SHAPES, GuidedFields, guided_name, guided_shape
-from jaxpaged.kv_store.handover import PARAMS
+from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError, client_names

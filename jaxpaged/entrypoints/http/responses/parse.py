@@ -32,7 +32,7 @@ from jaxpaged.entrypoints.http.responses.conversation import (
 from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOptions, Response, ResponsesRequest, new_id
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
 from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.kv_store.handover import PARAMS
+from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError, client_names

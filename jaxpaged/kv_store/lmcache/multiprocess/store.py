@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import PageError
-from jaxpaged.kv_store.asked import NotKept
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.lmcache.chunks import Chunk
 from jaxpaged.kv_store.lmcache.layout import ChunkLayout
@@ -28,6 +27,7 @@ from jaxpaged.kv_store.lmcache.multiprocess.leases import Lease, Leases
 from jaxpaged.kv_store.lmcache.multiprocess.pool import Pool, Slot, slot_of
 from jaxpaged.kv_store.lmcache.multiprocess.settings import address_of
 from jaxpaged.kv_store.lmcache.store import ChunkStore
+from jaxpaged.kv_store.remote_store import NotKept
 
 logger = logging.getLogger(__name__)
 

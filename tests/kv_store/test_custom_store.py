@@ -8,7 +8,7 @@ import pytest
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.connectors import GROUP, check_connector
-from jaxpaged.kv_store.own import OwnTier, open_store
+from jaxpaged.kv_store.custom_store import CustomTier, open_store
 from jaxpaged.kv_store.tier import Lookup
 from tests.kv_store import example_connector
 from tests.kv_store.pages import SPACE, key_of, page_of
@@ -19,7 +19,7 @@ MODULE = "tests.kv_store.example_connector"
 
 def tier_over(file, **config):
     store = open_store("SQLite", MODULE, {"file": str(file), **config}, SPACE)
-    return closing(OwnTier("SQLite", store, SPACE))
+    return closing(CustomTier("SQLite", store, SPACE))
 
 
 def test_the_example_is_short_and_is_shared(tmp_path):
@@ -55,7 +55,7 @@ def test_what_it_does_wrong_is_a_miss(caplog):
         def close(self):
             pass
 
-    with closing(OwnTier("Failing", Failing({}, SPACE), SPACE)) as tier:
+    with closing(CustomTier("Failing", Failing({}, SPACE), SPACE)) as tier:
         assert settled(tier, 1) == [Lookup.MISS] and tier.get(key_of(1)) is None and not tier.put(*page_of(1)[:2])
         assert tier.usage()[0].counters.errors
     assert "KeyError" in caplog.text

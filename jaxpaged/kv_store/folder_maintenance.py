@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import ConfigError, PageError
-from jaxpaged.kv_store import folder
+from jaxpaged.kv_store import page_folder
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, MAX_PAGE_BYTES, decode
 
 
@@ -29,33 +29,33 @@ class SpaceReport:
     facts: dict[str, Any]
 
 
-def pages_of(root: Path, spaces: Sequence[str] = ()) -> list[folder.PageFile]:
+def pages_of(root: Path, spaces: Sequence[str] = ()) -> list[page_folder.PageFile]:
     """The pages of these namespaces, or of all, longest unused first. ConfigError where the folder cannot be read.
 
     A namespace may be given by its first digits.
     """
     try:
-        pages, known = folder.all_pages(root), folder.spaces(root)
+        pages, known = page_folder.all_pages(root), page_folder.spaces(root)
     except OSError as error:
         raise ConfigError(f"{root} cannot be read as a folder of pages: {error.strerror}.") from None
     for space in spaces:
-        matches = [name for name in known if name.startswith(space[: folder.SPACE_DIGITS])]
+        matches = [name for name in known if name.startswith(space[: page_folder.SPACE_DIGITS])]
         if len(matches) != 1 or not space:
             raise ConfigError(
                 f"{space!r} names {len(matches)} namespaces of {root}, which has {', '.join(known) or 'none'}."
             )
-    chosen = tuple(space[: folder.SPACE_DIGITS] for space in spaces)
+    chosen = tuple(space[: page_folder.SPACE_DIGITS] for space in spaces)
     return [page for page in pages if not chosen or page.name.startswith(chosen)]
 
 
 def reports(root: Path) -> list[SpaceReport]:
     """One line for each namespace, the one used last first."""
-    by_space: dict[str, list[folder.PageFile]] = defaultdict(list)
+    by_space: dict[str, list[page_folder.PageFile]] = defaultdict(list)
     for page in pages_of(root):
         by_space[page.name.partition("/")[0]].append(page)
     found = []
-    for space in folder.spaces(root):
-        pages, said = by_space[space], folder.read_config(root, space)
+    for space in page_folder.spaces(root):
+        pages, said = by_space[space], page_folder.read_config(root, space)
         facts = said.get("facts")
         found.append(
             SpaceReport(
@@ -96,22 +96,22 @@ def verify(
     return num_right, wrong
 
 
-def check(root: Path, page: folder.PageFile, secret: bytes | None) -> None:
+def check(root: Path, page: page_folder.PageFile, secret: bytes | None) -> None:
     """Raise PageError unless the file holds what its name and its namespace say."""
     if page.num_bytes > MAX_PAGE_BYTES + MAX_HEADER_BYTES:
         raise PageError(f"It has {page.num_bytes} bytes, more than any page.")
     content = (root / page.name).read_bytes()
-    space, key = page.name.partition("/")[0], folder.key_of_file(page.name)
+    space, key = page.name.partition("/")[0], page_folder.key_of_file(page.name)
     assert key is not None  # all_pages finds no others
-    said = folder.read_config(root, space).get("namespace")
+    said = page_folder.read_config(root, space).get("namespace")
     header, _ = decode(content, expect_namespace=said, key=key, secret=secret)
     if not header.namespace.startswith(space):
         raise PageError(f"The page is another's: its namespace is {header.namespace}, not {space}...")
 
 
 def to_prune(
-    pages: Sequence[folder.PageFile], max_bytes: int | None, older_than_s: float | None, now: float | None = None
-) -> list[folder.PageFile]:
+    pages: Sequence[page_folder.PageFile], max_bytes: int | None, older_than_s: float | None, now: float | None = None
+) -> list[page_folder.PageFile]:
     """The pages, longest unused first, that are too old, and those that must go for the rest to fit."""
     oldest_ns = ((now or time.time()) - older_than_s) * 1e9 if older_than_s is not None else 0.0
     remaining, chosen = sum(page.num_bytes for page in pages), []
@@ -126,8 +126,8 @@ def remove(root: Path, names: Sequence[str]) -> int:
     """Remove pages, and what killed writers left. How many pages are gone. ConfigError where that is not allowed."""
     removed = 0
     try:
-        with folder.making_room(root):
-            folder.remove_leftovers(root)
+        with page_folder.making_room(root):
+            page_folder.remove_leftovers(root)
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(root / name)

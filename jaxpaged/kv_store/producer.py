@@ -1,7 +1,7 @@
-"""Lends pages to other engines: leases with a time limit, and the socket where borrowers ask for pages.
+"""Lends pages to other engines: leases with a time limit, and the socket where consumers ask for pages.
 
 What is lent is held in host memory, whatever tiers evict, until it is given back or the lease ends. A lease is granted
-when a prompt begins to be computed, and names its pages, which are held once they are there; borrowers wait for them.
+when a prompt begins to be computed, and names its pages, which are held once they are there; consumers wait for them.
 Its time begins when the prompt is computed (`finish`).
 """
 
@@ -19,10 +19,10 @@ import numpy as np
 from jaxpaged.errors import ConfigError, PageError
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Gone, Message, Pages, Release, Released, Renew, Renewed
+from jaxpaged.kv_store.connections import Connections
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.tier import Tier
 from jaxpaged.kv_store.tls import TlsFiles, shake_hands
-from jaxpaged.kv_store.visitors import Visitors
 
 IDLE_SECONDS = 60.0
 LISTEN_SECONDS = 1.0
@@ -30,7 +30,7 @@ LISTEN_SECONDS = 1.0
 LONGEST = 20
 """How many times as long as it was granted for a lease may last, however often it is renewed."""
 PAGE_PATIENCE = 4.0
-"""Seconds that a borrower waits for a page, and when the prompt is computed, for all that are on their way off the
+"""Seconds that a consumer waits for a page, and when the prompt is computed, for all that are on their way off the
 device. It hears within this time that it has to wait on."""
 MOST_SENT = 8 << 20
 """Bytes of pages in an answer, unless one alone has more."""
@@ -46,10 +46,10 @@ class Lease:
     latest: float = math.inf
     is_open: bool = True
     waits_until: float | None = None
-    """When borrowers stop waiting for what is not there, whichever pages they ask for."""
+    """When consumers stop waiting for what is not there, whichever pages they ask for."""
 
 
-class Lender:
+class KVProducer:
     """Leases over the pages of `store`, each for `lease_s` seconds, holding `capacity` bytes in all. `address` is where
     it listens. Raises ConfigError where it cannot."""
 
@@ -75,7 +75,7 @@ class Lender:
         self._changed = threading.Condition()  # for everything below; never held during input and output
         self._leases: dict[str, Lease] = {}
         self._wanted: dict[PageKey, set[str]] = {}
-        self._visitors = Visitors()
+        self._connections = Connections()
         self._held_bytes, self._closing = 0, False
         self.num_granted = self.num_expired = self.num_released = self.num_pages = self.num_bytes = 0
         self.num_refused = 0  # pages for want of room
@@ -181,12 +181,12 @@ class Lender:
             for name in [name for name, lease in self._leases.items() if lease.until < now]:
                 self.num_expired += self._end(name)
 
-    # ---- borrowers -----------------------------------------------------------------------------
+    # ---- consumers -----------------------------------------------------------------------------
 
     def _listen(self, listener: socket.socket) -> None:
         while not self._closing:
             self.expire()
-            self._visitors.expire()
+            self._connections.expire()
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
@@ -195,12 +195,12 @@ class Lender:
                 return
             is_near = listener is not self._socket
             if is_near and not shared_memory.is_our_user(connection):
-                self._visitors.refused("it runs as another user")
+                self._connections.refused("it runs as another user")
                 connection.close()
                 continue
             if self._tls is not None and not is_near:
                 connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-            if self._visitors.admit(connection):
+            if self._connections.admit(connection):
                 threading.Thread(target=self._serve, args=(connection,), name="kv-lend", daemon=True).start()
             else:
                 connection.close()
@@ -214,14 +214,14 @@ class Lender:
             channel = Channel(connection, *own, is_server=True, most=0, page_tokens=self._page_tokens)
             while not self._closing:
                 message = channel.receive()
-                self._visitors.known(connection)
+                self._connections.known(connection)
                 channel.send(self._answer(message))
         except PageError as error:
-            self._visitors.refused(error)
+            self._connections.refused(error)
         except OSError:
             pass
         finally:
-            self._visitors.left(connection)
+            self._connections.left(connection)
             connection.close()
 
     def _answer(self, message: Message) -> Message:
@@ -267,7 +267,7 @@ class Lender:
                 "kv_leases_expired": self.num_expired,
                 "kv_lent_pages": self.num_pages,
                 "kv_lent_bytes": self.num_bytes,
-                "kv_lent_refused": self.num_refused + self._visitors.num_refused,
+                "kv_lent_refused": self.num_refused + self._connections.num_refused,
             }
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class Lender:
                 self._end(name)
         for listener in self._sockets:
             listener.close()
-        self._visitors.close()
+        self._connections.close()
 
 
 def answer_of(lease: Lease, keys: Sequence[PageKey], *, gives_up: bool) -> Pages:

@@ -3,11 +3,11 @@
 import time
 from contextlib import closing
 
-from jaxpaged.kv_store import folder
-from jaxpaged.kv_store.changes import MEMORY, STORAGE, Change, ChangeLog
+from jaxpaged.kv_store import page_folder
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.page import namespace
+from jaxpaged.kv_store.tier_events import MEMORY, STORAGE, TierEvent, TierEventLog
 from tests.kv_store.pages import SPACE, key_of, page_of
 from tests.kv_store.test_remote import Dictionary
 
@@ -15,11 +15,11 @@ SIZE = len(page_of(1)[2])
 
 
 def came(medium, *numbers):
-    return [Change(medium, key_of(number), True) for number in numbers]
+    return [TierEvent(medium, key_of(number), True) for number in numbers]
 
 
 def went(medium, *numbers):
-    return [Change(medium, key_of(number), False) for number in numbers]
+    return [TierEvent(medium, key_of(number), False) for number in numbers]
 
 
 def put(tier, *numbers):
@@ -28,7 +28,7 @@ def put(tier, *numbers):
 
 
 def test_memory_tells_of_what_is_there_comes_is_evicted_and_is_deleted():
-    tier, log = HostTier(2 * SIZE + 100), ChangeLog()
+    tier, log = HostTier(2 * SIZE + 100), TierEventLog()
     put(tier, 1)
     tier.watch(log)
     assert log.take() == came(MEMORY, 1)
@@ -41,18 +41,18 @@ def test_memory_tells_of_what_is_there_comes_is_evicted_and_is_deleted():
 
 
 def test_a_disk_tells_of_its_own_namespace_only_and_of_what_a_scan_finds(tmp_path):
-    folder.write_page(tmp_path, folder.file_of(SPACE, key_of(1)), page_of(1)[1])
+    page_folder.write_page(tmp_path, page_folder.file_of(SPACE, key_of(1)), page_of(1)[1])
     other = namespace(weights="v2")
-    folder.write_config(tmp_path, other, {})
-    folder.write_page(tmp_path, folder.file_of(other, key_of(5)), page_of(5, None, other)[1])
-    log = ChangeLog()
+    page_folder.write_config(tmp_path, other, {})
+    page_folder.write_page(tmp_path, page_folder.file_of(other, key_of(5)), page_of(5, None, other)[1])
+    log = TierEventLog()
     with closing(DiskTier(tmp_path, 10 * SIZE, SPACE, rescan_s=0.05)) as tier:
         tier.wait_ready()
         tier.watch(log)
         assert log.take() == came(STORAGE, 1)
         put(tier, 2)
-        folder.write_page(tmp_path, folder.file_of(SPACE, key_of(3)), page_of(3)[1])
-        (tmp_path / folder.file_of(SPACE, key_of(1))).unlink()
+        page_folder.write_page(tmp_path, page_folder.file_of(SPACE, key_of(3)), page_of(3)[1])
+        (tmp_path / page_folder.file_of(SPACE, key_of(1))).unlink()
         wanted, heard = {*came(STORAGE, 2, 3), *went(STORAGE, 1)}, set()
         deadline = time.monotonic() + 20
         while heard != wanted:
@@ -64,7 +64,7 @@ def test_a_disk_tells_of_its_own_namespace_only_and_of_what_a_scan_finds(tmp_pat
 
 
 def test_a_store_elsewhere_tells_of_what_it_is_known_to_have():
-    tier, log = Dictionary(), ChangeLog()
+    tier, log = Dictionary(), TierEventLog()
     tier.watch(log)
     put(tier, 1)
     assert log.take() == came(STORAGE, 1)
@@ -74,7 +74,7 @@ def test_a_store_elsewhere_tells_of_what_it_is_known_to_have():
 
 
 def test_a_page_in_two_tiers_of_a_medium_comes_once_and_goes_once():
-    log = ChangeLog()
+    log = TierEventLog()
     for is_there in (True, True, False):
         log.note(STORAGE, key_of(1), is_there)
     log.note(MEMORY, key_of(1), True)

@@ -15,7 +15,7 @@ MEMORY, STORAGE = "CPU", "STORAGE"
 """vLLM's words for the media."""
 
 
-class Change(NamedTuple):
+class TierEvent(NamedTuple):
     """A page is to be had from a medium now, or not any more."""
 
     medium: str
@@ -23,13 +23,13 @@ class Change(NamedTuple):
     is_there: bool
 
 
-class ChangeLog:
+class TierEventLog:
     """Changes since they were taken, in their order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_copies: Counter[tuple[str, PageKey]] = Counter()
-        self._changes: list[Change] = []
+        self._changes: list[TierEvent] = []
 
     def note(self, medium: str, key: PageKey, is_there: bool) -> None:
         """One tier of a medium has a page now, or has it no more."""
@@ -39,9 +39,9 @@ class ChangeLog:
             if num_copies == 0:
                 del self._num_copies[medium, key]
             if num_copies == int(is_there):
-                self._changes.append(Change(medium, key, is_there))
+                self._changes.append(TierEvent(medium, key, is_there))
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[TierEvent]:
         with self._lock:
             taken, self._changes = self._changes, []
             return taken

@@ -1,10 +1,11 @@
-"""Stores in other processes: what they have is asked for in the background, and checked when it comes.
+"""Stores in other processes: a thread asks them in the background, and what comes from them is checked.
 
-Whether something is there only the store knows, which others write to as well. So a key that was never asked for is
-PENDING while a thread asks, at most for `patience_s`; the answer yes holds until a `get` finds nothing, at most for
-`found_for_s`, the answer no for `ask_again_s`. Calls have threads of the store's own and bounded time, whatever the
-store does. One that does not answer is left alone for a while (`breaker.py`), and all is a miss.
-Knows no protocol, nor what is kept; a store's capacity and what it evicts are its own affair.
+Other programs write to such a store too, so only the store knows what it has. The first look-up of a key is PENDING
+while a thread asks, at most for `patience_s`. The answer yes holds until a `get` finds nothing, at most for
+`found_for_s`; the answer no holds for `ask_again_s`. Every call runs in a thread of the store's own and has a time
+limit. A store that does not answer is left alone for a while (`breaker.py`), and every look-up is a miss. A store's
+capacity and its eviction are its own affair. `AsyncRemoteStore` knows no protocol, nor what is kept; `RemoteTier` is
+one that keeps pages.
 """
 
 import abc
@@ -16,12 +17,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.breaker import CircuitBreaker
-from jaxpaged.kv_store.buffers import Buffer
+from jaxpaged.kv_store.buffers import Buffer, joined, read_only
+from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.threads import NoAnswerError, Threads
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
+from jaxpaged.kv_store.tier_events import STORAGE, TierEventLog
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ class Answer:
     """It is being asked now, until then: what it had before does not hold any more."""
 
 
-class AskedStore[K: Hashable, V: Buffer](abc.ABC):
+class AsyncRemoteStore[K: Hashable, V: Buffer](abc.ABC):
     """A store that is reached by a connection. Subclasses say how, what that may end in, and what is believed."""
 
     name: str
@@ -290,3 +294,32 @@ class AskedStore[K: Hashable, V: Buffer](abc.ABC):
                 for key, is_there in zip(asked, found):
                     if key not in self._to_remove and not self._holds(key):  # it may have been written meanwhile
                         self._learn(key, is_there)
+
+
+class RemoteTier(AsyncRemoteStore[PageKey, Buffer], abc.ABC):
+    """A tier whose store is reached by a connection. Subclasses say how, and what errors that may end in."""
+
+    def __init__(self, where: str, namespace: str, *, secret: bytes | None = None, **waits: Any):
+        """`waits`: how long what is waited for (`AsyncRemoteStore`)."""
+        self.namespace, self._secret = namespace, secret
+        self._log: TierEventLog | None = None
+        super().__init__(where, **waits)
+
+    def checked(self, key: PageKey, content: Buffer) -> Buffer:
+        """The page in aligned memory."""
+        page = read_only(joined([content]))
+        decode(page, expect_namespace=self.namespace, key=key, secret=self._secret)
+        return page
+
+    def noted(self, key: PageKey, is_there: bool) -> None:
+        if self._log is not None:
+            self._log.note(STORAGE, key, is_there)
+
+    def touch(self, keys: Iterable[PageKey]) -> None:
+        """What the store evicts follows from what is read."""
+        return
+
+    def watch(self, log: TierEventLog) -> None:
+        """What the store evicts is not heard of before it is missed."""
+        with self._changed:
+            self._log = log

@@ -19,7 +19,7 @@ from jaxpaged.kv_store.tier import Tier
 logger = logging.getLogger(__name__)
 
 
-class Mover:
+class TierWriter:
     """The queue in front of `tier`: at most `max_bytes` of pages, those being written included. `read` gives a page
     that another tier holds, None where it holds it no longer."""
 

@@ -13,7 +13,7 @@ from jaxpaged.errors import ConfigError, RequestError
 
 PARAMS = "kv_transfer_params"
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
-LENDS, BORROWS = ("kv_producer", "kv_both"), ("kv_consumer", "kv_both")
+PRODUCES, CONSUMES = ("kv_producer", "kv_both"), ("kv_consumer", "kv_both")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DEFAULT_ADDRESS, DEFAULT_LEASE_SECONDS, DEFAULT_PEERS = "127.0.0.1:0", 30.0, ",".join(LOOPBACK)
 
@@ -91,10 +91,10 @@ def check_request(extra_args: Mapping[str, Any] | None, role: str | None, peers:
         return
     if role is None:
         raise RequestError(f"{PARAMS} is given, but the engine has no kv_role. Give it one, or leave it out.", PARAMS)
-    wanted = {LENDS: params.do_remote_decode, BORROWS: params.do_remote_prefill}
+    wanted = {PRODUCES: params.do_remote_decode, CONSUMES: params.do_remote_prefill}
     for roles, is_wanted in wanted.items():
         if is_wanted and role not in roles:
-            name = "do_remote_decode" if roles is LENDS else "do_remote_prefill"
+            name = "do_remote_decode" if roles is PRODUCES else "do_remote_prefill"
             raise RequestError(
                 f"{PARAMS} has {name}, and the engine's kv_role is {role}. Start it with --kv-role "
                 f"{' or '.join(roles)}, or leave it out.",

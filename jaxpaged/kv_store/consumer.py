@@ -18,12 +18,21 @@ from jaxpaged.errors import PageError
 from jaxpaged.kv_store import shared_memory
 from jaxpaged.kv_store.breaker import CircuitBreaker
 from jaxpaged.kv_store.buffers import Buffer, read_only
-from jaxpaged.kv_store.carried import Carried
-from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Message, Pages, Release, Renew, Renewed
-from jaxpaged.kv_store.handover import RemoteSource, is_allowed
+from jaxpaged.kv_store.channel import (
+    MAX_PAGES,
+    Channel,
+    Get,
+    Message,
+    Pages,
+    Release,
+    Renew,
+    Renewed,
+    TransportCounters,
+)
 from jaxpaged.kv_store.page import PageKey, decode
 from jaxpaged.kv_store.tier import Counters, Lookup, TierUsage
 from jaxpaged.kv_store.tls import TlsFiles, hung_up, hung_up_without, shake_hands
+from jaxpaged.kv_store.transfer_params import RemoteSource, is_allowed
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +47,14 @@ NUM_STRANDS = 4
 NUM_CHECKERS = 4
 """Threads that check pages and hand them on, and answers that wait for that, of a prompt, while further ones come."""
 MOST_SILENT = 2
-"""Answers without a page, each of which takes a lender's `PAGE_PATIENCE`, before no more are waited for."""
+"""Answers without a page, each of which takes a producer's `PAGE_PATIENCE`, before no more are waited for."""
 NUM_RENEWERS = 8
 """Peers whose leases are renewed at a time."""
 RENEW_SECONDS = 5.0
 """How often leases are renewed for which requests wait."""
 
 
-class Borrower:
+class KVConsumer:
     """Pages of the namespace, of `most` bytes each at most, from engines at `peers` that lend them."""
 
     name = "p2p"
@@ -79,7 +88,7 @@ class Borrower:
         self._checkers = ThreadPoolExecutor(NUM_CHECKERS, "kv-check")
         self._renewers = ThreadPoolExecutor(NUM_RENEWERS, "kv-renew")
         self._closing = threading.Event()
-        self.counters, self._carried = Counters(), Carried()
+        self.counters, self._transports = Counters(), TransportCounters()
         threading.Thread(target=self._renew_leases, name="kv-renew", daemon=True).start()
 
     def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
@@ -145,7 +154,7 @@ class Borrower:
             check.result()
 
     def _some(self, source: RemoteSource, keys: list[PageKey]) -> Pages | None:
-        """What a lender says to a question. None: nothing more comes from there."""
+        """What a producer says to a question. None: nothing more comes from there."""
         address, breaker = (source.host, source.port), self._breaker((source.host, source.port))
         with self._lock:
             may_ask = source.lease not in self._ended and not self._closing.is_set()
@@ -243,7 +252,7 @@ class Borrower:
                 is_server=False,
                 most=self._most,
                 page_tokens=self._page_tokens,
-                carried=self._carried,
+                transports=self._transports,
             )
         except BaseException:
             connection.close()
@@ -270,7 +279,7 @@ class Borrower:
         return answer
 
     def keep_lease(self, source: RemoteSource) -> None:
-        """Renew a lease until it is released, as often and for as long as its lender lets it be."""
+        """Renew a lease until it is released, as often and for as long as its producer lets it be."""
         if not is_allowed(source, self._peers):
             return
         with self._lock:
@@ -335,8 +344,8 @@ class Borrower:
             return TierUsage(self.name, 0, 0, len(self._sources), dataclasses.replace(self.counters))
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """See `Carried.stats`."""
-        return self._carried.stats()
+        """See `TransportCounters.stats`."""
+        return self._transports.stats()
 
     def close(self) -> None:
         with self._lock:

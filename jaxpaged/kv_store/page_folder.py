@@ -24,9 +24,9 @@ from typing import Any
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer
-from jaxpaged.kv_store.changes import STORAGE, ChangeLog
-from jaxpaged.kv_store.direct import write_around_cache, write_through_cache
+from jaxpaged.kv_store.direct_io import write_around_cache, write_through_cache
 from jaxpaged.kv_store.page import PageKey
+from jaxpaged.kv_store.tier_events import STORAGE, TierEventLog
 
 SPACE_DIGITS = 12
 SUFFIX = ".safetensors"
@@ -57,7 +57,7 @@ def key_of_file(name: str) -> PageKey | None:
     return PageKey(bytes.fromhex(match[1]), int(match[2])) if match and len(match[1]) % 2 == 0 else None
 
 
-def teller(namespace: str, log: ChangeLog) -> Callable[[str, bool], None]:
+def teller(namespace: str, log: TierEventLog) -> Callable[[str, bool], None]:
     """What tells a log of the files of one namespace that come and go."""
 
     def tell(name: str, is_there: bool) -> None:

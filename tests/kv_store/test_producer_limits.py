@@ -9,13 +9,13 @@ import pytest
 
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store import channel as wire
-from jaxpaged.kv_store.borrower import Borrower
 from jaxpaged.kv_store.channel import MAX_PAGES, Channel, Get, Pages, Renewed
-from jaxpaged.kv_store.handover import RemoteSource
+from jaxpaged.kv_store.connections import Connections
+from jaxpaged.kv_store.consumer import KVConsumer
 from jaxpaged.kv_store.page import PageHeader, PageKey, encode
 from jaxpaged.kv_store.tier import Lookup
-from jaxpaged.kv_store.visitors import Visitors
-from tests.kv_store.test_handover import (
+from jaxpaged.kv_store.transfer_params import RemoteSource
+from tests.kv_store.test_producer_consumer import (
     KEYS,
     MOST,
     OTHER,
@@ -30,15 +30,15 @@ from tests.kv_store.test_handover import (
     lending,
     put,
 )
-from tests.kv_store.test_handover_early import following
+from tests.kv_store.test_producer_consumer_early import following
 
 MANY = [PageKey(i.to_bytes(32, "big"), 0) for i in range(MAX_PAGES + 6)]
 
 
 @contextlib.contextmanager
-def asking(lender, secret=None, most=MOST):
-    """A channel to a lender, as a borrower's."""
-    connection = socket.create_connection((lender.host, lender.port), 5)
+def asking(producer, secret=None, most=MOST):
+    """A channel to a producer, as a consumer's."""
+    connection = socket.create_connection((producer.host, producer.port), 5)
     try:
         yield Channel(connection, SPACE, secret, is_server=False, most=most)
     finally:
@@ -47,14 +47,14 @@ def asking(lender, secret=None, most=MOST):
 
 @contextlib.contextmanager
 def lending_many():
-    """A lender, and a lease of more pages than an answer has."""
-    with lending(keys=()) as (lender, store):
-        lease, _ = lender.grant(MANY)
+    """A producer, and a lease of more pages than an answer has."""
+    with lending(keys=()) as (producer, store):
+        lease, _ = producer.grant(MANY)
         for key in MANY:
             put(store, key)
-        lender.hold(MANY)
-        lender.finish(lease, MANY)
-        yield lender, lease
+        producer.hold(MANY)
+        producer.finish(lease, MANY)
+        yield producer, lease
 
 
 @pytest.mark.parametrize("changes", [{"version": wire.VERSION + 1}, {"nonce": b""}], ids=["version", "nonce"])
@@ -64,11 +64,11 @@ def test_greetings_of_others_are_refused(changes, monkeypatch):
     def greet_otherwise(channel, own, is_server):
         return greet(channel, own if is_server else msgspec.structs.replace(own, **changes), is_server)
 
-    with lending() as (lender, _):
+    with lending() as (producer, _):
         monkeypatch.setattr(Channel, "_greet", greet_otherwise)
-        with pytest.raises(PageError, match="The peer refuses"), asking(lender):
+        with pytest.raises(PageError, match="The peer refuses"), asking(producer):
             pass
-        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+        eventually(lambda: producer.stats()["kv_lent_refused"] == 1)
 
 
 def test_a_signed_message_cannot_be_sent_back_to_who_sent_it():
@@ -91,91 +91,91 @@ def test_what_is_announced_is_not_waited_for_where_it_is_too_much(num_message, n
 
 
 def test_a_question_and_an_answer_have_so_much_and_no_more(monkeypatch):
-    with lending_many() as (lender, lease), asking(lender) as channel:
+    with lending_many() as (producer, lease), asking(producer) as channel:
         question = Get(lease, [(key.block_hash, key.group) for key in MANY])
         channel.send(question)
         answer = channel.receive()
         assert isinstance(answer, Pages) and answer.there == list(range(MAX_PAGES)) and not answer.gone
-        monkeypatch.setattr("jaxpaged.kv_store.lender.MOST_SENT", 2 * answer.contents[0].nbytes)
+        monkeypatch.setattr("jaxpaged.kv_store.producer.MOST_SENT", 2 * answer.contents[0].nbytes)
         channel.send(question)
         assert channel.receive().there == [0, 1]
-        monkeypatch.setattr("jaxpaged.kv_store.lender.MOST_SENT", 1)
+        monkeypatch.setattr("jaxpaged.kv_store.producer.MOST_SENT", 1)
         channel.send(question)
         assert channel.receive().there == [0], "one that alone has more is sent"
 
 
 def test_what_is_no_question_is_refused():
-    with lending() as (lender, _), asking(lender) as channel:
+    with lending() as (producer, _), asking(producer) as channel:
         channel.send(Renewed(1.0))
-        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+        eventually(lambda: producer.stats()["kv_lent_refused"] == 1)
 
 
 def test_a_borrower_expects_so_many_pages_and_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr("jaxpaged.kv_store.borrower.MAX_KEYS", 4)
-    borrower = Borrower(SPACE, MOST, peers="127.0.0.1")
-    borrower.expect(MANY[:6], RemoteSource("127.0.0.1", 1, "lease", 24))
-    assert borrower.lookup(MANY[:6]) == [Lookup.MISS] * 2 + [Lookup.HIT] * 4
-    borrower.close()
+    monkeypatch.setattr("jaxpaged.kv_store.consumer.MAX_KEYS", 4)
+    consumer = KVConsumer(SPACE, MOST, peers="127.0.0.1")
+    consumer.expect(MANY[:6], RemoteSource("127.0.0.1", 1, "lease", 24))
+    assert consumer.lookup(MANY[:6]) == [Lookup.MISS] * 2 + [Lookup.HIT] * 4
+    consumer.close()
 
 
 def test_who_closes_waits_for_no_answer():
     with following() as (_, _, follower):
-        eventually(lambda: follower.borrower._busy)
+        eventually(lambda: follower.consumer._busy)
         begin = time.monotonic()
-        follower.borrower.close()
+        follower.consumer.close()
         assert follower.ended() and time.monotonic() - begin < 2
 
 
 def test_a_connection_that_failed_is_not_used_again(monkeypatch):
-    with lending() as (lender, _), borrowing(lender) as (borrower, _):
-        assert got(borrower, KEYS[0]) is not None
-        ((_, channel),) = borrower._idle
+    with lending() as (producer, _), borrowing(producer) as (consumer, _):
+        assert got(consumer, KEYS[0]) is not None
+        ((_, channel),) = consumer._idle
         monkeypatch.setattr(channel, "receive", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            got(borrower, KEYS[1])
-        assert channel._socket.fileno() == -1 and not borrower._idle
+            got(consumer, KEYS[1])
+        assert channel._socket.fileno() == -1 and not consumer._idle
 
 
 def test_a_peer_that_does_not_answer_is_not_asked_for_other_leases_either():
-    with lending() as (lender, _), borrowing(lender) as (borrower, source):
-        lender.close()
+    with lending() as (producer, _), borrowing(producer) as (consumer, source):
+        producer.close()
         for number, key in enumerate(KEYS):
-            borrower.expect([key], RemoteSource(source.host, source.port, f"lease {number}", 4))
-            assert got(borrower, key) is None
-        assert borrower.usage().counters.errors == 1
+            consumer.expect([key], RemoteSource(source.host, source.port, f"lease {number}", 4))
+            assert got(consumer, key) is None
+        assert consumer.usage().counters.errors == 1
 
 
 def test_a_page_of_another_namespace_is_not_used_whoever_lends_it():
-    with lending(keys=KEYS[1:]) as (lender, store):
+    with lending(keys=KEYS[1:]) as (producer, store):
         store.put(KEYS[0], encode(PageHeader(OTHER, KEYS[0], None, (1, 2, 3, 4)), VALUES))
-        with borrowing(lender) as (borrower, _):
-            assert got(borrower, KEYS[0]) is None and borrower.usage().counters.corrupt == 1
+        with borrowing(producer) as (consumer, _):
+            assert got(consumer, KEYS[0]) is None and consumer.usage().counters.corrupt == 1
 
 
 def test_two_lenders_are_told_apart():
-    with lending() as (first, _), lending() as (second, _), borrowing(first) as (borrower, _):
-        assert got(borrower, KEYS[0]) is not None
+    with lending() as (first, _), lending() as (second, _), borrowing(first) as (consumer, _):
+        assert got(consumer, KEYS[0]) is not None
         lease, _ = second.grant(KEYS)
         second.finish(lease, KEYS)
         second.hold(KEYS)
-        borrower.expect(KEYS, RemoteSource(second.host, second.port, lease, 12))
-        assert got(borrower, KEYS[0]) is not None and second.stats()["kv_lent_pages"] == 1
+        consumer.expect(KEYS, RemoteSource(second.host, second.port, lease, 12))
+        assert got(consumer, KEYS[0]) is not None and second.stats()["kv_lent_pages"] == 1
 
 
 def test_a_lease_that_has_ended_is_neither_given_back_again_nor_kept(monkeypatch):
-    monkeypatch.setattr("jaxpaged.kv_store.borrower.RENEW_SECONDS", 0.05)
-    with lending(lease_s=0.3) as (lender, _), borrowing(lender) as (borrower, source):
+    monkeypatch.setattr("jaxpaged.kv_store.consumer.RENEW_SECONDS", 0.05)
+    with lending(lease_s=0.3) as (producer, _), borrowing(producer) as (consumer, source):
         told, renewed = [], []
-        monkeypatch.setattr(borrower, "_send_release", told.append)
-        monkeypatch.setattr(borrower, "_renew", renewed.append)
-        borrower.release(source)
-        borrower.release(source)
-        borrower.keep_lease(source)
-        assert not borrower._kept
+        monkeypatch.setattr(consumer, "_send_release", told.append)
+        monkeypatch.setattr(consumer, "_renew", renewed.append)
+        consumer.release(source)
+        consumer.release(source)
+        consumer.keep_lease(source)
+        assert not consumer._kept
         other = RemoteSource(source.host, source.port, "failed", 12)
-        borrower.keep_lease(other)
+        consumer.keep_lease(other)
         eventually(lambda: renewed)
-        borrower._end(other.lease)
+        consumer._end(other.lease)
         time.sleep(0.1)
         renewed.clear()
         time.sleep(0.2)
@@ -183,9 +183,9 @@ def test_a_lease_that_has_ended_is_neither_given_back_again_nor_kept(monkeypatch
 
 
 def test_strangers_too_are_hung_up_on_at_the_end():
-    visitors, (ours, theirs) = Visitors(), socket.socketpair()
-    assert visitors.admit(ours)
-    visitors.close()
+    connections, (ours, theirs) = Connections(), socket.socketpair()
+    assert connections.admit(ours)
+    connections.close()
     assert hangs_up(theirs)
     ours.close()
     theirs.close()

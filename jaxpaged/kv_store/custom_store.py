@@ -22,7 +22,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
 from jaxpaged.kv_store.connectors import installed_connectors
 from jaxpaged.kv_store.page import PageKey
-from jaxpaged.kv_store.remote import RemoteTier
+from jaxpaged.kv_store.remote_store import RemoteTier
 
 
 class PageStore(Protocol):
@@ -51,12 +51,12 @@ def open_store(name: str, module: str | None, config: Mapping[str, Any], namespa
     missing = [each for each in ("exist", "get", "put", "delete", "close") if not callable(getattr(store, each, None))]
     if missing:
         raise ConfigError(
-            f"the kv_connector {name!r} has no method {', '.join(missing)}; kv_store/own.py has them all."
+            f"the kv_connector {name!r} has no method {', '.join(missing)}; kv_store/custom_store.py has them all."
         )
     return store
 
 
-class OwnTier(RemoteTier):
+class CustomTier(RemoteTier):
     """The pages of one namespace in such a store."""
 
     failures = (Exception,)

@@ -1,4 +1,4 @@
-"""Who is connected to a lender: so many at a time, of whom those that have not asked for anything yet make room.
+"""Who is connected to a producer: so many at a time, of whom those that have not asked for anything yet make room.
 
 What is refused is counted, and the log has one line of it a minute, however many come. Knows no messages.
 """
@@ -18,7 +18,7 @@ ASK_SECONDS = 5.0
 QUIET_SECONDS = 60.0
 
 
-class Visitors:
+class Connections:
     """Connections, strangers until they are `known`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -47,7 +47,7 @@ class Visitors:
         return admitted
 
     def known(self, connection: socket.socket) -> None:
-        """It has asked as a borrower does."""
+        """It has asked as a consumer does."""
         with self._lock:
             if self._strangers.pop(connection, None) is not None:
                 self._known.add(connection)
@@ -79,7 +79,7 @@ class Visitors:
                 return
             self._quiet_until, self._num_untold = now + QUIET_SECONDS, 0
         others = f" So were {num_untold} more since that was told last." if num_untold else ""
-        logger.warning("A borrower of keys and values is refused: %.300s.%s", str(reason).rstrip("."), others)
+        logger.warning("A consumer of keys and values is refused: %.300s.%s", str(reason).rstrip("."), others)
 
     def close(self) -> None:
         """Hang up on all."""

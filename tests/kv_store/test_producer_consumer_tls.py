@@ -12,7 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.peering import Peering
 from jaxpaged.kv_store.tls import TlsFiles
-from tests.kv_store.test_handover import KEYS, SECRET, borrowing, eventually, got, hangs_up, lending
+from tests.kv_store.test_producer_consumer import KEYS, SECRET, borrowing, eventually, got, hangs_up, lending
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
@@ -103,20 +103,20 @@ def files(folder):
 def test_pages_are_encrypted_and_both_sides_know_each_other(files, secret):
     tls = files("here", "ca")
     with (
-        lending(secret, tls=tls) as (lender, _),
-        borrowing(lender, secret=secret, tls=tls) as (borrower, source),
+        lending(secret, tls=tls) as (producer, _),
+        borrowing(producer, secret=secret, tls=tls) as (consumer, source),
     ):
-        assert all(got(borrower, key) is not None for key in KEYS)
-        assert len(borrower._idle) == 1 and borrower._idle[0][1]._socket.version() == "TLSv1.3"
-        assert borrower.stats()["kv_borrowed_pages"] == {"shared_memory": 0, "unix": 0, "tcp": 0, "tls": len(KEYS)}
-        borrower.release(source)
-        eventually(lambda: lender.stats()["kv_leases_released"] == 1)
+        assert all(got(consumer, key) is not None for key in KEYS)
+        assert len(consumer._idle) == 1 and consumer._idle[0][1]._socket.version() == "TLSv1.3"
+        assert consumer.stats()["kv_borrowed_pages"] == {"shared_memory": 0, "unix": 0, "tcp": 0, "tls": len(KEYS)}
+        consumer.release(source)
+        eventually(lambda: producer.stats()["kv_leases_released"] == 1)
 
 
 def test_a_self_signed_certificate_is_its_own_authority(files):
     theirs, ours = files("stranger"), files(authority="stranger")
-    with lending(tls=theirs) as (lender, _), borrowing(lender, tls=ours) as (borrower, _):
-        assert got(borrower, KEYS[0]) is not None
+    with lending(tls=theirs) as (producer, _), borrowing(producer, tls=ours) as (consumer, _):
+        assert got(consumer, KEYS[0]) is not None
 
 
 @pytest.mark.parametrize(
@@ -133,29 +133,29 @@ def test_a_self_signed_certificate_is_its_own_authority(files):
 )
 def test_wrong_certificates_are_refused_by_name(files, caplog, shown, asked, own, trusted, words):
     theirs, ours = files(shown, asked), files(own, trusted)
-    with lending(tls=theirs) as (lender, _), borrowing(lender, tls=ours) as (borrower, _):
-        assert got(borrower, KEYS[0]) is None and got(borrower, KEYS[1]) is None
-        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
-        assert lender.stats()["kv_lent_pages"] == 0 and borrower.usage().counters.corrupt == 1
+    with lending(tls=theirs) as (producer, _), borrowing(producer, tls=ours) as (consumer, _):
+        assert got(consumer, KEYS[0]) is None and got(consumer, KEYS[1]) is None
+        eventually(lambda: producer.stats()["kv_lent_refused"] == 1)
+        assert producer.stats()["kv_lent_pages"] == 0 and consumer.usage().counters.corrupt == 1
     assert "kv_ssl_ca_certs" in caplog.text
     if asked is None:
         assert words in caplog.text.replace("self signed", "self-signed")
     else:
-        assert "A borrower of keys and values is refused: TLS with the peer fails" in caplog.text
+        assert "A consumer of keys and values is refused: TLS with the peer fails" in caplog.text
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_who_speaks_no_tls_and_who_does_alone(files, caplog, secret):
     with (
-        lending(secret, tls=files("here")) as (lender, _),
-        borrowing(lender, secret=secret) as (borrower, _),
+        lending(secret, tls=files("here")) as (producer, _),
+        borrowing(producer, secret=secret) as (consumer, _),
     ):
-        assert got(borrower, KEYS[0]) is None
-        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+        assert got(consumer, KEYS[0]) is None
+        eventually(lambda: producer.stats()["kv_lent_refused"] == 1)
     tls = files(authority="ca")
-    with lending(secret) as (lender, _), borrowing(lender, secret=secret, tls=tls) as (borrower, _):
-        assert got(borrower, KEYS[0]) is None
-        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
+    with lending(secret) as (producer, _), borrowing(producer, secret=secret, tls=tls) as (consumer, _):
+        assert got(consumer, KEYS[0]) is None
+        eventually(lambda: producer.stats()["kv_lent_refused"] == 1)
     assert (
         "The peer speaks TLS, and this engine does not" in caplog.text
         and "hung up on the greeting by TLS" in caplog.text
@@ -173,21 +173,21 @@ def test_a_borrower_without_tls_that_is_hung_up_on_says_what_may_be_missing(capl
 
         threading.Thread(target=hang_up, daemon=True).start()
         with (
-            lending() as (lender, _),
-            borrowing(lender) as (borrower, _),
+            lending() as (producer, _),
+            borrowing(producer) as (consumer, _),
             pytest.raises(ConnectionError, match="none by TLS: .*give this engine kv_ssl_ca_certs"),
         ):
-            borrower._connect(listener.getsockname())
+            consumer._connect(listener.getsockname())
 
 
 def test_who_says_nothing_in_place_of_a_greeting_is_hung_up_on(files, monkeypatch):
-    monkeypatch.setattr("jaxpaged.kv_store.visitors.ASK_SECONDS", 0.05)
-    with lending(tls=files("here")) as (lender, _):
-        with socket.create_connection((lender.host, lender.port), 5) as connection:
+    monkeypatch.setattr("jaxpaged.kv_store.connections.ASK_SECONDS", 0.05)
+    with lending(tls=files("here")) as (producer, _):
+        with socket.create_connection((producer.host, producer.port), 5) as connection:
             assert hangs_up(connection)
-        eventually(lambda: lender.stats()["kv_lent_refused"] == 1)
-        with borrowing(lender, tls=files(authority="ca")) as (borrower, _):
-            assert got(borrower, KEYS[0]) is not None
+        eventually(lambda: producer.stats()["kv_lent_refused"] == 1)
+        with borrowing(producer, tls=files(authority="ca")) as (consumer, _):
+            assert got(consumer, KEYS[0]) is not None
 
 
 def test_options_and_files(folder, files):

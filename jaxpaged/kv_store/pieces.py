@@ -1,17 +1,18 @@
 """How many tokens a page has, and how the blocks of a device are cut into pages, or joined to them.
 
-Pages have as many tokens wherever they are kept, so that engines with blocks of different sizes find each other's: a
-block is several pages, or several blocks are one. What travels is the smallest run of tokens that both end with, a
-*piece*: one page and one block where these are as large.
+A page has the same number of tokens in every engine, so engines with blocks of different sizes find each other's pages:
+a block is several pages, or a page is several blocks. A *piece* is the smallest number of tokens that is whole blocks
+and whole pages; pieces are what travels. A piece is one page and one block where these are equally large.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.page import MAX_TOKENS
+from jaxpaged.kv_store.page import MAX_TOKENS, PageContent, PageKey
 
 COMMON_TOKENS = 32
 """Tokens of a page where nothing else is said: what devices like as blocks are 16, or multiples of these."""
@@ -19,8 +20,21 @@ SMALLEST_JOINED = 16
 """Tokens of a block that is smaller than a page and still shares pages with others, unless a size is asked for."""
 
 
+class Piece(NamedTuple):
+    """The smallest run of tokens that both pages and blocks end with (`pieces.py`), of one group: its pages, and the
+    ids of its blocks on the device, empty where one has not its content, or not yet."""
+
+    pages: tuple[PageContent, ...]
+    block_ids: tuple[int, ...]
+
+
+def keys_of(pieces: Iterable[Piece]) -> list[PageKey]:
+    """Of all their pages."""
+    return [page.key for piece in pieces for page in piece.pages]
+
+
 @dataclass(frozen=True)
-class Cut:
+class PieceSize:
     """Of blocks and pages of so many tokens, one of which divides the other."""
 
     block_tokens: int

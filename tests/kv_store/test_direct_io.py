@@ -7,16 +7,16 @@ import os
 import numpy as np
 import pytest
 
-from jaxpaged.kv_store import direct
-from jaxpaged.kv_store.direct import BLOCK, aligned_parts, read_all, write_around_cache
+from jaxpaged.kv_store import direct_io
+from jaxpaged.kv_store.direct_io import BLOCK, aligned_parts, read_all, write_around_cache
 
 BUFFERS = [np.random.default_rng(n).integers(0, 255, size, np.uint8) for n, size in enumerate((100, 3 * BLOCK + 5, 7))]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(direct, "SMALLEST", 2 * BLOCK)
-    monkeypatch.setattr(direct, "PART_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(direct_io, "SMALLEST", 2 * BLOCK)
+    monkeypatch.setattr(direct_io, "PART_BYTES", 2 * BLOCK)
 
 
 def is_direct(file):
@@ -93,8 +93,8 @@ def test_what_a_file_system_refuses_half_way_is_written_anew(file, tmp_path, mon
             raise OSError(errno.EINVAL, "no")
         return write(number, part)
 
-    monkeypatch.setattr(direct, "set_direct", lambda number, is_direct: True)
-    monkeypatch.setattr(direct.os, "write", refuses_the_second)
+    monkeypatch.setattr(direct_io, "set_direct", lambda number, is_direct: True)
+    monkeypatch.setattr(direct_io.os, "write", refuses_the_second)
     write_around_cache(file, BUFFERS)
     assert len(seen) == 2 + len(BUFFERS) and (tmp_path / "file").read_bytes() == b"".join(map(bytes, BUFFERS))
 
@@ -109,7 +109,7 @@ def test_what_a_file_system_refuses_to_read_so_is_read_as_ever(file, tmp_path, m
             raise OSError(errno.EINVAL, "no")
         return readv(number, buffers)
 
-    monkeypatch.setattr(direct.os, "readv", refuses_the_first)
+    monkeypatch.setattr(direct_io.os, "readv", refuses_the_first)
     assert bytes(read(tmp_path / "file", len(whole), True)) == whole and not any(seen[1:])
     seen.clear()
     with pytest.raises(OSError, match="no"):
@@ -120,7 +120,7 @@ def test_a_full_disk_is_told(file, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(direct.os, "write", full)
+    monkeypatch.setattr(direct_io.os, "write", full)
     with pytest.raises(OSError, match="full"):
         write_around_cache(file, BUFFERS)
 
