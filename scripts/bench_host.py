@@ -31,7 +31,6 @@ from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.build import build_input_processor
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.executor.program_choice import ProgramChoice, StepSizes
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import SchedulerOutput
 from jaxpaged.models.config import load_hf_config
@@ -44,8 +43,9 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.features import features_of
 from jaxpaged.worker.device import Device as RealDevice
 from jaxpaged.worker.device import DeviceState
+from jaxpaged.worker.engine_spec import doubling_buckets
 from jaxpaged.worker.model_runner import ModelRunner, PendingStep
-from jaxpaged.worker.programs.buckets import doubling_buckets
+from jaxpaged.worker.programs.choose import ProgramChoice, StepSizes
 from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler

@@ -128,7 +128,7 @@ def watch_programs(recorder: Recorder) -> None:
     def name(key: Any) -> str:
         return f"{key.kind} {key.size or ''}".strip()
 
-    class TimedPrograms(worker.Programs):
+    class TimedPrograms(worker.CompiledPrograms):
         def __init__(self, builders: Any, *, stored: Any, index: Any = None, **settings: Any):
             if index is not None:
                 load, known = index.load, index.known(builders)
@@ -143,7 +143,7 @@ def watch_programs(recorder: Recorder) -> None:
                     return super().__getitem__(key)
             return super().__getitem__(key)
 
-    worker.Programs = TimedPrograms
+    worker.CompiledPrograms = TimedPrograms
 
 
 def watch_weights(recorder: Recorder) -> None:

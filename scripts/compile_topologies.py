@@ -25,10 +25,10 @@ import jax
 from jaxpaged.config import EngineConfig
 from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.engine.build import facts_of
+from jaxpaged.messages import ProgramKey
 from jaxpaged.models.registry import model_for
 from jaxpaged.worker.planning.planner import Planner
 from jaxpaged.worker.planning.targets import Target, parse_target
-from jaxpaged.worker.programs.table import ProgramKey
 from pallas_kernels.tpu_targets import why_not
 
 TOKENS = (64, 2048)
@@ -203,7 +203,7 @@ def num_stages(case: Case) -> int:
 
 def programs_at(planner: Planner) -> Iterator[PlannedProgram]:
     """All forward programs, of every stage, and the plain sampler of the most rows, compiled one after another."""
-    keys = [ProgramKey("forward", size) for size in planner.blueprint.token_buckets]
+    keys = [ProgramKey("forward", size) for size in planner.engine_spec.token_buckets]
     for key in [*keys, ProgramKey("sample", planner.config.scheduler.max_num_seqs)]:
         yield from planner.compiler.compile_program(key)
 

@@ -63,9 +63,9 @@ NUM_CALLS = 20
 
 def limits_by_candidates() -> None:
     from jaxpaged.sampling.limits import LimitsMethod
-    from jaxpaged.worker.programs import blueprint
+    from jaxpaged.worker import engine_spec
 
-    blueprint.choose_method = lambda *_, **__: LimitsMethod()
+    engine_spec.choose_method = lambda *_, **__: LimitsMethod()
 
 
 def one_program_for_shared_spans() -> None:
@@ -75,16 +75,17 @@ def one_program_for_shared_spans() -> None:
 
 
 def runs_of_several_steps() -> None:
-    from jaxpaged.worker.programs import blueprint
+    from jaxpaged.worker import engine_spec
 
-    blueprint.MAX_STEPS = {}
+    engine_spec.MAX_STEPS = {}
 
 
 def runs_after_many_decodes() -> None:
-    from jaxpaged.executor import program_choice, uniproc
+    from jaxpaged.executor import uniproc
+    from jaxpaged.worker.programs import choose
 
     sizes_of = uniproc.sizes_of
-    uniproc.sizes_of = lambda worker: sizes_of(worker)._replace(decodes_that_pay=program_choice.DECODES_THAT_PAY)
+    uniproc.sizes_of = lambda worker: sizes_of(worker)._replace(decodes_that_pay=choose.DECODES_THAT_PAY)
 
 
 CHANGES: dict[str, Callable[[], None]] = {

@@ -32,7 +32,7 @@ from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.layers.linear import choose_matmul_backend, takes_one_row
-from jaxpaged.worker.programs.buckets import doubling_buckets
+from jaxpaged.worker.engine_spec import doubling_buckets
 
 XLA_ITSELF = "XLA's copies and conversions"
 PARTS = {

@@ -14,12 +14,12 @@ from jaxpaged.errors import EngineDeadError, EngineError, UsageError
 from jaxpaged.executor.base import PendingOutput
 from jaxpaged.executor.group import Group
 from jaxpaged.executor.group_messages import Draw, Step
-from jaxpaged.executor.program_choice import Readiness
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_params.features import Extra
+from jaxpaged.worker.programs.choose import Readiness
 from jaxpaged.worker.worker import Worker
 
 

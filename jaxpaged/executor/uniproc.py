@@ -12,13 +12,13 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker, PendingOutput
-from jaxpaged.executor.program_choice import DECODES_THAT_PAY, ProgramChoice, Readiness, StepSizes
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.model_runner import PendingStep
-from jaxpaged.worker.programs.blueprint import DECODE_KINDS, SMALL_PROMPT
+from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, ProgramChoice, Readiness, StepSizes
+from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, SMALL_PROMPT
 from jaxpaged.worker.step.verify import VERIFY_KINDS
 from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
@@ -42,16 +42,16 @@ def platform(gpu_memory_utilization: float) -> str:
 
 def sizes_of(worker: Worker) -> StepSizes:
     """What there is to choose from."""
-    blueprint, runs = worker.blueprint, worker.step_programs.runs
+    engine_spec, runs = worker.engine_spec, worker.step_programs.runs
     return StepSizes(
         finisher="pool" if worker.pools else "sample",
-        tokens=blueprint.token_buckets,
-        samples=blueprint.sample_buckets,
+        tokens=engine_spec.token_buckets,
+        samples=engine_spec.sample_buckets,
         run_steps={key: runs[key.size].max_steps for key in worker.programs.builders if key.kind in DECODE_KINDS},
-        needs_full=blueprint.needs_full,
-        verify=VERIFY_KINDS if blueprint.num_drafts else {},
+        needs_full=engine_spec.needs_full,
+        verify=VERIFY_KINDS if engine_spec.num_drafts else {},
         small_prompt=SMALL_PROMPT,
-        decodes_that_pay=DECODES_THAT_PAY if blueprint.platform == "cpu" else 1,
+        decodes_that_pay=DECODES_THAT_PAY if engine_spec.platform == "cpu" else 1,
     )
 
 
@@ -98,7 +98,7 @@ class UniProcExecutor:
 
     @property
     def token_buckets(self) -> Sequence[int]:
-        return self.worker.blueprint.token_buckets
+        return self.worker.engine_spec.token_buckets
 
     @property
     def weights_version(self) -> str:

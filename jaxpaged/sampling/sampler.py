@@ -4,7 +4,7 @@ Both are pure and are traced with fixed shapes; rows that a step does not fill a
 A row's token depends on its own logits, parameters, seed and position, never on the other rows: work that no row
 wants is skipped for the whole step, but a row that gets it done for others does not use it.
 
-Nothing here knows which program a step needs; `executor/program_choice.py` does.
+Nothing here knows which program a step needs; `worker/programs/choose.py` does.
 
 Letters: P parameters of custom logits processors.
 """

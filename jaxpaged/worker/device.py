@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.programs.table import Programs
+from jaxpaged.worker.programs.compiled import CompiledPrograms
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepCounts:
 class Device:
     """`params`, `head` and `state` are None while they sleep."""
 
-    programs: Programs
+    programs: CompiledPrograms
     params: Any
     head: Any
     state: DeviceState | None

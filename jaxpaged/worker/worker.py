@@ -25,6 +25,7 @@ from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_ver
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.drafters.model import ModelDrafter
+from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
@@ -33,15 +34,20 @@ from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
 from jaxpaged.worker.planning.costs import work_of
 from jaxpaged.worker.profiler import Profiler
-from jaxpaged.worker.programs.blueprint import DECODE_KINDS, NUM_FIRST, Blueprint
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
-from jaxpaged.worker.programs.compile_turns import CacheHits, CompileTurns
+from jaxpaged.worker.programs.compiled import (
+    THREAD_NAME,
+    CacheHits,
+    CompileCounter,
+    CompiledPrograms,
+    CompileTurns,
+    enable_compilation_cache,
+)
+from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, NUM_FIRST
 from jaxpaged.worker.programs.pipeline import builders_of
 from jaxpaged.worker.programs.program_index import open_index
-from jaxpaged.worker.programs.table import THREAD_NAME, CompileCounter, Programs, enable_compilation_cache
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
-from jaxpaged.worker.stages import stage_blueprints, whole_kv_cache
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.functions import RESULT_TYPES
@@ -81,21 +87,21 @@ class Worker:
             spreads_experts=parallel.enable_expert_parallel,
             ranks=parallel.num_ranks,
         )
-        self.stages = stage_blueprints(config, model, decoder, meshes)
-        self.blueprint = self.stages[-1]
-        check_slice(parallel.num_cores, self.blueprint.mesh)
+        self.stages = engine_specs(config, model, decoder, meshes)
+        self.engine_spec = self.stages[-1]
+        check_slice(parallel.num_cores, self.engine_spec.mesh)
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
-        self.kv_cache_config = whole_kv_cache(self.blueprint, num_blocks)
+        self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks)
         offload = config.cache.offload
-        self._offload = offload and check_offload(offload, self.blueprint, self.kv_cache_config)
+        self._offload = offload and check_offload(offload, self.engine_spec, self.kv_cache_config)
         self.pools = config.model.runner == "pooling"
         self._of_stages = [programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
         self.step_programs = self._of_stages[-1]
         self.cache_hits = CacheHits(THREAD_NAME)
         self.programs = self._make_programs()
         self.programs.start()
-        on_host = self.blueprint.mesh.devices.flat[0].platform == "cpu"
+        on_host = self.engine_spec.mesh.devices.flat[0].platform == "cpu"
         identify = partial(versions, self._folders(folder)) if config.load.load_format != "dummy" else str
         self.weights = Weights(self._loader(folder), identify, keeps_copies=not on_host)
         self.profiler = Profiler(config.profiler.profile_dir)
@@ -122,27 +128,27 @@ class Worker:
 
     def _head(self, params: Any) -> Any:
         """What turns hidden states into logits, or into what an engine that pools gives."""
-        return self.blueprint.model.head(params if len(self.stages) == 1 else params[-1])
+        return self.engine_spec.model.head(params if len(self.stages) == 1 else params[-1])
 
-    def _size_kv_cache(self, blueprint: Blueprint) -> KVCacheConfig:
+    def _size_kv_cache(self, engine_spec: EngineSpec) -> KVCacheConfig:
         cache = self.config.cache
-        place = (reserve_of(blueprint).total, blueprint.mesh.local_devices[0])
+        place = (reserve_of(engine_spec).total, engine_spec.mesh.local_devices[0])
         if self.bundle:
-            return compiled_kv_cache(self.bundle.num_blocks, cache, blueprint.division, *place)
-        return size_kv_cache(cache, blueprint.division, blueprint.demand, *place)
+            return compiled_kv_cache(self.bundle.num_blocks, cache, engine_spec.division, *place)
+        return size_kv_cache(cache, engine_spec.division, engine_spec.demand, *place)
 
     def _open_bundle(self) -> Bundle | None:
         """The bundle that was asked for. Raises ConfigError when it is damaged or for another engine."""
         if self.config.compile.bundle is None:
             return None
         bundle = Bundle(Path(self.config.compile.bundle))
-        bundle.check(self.blueprint.fingerprint())
+        bundle.check(self.engine_spec.fingerprint())
         return bundle
 
-    def _make_programs(self) -> Programs:
+    def _make_programs(self) -> CompiledPrograms:
         """The table, compiled here or taken from the bundle."""
         builders = builders_of(self._of_stages)
-        stored = self.bundle.loaders(list(builders), self.blueprint.mesh, RESULT_TYPES) if self.bundle else {}
+        stored = self.bundle.loaders(list(builders), self.engine_spec.mesh, RESULT_TYPES) if self.bundle else {}
         # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody asks for more
         # than ordinary tokens when the first one does: compiling can wait for that.
         unsure = self.config.scheduler.num_scheduler_steps is None
@@ -150,16 +156,16 @@ class Worker:
         late = rare.union(key for key in builders if (unsure and key.kind in DECODE_KINDS) or key.kind.endswith(SHARED))
         folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
         if self.config.parallel.num_cores > 1 and folder is not None:
-            turns = {"turn": CompileTurns(folder, (self.blueprint.fingerprint(), num_blocks)).turn}
-        index = None if stored else open_index(self.blueprint, num_blocks, RESULT_TYPES)
-        return Programs(
+            turns = {"turn": CompileTurns(folder, (self.engine_spec.fingerprint(), num_blocks)).turn}
+        index = None if stored else open_index(self.engine_spec, num_blocks, RESULT_TYPES)
+        return CompiledPrograms(
             builders,
             progress=self.progress,
             stored=stored,
             on_demand=() if stored else late,
             rare=rare,
             first=NUM_FIRST,
-            shares_cores=self.blueprint.platform == "cpu",
+            shares_cores=self.engine_spec.platform == "cpu",
             index=index,
             row_shares=self._row_shares(builders),
             **turns,
@@ -175,25 +181,25 @@ class Worker:
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
         programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks[0]
-        save_bundle(folder, programs, self.blueprint.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
+        save_bundle(folder, programs, self.engine_spec.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
 
     def _folders(self, folder: Path | None) -> list[Path]:
         """Where weights come from."""
-        draft = self.blueprint.draft
+        draft = self.engine_spec.draft
         return [each for each in (folder, draft and draft.folder) if each is not None]
 
     def _loader(self, folder: Path | None) -> Callable[[], Any]:
         """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
-        blueprint = self.blueprint
+        engine_spec = self.engine_spec
         if len(self.stages) > 1:
             return self._stage_loader(folder)
-        load = self._loader_of(blueprint.specs, blueprint.decoder, folder)
+        load = self._loader_of(engine_spec.specs, engine_spec.decoder, folder)
         if self.config.parallel.expert_balance is not None:
-            load = partial(loaded_with_tables, load, blueprint.mesh)
-        if blueprint.draft is None:
+            load = partial(loaded_with_tables, load, engine_spec.mesh)
+        if engine_spec.draft is None:
             return load
-        place = blueprint.draft.folder
-        load_draft = self._loader_of(blueprint.draft_specs, blueprint.draft.config, place, is_whole=place != folder)
+        place = engine_spec.draft.folder
+        load_draft = self._loader_of(engine_spec.draft_specs, engine_spec.draft.config, place, is_whole=place != folder)
         return lambda: DraftedParams(load(), load_draft())
 
     def _stage_loader(self, folder: Path | None) -> Callable[[], Any]:
@@ -215,11 +221,11 @@ class Worker:
         decoder: DecoderConfig,
         folder: Path | None,
         is_whole: bool = True,
-        stage: Blueprint | None = None,
+        stage: EngineSpec | None = None,
     ) -> Callable[[], Any]:
         """The same for one model, or for a part of it."""
-        blueprint = stage or self.blueprint
-        target, load = (blueprint.mesh, blueprint.dtype), self.config.load
+        engine_spec = stage or self.engine_spec
+        target, load = (engine_spec.mesh, engine_spec.dtype), self.config.load
         if load.load_format == "dummy":
             whole = None if stage is None else stage.whole_specs
             return DummyParams(specs, decoder, *target, seed=self.config.model.seed, whole=whole).make
@@ -248,11 +254,11 @@ class Worker:
         finishers: tuple[Finisher, ...] = (PoolFinisher(),)
         drafter: Drafter | None = None
         if not self.pools:
-            sampler = Sampler(rows, programs.row_state, self.blueprint.custom, programs.runs)
+            sampler = Sampler(rows, programs.row_state, self.engine_spec.custom, programs.runs)
             finishers = PromptScorer(rows), sampler
-            if self.blueprint.draft is not None:
+            if self.engine_spec.draft is not None:
                 drafter = ModelDrafter(sampler, programs.draft_runs)
-            elif self.blueprint.num_drafts:
+            elif self.engine_spec.num_drafts:
                 drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
         after_step = self.balancer.step_dispatched if self.balancer is not None else None
         return ModelRunner(self.device, rows, programs.layouts, finishers, drafter, after_step)
@@ -260,13 +266,13 @@ class Worker:
     def _make_balancer(self) -> ExpertBalancer | None:
         """What moves experts between devices, if they are to be moved."""
         options = self.config.parallel.expert_balance
-        return options and ExpertBalancer(self.device, options, self.blueprint.mesh)
+        return options and ExpertBalancer(self.device, options, self.engine_spec.mesh)
 
     def _open_transfer(self) -> KVTransferWorker | None:
         """What keeps keys and values besides the devices, if anything."""
         if self._offload is None:
             return None
-        args = self.blueprint, self.kv_cache_config, self.device, self.weights.version
+        args = self.engine_spec, self.kv_cache_config, self.device, self.weights.version
         return open_transfer(self._offload, *args)
 
     def new_state(self) -> DeviceState:
@@ -337,7 +343,7 @@ class Worker:
             "steps": counts.steps,
             "scheduled_tokens": counts.scheduled_tokens,
             "padded_tokens": counts.padded_tokens,
-            "token_buckets": list(self.blueprint.token_buckets),
+            "token_buckets": list(self.engine_spec.token_buckets),
             "bucket_steps": dict(sorted(counts.buckets.items())),
             "programs": programs.num_wanted,
             "programs_ready": programs.num_ready,
@@ -375,7 +381,7 @@ def free_state(device: Device) -> None:
     device.state = None
 
 
-def planned_memory(stages: Sequence[Blueprint], num_blocks: int) -> dict[str, int]:
+def planned_memory(stages: Sequence[EngineSpec], num_blocks: int) -> dict[str, int]:
     """Bytes of the device that has most to keep in an engine which is awake, by what for, and how many devices."""
     reserves = [reserve_of(stage) for stage in stages]
     return {
@@ -386,15 +392,15 @@ def planned_memory(stages: Sequence[Blueprint], num_blocks: int) -> dict[str, in
     }
 
 
-def log_start(stages: Sequence[Blueprint], kv_cache: KVCacheConfig, seconds: float) -> None:
+def log_start(stages: Sequence[EngineSpec], kv_cache: KVCacheConfig, seconds: float) -> None:
     """Say what was loaded where, within `seconds`, and how many requests of full length the KV cache holds."""
-    blueprint, memory = stages[-1], planned_memory(stages, kv_cache.num_blocks[0])
-    model, cache, demand = blueprint.config.model, blueprint.config.cache, blueprint.demand
+    engine_spec, memory = stages[-1], planned_memory(stages, kv_cache.num_blocks[0])
+    model, cache, demand = engine_spec.config.model, engine_spec.config.cache, engine_spec.demand
     devices = [device for stage in stages for device in stage.mesh.devices.flat]
-    ranks = blueprint.config.parallel.num_ranks
+    ranks = engine_spec.config.parallel.num_ranks
     concurrency = ranks * kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
     kv_bytes, weight_bytes = memory["kv_cache_bytes"], memory["weight_bytes"]
-    shards = blueprint.config.parallel.decode_context_parallel_size
+    shards = engine_spec.config.parallel.decode_context_parallel_size
     split = f", each context over {shards} devices" if shards > 1 else ""
     if ranks > 1:
         split += f"; {ranks} attention ranks with requests of their own have the experts together"

@@ -9,10 +9,10 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import resolve_model
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.executor import program_choice
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.worker.programs import choose
 from tests.models.checkpoints import write_checkpoint
 
 VOCAB = 211
@@ -59,7 +59,7 @@ def engine(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def two_programs_a_step(monkeypatch):
     """Single steps are a forward pass and a sampler, however many come in which all decode."""
-    monkeypatch.setattr(program_choice, "DECODES_THAT_PAY", 10**9)
+    monkeypatch.setattr(choose, "DECODES_THAT_PAY", 10**9)
 
 
 def core_of(engine, num_steps, **changes):
@@ -142,7 +142,7 @@ def test_random_traffic_gets_the_same_where_a_step_in_which_all_decode_is_one_pr
     if mixed:
         core._pacer = MixedPacer(5)
     with monkeypatch.context() as patch:
-        patch.setattr(program_choice, "DECODES_THAT_PAY", 0)
+        patch.setattr(choose, "DECODES_THAT_PAY", 0)
         before = choice._num_decodes.total()
         served = serve(core, random.Random(4), 40)
         assert choice._num_decodes.total() - before > 15, "hardly any steps in which all decode"
@@ -246,7 +246,7 @@ def test_second_turns_after_any_mix_of_steps_and_runs_have_the_log_probabilities
     """What they find in the cache ends with a stop token, which a run does not compute."""
     core, draw, num_whole = core_of(engine, 1), random.Random(1), 0
     core._pacer = MixedPacer(2)
-    monkeypatch.setattr(program_choice, "DECODES_THAT_PAY", engine[1].choice._num_decodes.total() + 100)
+    monkeypatch.setattr(choose, "DECODES_THAT_PAY", engine[1].choice._num_decodes.total() + 100)
     for turn in range(25):
         prompts = list(chats(core, draw, turn))
         num_whole += sum(whole for _, whole in prompts)

@@ -50,7 +50,7 @@ def test_experts_move_while_requests_run_and_the_tokens_stay(tmp_path, caplog):
         assert told[0][0] <= 0.5 and told[0][1] == told[-1][0] == 1
         stats = executor.worker.stats()
         assert stats["expert_rebalancings"] == len(told) >= 3 and stats["recompiles"] == 0
-        assert stats["expert_layers_moved"] == executor.worker.blueprint.decoder.num_layers
+        assert stats["expert_layers_moved"] == executor.worker.engine_spec.decoder.num_layers
         executor.worker.sleep(discard=True)
         executor.worker.wake_up("weights")
         executor.worker.wake_up("kv_cache")

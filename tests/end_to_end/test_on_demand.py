@@ -10,9 +10,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import resolve_model
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.executor.uniproc import UniProcExecutor
-from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.messages import EngineCoreRequest, ProgramKey
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.programs.table import ProgramKey
 from tests.models.checkpoints import write_checkpoint
 
 OPTIONS = {

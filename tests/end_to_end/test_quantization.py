@@ -25,7 +25,7 @@ def test_the_engine_runs_the_rounded_model_and_counts_its_smaller_weights(name, 
     assert generate(scheduler, executor, [prompt, prompt], 4) == [expected, expected]
     assert executor.worker.stats()["recompiles"] == 0
     params = jax.tree.leaves(worker.device.params)
-    assert worker.blueprint.weight_bytes == sum(array.nbytes for array in params)
+    assert worker.engine_spec.weight_bytes == sum(array.nbytes for array in params)
     weights = jax.tree.leaves(worker.device.params, is_leaf=is_quantized)
-    assert worker.blueprint.weight_bytes * 8 < bits * sum(math.prod(weight.shape) for weight in weights)
+    assert worker.engine_spec.weight_bytes * 8 < bits * sum(math.prod(weight.shape) for weight in weights)
     executor.shutdown()

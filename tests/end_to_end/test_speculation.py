@@ -17,7 +17,7 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.worker.programs import blueprint
+from jaxpaged.worker import engine_spec
 from tests.core.simulation import ForcedLengths, any_length
 from tests.end_to_end.test_decode_runs import VOCAB, answers_of, joined, serve
 from tests.models.checkpoints import write_checkpoint
@@ -47,7 +47,7 @@ def started(folder, num_blocks=50, num_devices=1, sample_buckets=(8,), **specula
     given = {"num_speculative_tokens": MOST, **speculation}
     options = EngineConfig.from_options(model=str(folder), speculative_config=given, **options)
     path, functions, decoder, config = resolve_model(options)
-    with mock.patch.object(blueprint, "doubling_buckets", return_value=sample_buckets):
+    with mock.patch.object(engine_spec, "doubling_buckets", return_value=sample_buckets):
         return config, UniProcExecutor(config, functions, decoder, path)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from jaxpaged.config.plan import PlannedProgram
+from jaxpaged.messages import ProgramKey
 from jaxpaged.params.sharding import kv_heads_on_devices
 from jaxpaged.worker.memory import forward_bytes
 from jaxpaged.worker.planning.targets import parse_target
-from jaxpaged.worker.programs.table import ProgramKey
 from pallas_kernels import tpu_targets
 
 AOT_TPU = [
@@ -54,7 +54,7 @@ def test_ranks_hold_more_requests_where_key_heads_are_fewer_than_devices(script)
         return script.planner_of(case, parse_target(case.target, compile=False), case.hf["num_hidden_layers"], (64,))
 
     split, ranked = planner("qwen3-v6e"), planner(COUNTED)
-    assert ranked.blueprint.division.block_bytes == split.blueprint.division.block_bytes
+    assert ranked.engine_spec.division.block_bytes == split.engine_spec.division.block_bytes
     assert 3 < ranked.concurrency(script.CONTEXT) / split.concurrency(script.CONTEXT) < 4, "dense weights take room"
     assert "4 hosts" in ranked.obstacles()[0]
 
@@ -63,10 +63,10 @@ def test_key_heads_that_are_fewer_than_the_devices_are_there_once_on_each(script
     case = script.CASES["qwen3-v6e"]
     planner = script.planner_of(case, parse_target(case.target, compile=False), 2)
     assert planner.decoder.num_kv_heads == 4 and kv_heads_on_devices(4, 16) == 16
-    one_head = planner.blueprint.param_shapes.layers[0].self_attn.k_proj.weight.values
+    one_head = planner.engine_spec.param_shapes.layers[0].self_attn.k_proj.weight.values
     assert one_head.sharding.shard_shape(one_head.shape)[0] == 1
     assert (
-        planner.blueprint.division.block_bytes == 2 * 2 * planner.config.cache.block_size * 128 * 2
+        planner.engine_spec.division.block_bytes == 2 * 2 * planner.config.cache.block_size * 128 * 2
     )  # of one head in two layers
 
 
@@ -167,4 +167,4 @@ def test_what_is_reserved_for_a_prompt_among_experts_is_what_the_compiler_takes_
     )
     (forward,) = planner.compiler.compile_program(ProgramKey("forward", 2048))
     assert forward.error is None
-    assert 0.7 < forward.temporary_bytes / forward_bytes(planner.blueprint) < 1
+    assert 0.7 < forward.temporary_bytes / forward_bytes(planner.engine_spec) < 1

@@ -10,13 +10,13 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, LatentSpec, StateArray, StateSpec
 from jaxpaged.models.registry import model_for
 from jaxpaged.worker.context_split import exchanged_bytes, split_contexts
-from jaxpaged.worker.programs.blueprint import Blueprint
+from jaxpaged.worker.engine_spec import EngineSpec
 from tests.models.checkpoints import CONFIGS
 
 FACTS = ModelFacts(max_position_embeddings=128, dtype="float32", num_heads=8, vocab_size=211)
 
 
-def blueprint(name, devices, shards, **options):
+def engine_spec(name, devices, shards, **options):
     hf = CONFIGS[name]
     model = model_for(hf)
     given = EngineConfig.from_options(
@@ -26,7 +26,7 @@ def blueprint(name, devices, shards, **options):
         attention_backend="reference",
         **options,
     )
-    return Blueprint(given.resolve(FACTS, "cpu"), model, model.config_from_hf(hf), make_mesh(devices))
+    return EngineSpec(given.resolve(FACTS, "cpu"), model, model.config_from_hf(hf), make_mesh(devices))
 
 
 @pytest.mark.parametrize(
@@ -40,19 +40,19 @@ def blueprint(name, devices, shards, **options):
 )
 def test_caches_that_cannot_be_split_are_refused_with_the_reason(name, devices, shards, message):
     with pytest.raises(ConfigError, match=message):
-        blueprint(name, devices, shards, block_size=24).kv_groups  # noqa: B018
+        engine_spec(name, devices, shards, block_size=24).kv_groups  # noqa: B018
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gemma3", "sliding_window"), ("llama4", "chunked_local_attention")])
 def test_what_does_not_grow_with_a_context_stays_whole(name, kind):
-    whole, split = (blueprint(name, 4, shards, block_size=8).kv_groups for shards in (1, 2))
+    whole, split = (engine_spec(name, 4, shards, block_size=8).kv_groups for shards in (1, 2))
     parts = {group.spec.kind: group.spec.context_shards for group in split}
     assert parts == {"full_attention": 2, kind: 1}
     assert {group.spec for group in whole if group.spec.kind == kind} <= {group.spec for group in split}
 
 
 def test_what_drafts_is_split_if_it_can_be():
-    built = blueprint("deepseek_v3", 4, 1)
+    built = engine_spec("deepseek_v3", 4, 1)
     [*specs], features = built._cache_specs, LatentSpec(8, 48, 4)
     decoder = built.decoders[0]
     for num_kv_heads, shards in ((1, 4), (4, 1)):
@@ -69,13 +69,13 @@ def test_what_drafts_is_split_if_it_can_be():
 
 def test_blocks_are_split_in_equal_parts():
     with pytest.raises(ConfigError, match="block_size is 9, but each block lies on decode_context_parallel_size = 2"):
-        blueprint("llama", 4, 2, block_size=9)
-    assert blueprint("llama", 8, 4).config.cache.block_size == 128
+        engine_spec("llama", 4, 2, block_size=9)
+    assert engine_spec("llama", 8, 4).config.cache.block_size == 128
 
 
 @pytest.mark.parametrize(("name", "devices", "shards"), [("llama", 8, 4), ("deepseek_v3", 8, 8)])
 def test_the_same_memory_holds_so_many_times_as_many_tokens(name, devices, shards):
-    whole, split = (blueprint(name, devices, each, block_size=32) for each in (1, shards))
+    whole, split = (engine_spec(name, devices, each, block_size=32) for each in (1, shards))
     block = lambda built: KVCacheConfig((1,), built.kv_groups).num_bytes(devices)
     assert block(whole) == shards * block(split)
     assert {group.spec.device_slots for group in split.kv_groups} == {32 // shards}
@@ -83,7 +83,7 @@ def test_the_same_memory_holds_so_many_times_as_many_tokens(name, devices, shard
 
 def test_what_merging_exchanges_is_counted_for_split_layers():
     """Queries and results of the heads of four devices, but for what a device has itself; windows exchange nothing."""
-    built = blueprint("gemma3", 8, 4)
+    built = engine_spec("gemma3", 8, 4)
     split = [g for g in built.kv_groups if g.spec.context_shards > 1]
     layers, heads = sum(len(g.layer_idxs) for g in split), built.decoder.num_heads * 4 // 8
     assert 0 < layers < built.decoder.num_layers

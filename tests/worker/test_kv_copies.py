@@ -18,7 +18,7 @@ from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
 from jaxpaged.worker.kv_transfer.programs import lower_gather, lower_scatter
-from tests.worker.test_context_split import blueprint
+from tests.worker.test_context_split import engine_spec
 
 ATTENTION = AttentionSpec(block_size=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
 EXACTLY = PageForm("exact", np.dtype(jnp.bfloat16), 8)
@@ -89,7 +89,7 @@ def test_blocks_of_any_size_take_and_give_the_same_pages(backend, spec, form):
 def test_devices_and_what_they_hold_of_a_context_or_head_make_no_other_pages():
     seen = set()
     for devices, shards in ((1, 1), (2, 1), (4, 1), (4, 2)):
-        made = blueprint("gemma2", devices, shards, block_size=8)
+        made = engine_spec("gemma2", devices, shards, block_size=8)
         cache = KVCacheConfig((4,) * len(pool_layouts(made.kv_groups)), made.kv_groups)
         shapes = tuple(group.spec.page_shape(8) for group in cache.groups)
         seen.add((namespace_of(made, cache, "weights"), shapes))
@@ -99,14 +99,14 @@ def test_devices_and_what_they_hold_of_a_context_or_head_make_no_other_pages():
 
 def test_the_size_of_blocks_makes_no_other_pages_but_that_of_pages_does():
     def space(block_size):
-        made = blueprint("gemma2", 1, 1, block_size=block_size)
+        made = engine_spec("gemma2", 1, 1, block_size=block_size)
         return namespace_of(made, KVCacheConfig((4,) * len(pool_layouts(made.kv_groups)), made.kv_groups), "weights")
 
     assert space(16) == space(32) == space(64) != space(8)
 
 
 def test_the_longest_sequence_makes_other_pages_only_where_angles_go_by_it():
-    decoder = blueprint("gemma2", 1, 1, block_size=8).decoders[0]
+    decoder = engine_spec("gemma2", 1, 1, block_size=8).decoders[0]
     of = lambda rope: tuple(replace(layer, rope=rope) for layer in decoder.layers)
     named = lambda rope: {
         as_named(replace(decoder, max_model_len=length, layers=of(rope))) for length in (64, 512, 4096, 8192)

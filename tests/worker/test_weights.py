@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.params.checkpoint import checkpoint_version
 from jaxpaged.params.quantized import QuantizedArray
-from jaxpaged.worker.programs.table import CompileCounter
+from jaxpaged.worker.programs.compiled import CompileCounter
 from jaxpaged.worker.weights import Weights, free
 
 MESH = make_mesh(2)

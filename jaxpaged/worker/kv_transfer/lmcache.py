@@ -18,8 +18,8 @@ from jaxpaged.kv_store.lmcache.store import ChunkStore
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
 from jaxpaged.kv_store.options import EXACT, TierWish
 from jaxpaged.kv_store.secrets import Secrets
+from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from jaxpaged.worker.programs.blueprint import Blueprint
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MAX_CHUNK_SIZE = 1 << 16
 
 
 def agreed_lmcache(
-    wish: TierWish, pages: str, blueprint: Blueprint, kv_cache: KVCacheConfig, secrets: Secrets
+    wish: TierWish, pages: str, engine_spec: EngineSpec, kv_cache: KVCacheConfig, secrets: Secrets
 ) -> ChunkSettings:
     """The settings of a store, with the tokens of a chunk. Raises ConfigError, before any weight is read, where nothing
     can be shared with LMCache."""
@@ -42,12 +42,12 @@ def agreed_lmcache(
             f"kv_offload has pages={pages}, and LMCache's chunks hold keys and values as they are cached. Leave one of "
             "them out."
         )
-    if blueprint.draft is not None:
+    if engine_spec.draft is not None:
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
     settings = agreed_settings(wish)
-    layout = layout_of(settings, kv_cache, blueprint.page_form)
+    layout = layout_of(settings, kv_cache, engine_spec.page_form)
     warn_of_windows(layout.chunk_tokens, kv_cache)
-    model = model_of(settings, blueprint)
+    model = model_of(settings, engine_spec)
     check_model_name(model)
     if not is_multiprocess(wish):
         check_name_length(model, settings.world_size, layout.dtype.name)
@@ -104,9 +104,9 @@ def agreed_settings(wish: TierWish) -> ChunkSettings:
     return replace(settings, chunk_size=size)
 
 
-def model_of(settings: ChunkSettings, blueprint: Blueprint) -> str:
+def model_of(settings: ChunkSettings, engine_spec: EngineSpec) -> str:
     """The model's name in LMCache's names."""
-    return settings.model if settings.model is not None else blueprint.config.model.model
+    return settings.model if settings.model is not None else engine_spec.config.model.model
 
 
 def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) -> ChunkLayout:
@@ -140,12 +140,12 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) 
 
 
 def open_lmcache(
-    wish: TierWish, space: str, secrets: Secrets, blueprint: Blueprint, kv_cache: KVCacheConfig
+    wish: TierWish, space: str, secrets: Secrets, engine_spec: EngineSpec, kv_cache: KVCacheConfig
 ) -> LMCacheTier:
     """A tier of pages of the namespace `space` that are shared as LMCache's chunks, as `agreed_lmcache` said."""
     settings = wish.chunks
     assert settings is not None
-    layout, model = layout_of(settings, kv_cache, blueprint.page_form), model_of(settings, blueprint)
+    layout, model = layout_of(settings, kv_cache, engine_spec.page_form), model_of(settings, engine_spec)
     store: ChunkStore
     if wish.place.startswith("lm:"):
         store = LMStore(wish.place, layout, model, timeout_s=settings.timeout_s)

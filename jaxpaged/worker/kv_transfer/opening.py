@@ -22,10 +22,10 @@ from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import DecoderConfig, facts_text
 from jaxpaged.worker.device import Device
+from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
-from jaxpaged.worker.programs.blueprint import Blueprint
 
 SCAN_SECONDS = 5.0
 """How long the start waits for the disk tier to find its pages; those that it finds later are there later."""
@@ -36,7 +36,7 @@ LEAST_TO_LEND = 1 << 30
 """Bytes that may be lent at a time where no tier says how much there is."""
 
 
-def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig) -> KVOffload:
+def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig) -> KVOffload:
     """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
     packages are missing, and for files of secrets and certificates that are none. Returns the options for
     `open_transfer`, with what servers said of themselves."""
@@ -59,7 +59,7 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
     tiers = [
         wish
         if wish.chunks is None
-        else replace(wish, chunks=agreed_lmcache(wish, offload.pages, blueprint, kv_cache, secrets))
+        else replace(wish, chunks=agreed_lmcache(wish, offload.pages, engine_spec, kv_cache, secrets))
         for wish in offload.tiers
     ]
     if offload.peering is not None and (tls := offload.peering.tls) is not None:
@@ -68,17 +68,17 @@ def check_offload(offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheCon
 
 
 def open_transfer(
-    offload: KVOffload, blueprint: Blueprint, kv_cache: KVCacheConfig, device: Device, weights_version: str
+    offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig, device: Device, weights_version: str
 ) -> KVTransferWorker:
     """The worker's half, of what `check_offload` returned. Raises ConfigError for a folder that can hold no pages, or
     an address that is none."""
-    space, secrets = namespace_of(blueprint, kv_cache, weights_version), read_secrets(offload.secrets_file)
-    form = blueprint.page_form
-    facts = {"model": blueprint.config.model.model, "page_tokens": form.page_tokens, **form.facts}
+    space, secrets = namespace_of(engine_spec, kv_cache, weights_version), read_secrets(offload.secrets_file)
+    form = engine_spec.page_form
+    facts = {"model": engine_spec.config.model.model, "page_tokens": form.page_tokens, **form.facts}
     tiers = [
         open_tier(wish, space, secrets, facts, is_first=not number)
         if wish.chunks is None
-        else open_lmcache(wish, space, secrets, blueprint, kv_cache)
+        else open_lmcache(wish, space, secrets, engine_spec, kv_cache)
         for number, wish in enumerate(offload.tiers)
     ]
     store, peers = Tiers(tiers), None
@@ -112,7 +112,7 @@ def open_transfer(
             )
         peers = Peers(producer, consumer)
     return KVTransferWorker(
-        device, kv_cache, store, space, form, secret=secrets.signing, model=blueprint.config.model.model, peers=peers
+        device, kv_cache, store, space, form, secret=secrets.signing, model=engine_spec.config.model.model, peers=peers
     )
 
 
@@ -134,21 +134,21 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any
     return disk
 
 
-def namespace_of(blueprint: Blueprint, kv_cache: KVCacheConfig, weights_version: str) -> str:
+def namespace_of(engine_spec: EngineSpec, kv_cache: KVCacheConfig, weights_version: str) -> str:
     """Of all that keys and values depend on besides tokens, and how they are cut into pages. `matmul_backend` says how
     sums are computed on one machine, not what they are. It counts where an engine promises bits. The longest sequence
     counts where angles go by it. Exact pages have no fact about their form."""
-    config, form = blueprint.config, blueprint.page_form
+    config, form = engine_spec.config, engine_spec.page_form
     bits = config.compile.deterministic
     return namespace(
         weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
         decoders=tuple(
-            facts_text(as_named(each if bits else replace(each, matmul_backend=""))) for each in blueprint.decoders
+            facts_text(as_named(each if bits else replace(each, matmul_backend=""))) for each in engine_spec.decoders
         ),
         quantization=config.model.quantization,
         groups=tuple(str((group.spec.in_pages(form.page_tokens), group.layer_idxs)) for group in kv_cache.groups),
-        dtype=blueprint.kv_dtype.name,
-        speculation=str(blueprint.speculation),
+        dtype=engine_spec.kv_dtype.name,
+        speculation=str(engine_spec.speculation),
         **form.facts,
     )
 

@@ -12,7 +12,7 @@ from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.params.sharding import bytes_on_device
 from jaxpaged.worker.planning.program_text import ProgramText
-from jaxpaged.worker.programs.blueprint import EnginePrograms
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from jaxpaged.worker.programs.pipeline import SAMPLE_KINDS, builders_of, lowered_stages
 
 
@@ -50,7 +50,7 @@ class Compiler:
         found: list[PlannedProgram] = []
         begin, number = time.perf_counter(), 0
         try:
-            with jax.sharding.use_abstract_mesh(self.stages[-1].blueprint.mesh.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(self.stages[-1].engine_spec.mesh.abstract_mesh):
                 lowered = self.builders[key]()
             for stage, part in lowered_stages(lowered, len(self.stages)):
                 number = self._number(stage)
@@ -65,7 +65,7 @@ class Compiler:
         return stage + 1 if len(self.stages) > 1 else 0
 
     def _compile(self, key: ProgramKey, stage: int, lowered: jax.stages.Lowered, begin: float) -> PlannedProgram:
-        with jax.sharding.use_abstract_mesh(self.stages[stage].blueprint.mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(self.stages[stage].engine_spec.mesh.abstract_mesh):
             compiled = lowered.compile()
         if stage == len(self.stages) - 1:
             self.compiled[key] = compiled

@@ -9,15 +9,15 @@ from jaxpaged.kv_cache_spec import KVCacheGroup
 from jaxpaged.layers.experts import expert_weights
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device, num_ranks
 from jaxpaged.worker.context_split import exchanged_bytes
+from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.memory import has_head, looked_up
 from jaxpaged.worker.planning.roofline import Work
-from jaxpaged.worker.programs.blueprint import Blueprint
 
 
-def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Work:
+def work_of(spec: EngineSpec, programs: Sequence[PlannedProgram] = ()) -> Work:
     """What a token costs on one device. Unless programs say otherwise, collectives are waited for."""
-    decoder, params, shards = blueprint.decoder, blueprint.param_shapes, blueprint.num_shards
-    table_rows, head = looked_up(blueprint), head_leaves(blueprint)
+    decoder, params, shards = spec.decoder, spec.param_shapes, spec.num_shards
+    table_rows, head = looked_up(spec), head_leaves(spec)
     read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in table_rows)]
     experts, share = expert_weights(params), decoder.share_of_experts
     met = round(sum(map(elements_on_device, experts)) * share)  # by a token, as if by chance
@@ -25,27 +25,27 @@ def work_of(blueprint: Blueprint, programs: Sequence[PlannedProgram] = ()) -> Wo
     hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
     return Work(
         num_shards=shards,
-        num_ranks=num_ranks(blueprint.mesh),
-        weight_bytes=blueprint.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
+        num_ranks=num_ranks(spec.mesh),
+        weight_bytes=spec.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
         params=sum(map(elements_on_device, read)) - sum(map(elements_on_device, experts)) + met,
         expert_params=met,
         expert_bytes=sum(map(bytes_on_device, experts)),
         expert_share=share,
         head_params=sum(map(elements_on_device, head)),
         head_bytes=sum(map(bytes_on_device, head)),
-        attention_layers=tuple(attention_layers(blueprint.kv_groups, shards)),
+        attention_layers=tuple(attention_layers(spec.kv_groups, shards)),
         heads=round(decoder.num_heads * decoder.attended_dim / shards),
-        merged_bytes=exchanged_bytes(blueprint.decoders, blueprint.kv_groups, blueprint.attention, blueprint.dtype),
-        reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in blueprint.decoders) * blueprint.dtype.itemsize,
-        sent_bytes=0 if has_head(blueprint) else decoder.hidden_size * blueprint.dtype.itemsize,
+        merged_bytes=exchanged_bytes(spec.decoders, spec.kv_groups, spec.attention, spec.dtype),
+        reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in spec.decoders) * spec.dtype.itemsize,
+        sent_bytes=0 if has_head(spec) else decoder.hidden_size * spec.dtype.itemsize,
         waited_share=waited / (waited + hidden) if waited + hidden else 1.0,
-        steps_per_program=blueprint.max_steps,
+        steps_per_program=spec.max_steps,
     )
 
 
-def head_leaves(blueprint: Blueprint) -> list[jax.ShapeDtypeStruct]:
+def head_leaves(spec: EngineSpec) -> list[jax.ShapeDtypeStruct]:
     """What turns hidden states into logits, where that is done."""
-    return jax.tree.leaves(blueprint.model.head(blueprint.param_shapes)) if has_head(blueprint) else []
+    return jax.tree.leaves(spec.model.head(spec.param_shapes)) if has_head(spec) else []
 
 
 def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterator[tuple[int | None, int, int]]:

@@ -18,6 +18,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.planning.compiling import Compiler
@@ -32,9 +33,7 @@ from jaxpaged.worker.planning.roofline import (
     prefill_speed,
 )
 from jaxpaged.worker.planning.targets import Target, shapes_mesh
-from jaxpaged.worker.programs.blueprint import Blueprint
 from jaxpaged.worker.programs.bundles import save_bundle
-from jaxpaged.worker.stages import stage_blueprints, whole_kv_cache
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import programs_for
 
@@ -51,8 +50,8 @@ class Planner:
         (size, spreads_experts), num_stages = config.parallel.devices, config.parallel.pipeline_parallel_size
         self.num_ranks = config.parallel.num_ranks
         meshes = target.stage_meshes(size, num_stages, spreads_experts, self.num_ranks)
-        self.stages = stage_blueprints(config, model, decoder, meshes)
-        self.blueprint = self.stages[-1]
+        self.stages = engine_specs(config, model, decoder, meshes)
+        self.engine_spec = self.stages[-1]
         self.pools = config.model.runner == "pooling"
         self.reserves = [reserve_of(stage) for stage in self.stages]
 
@@ -70,7 +69,7 @@ class Planner:
             device=self.target.device,
             num_devices=self.target.num_devices,
             num_hosts=self.target.num_hosts,
-            tensor_parallel_size=self.blueprint.num_shards,
+            tensor_parallel_size=self.engine_spec.num_shards,
             options=self.options(),
             usable_bytes=self.usable_bytes,
             weight_bytes=fullest.weight_bytes,
@@ -79,7 +78,7 @@ class Planner:
             reserved_bytes=fullest.reserved_bytes,
             code_bytes=fullest.code_bytes,
             block_bytes=fullest.block_bytes,
-            page_token_bytes=token_bytes(self.kv_cache, self.blueprint.page_form),
+            page_token_bytes=token_bytes(self.kv_cache, self.engine_spec.page_form),
             further_kv_bytes=fullest.kv_bytes - self.num_blocks * fullest.block_bytes,
             num_blocks=self.num_blocks,
             blocks_per_request=self.blocks_per_request,
@@ -101,7 +100,7 @@ class Planner:
         compiled = self.compiler.compiled
         if not compiled:
             raise UsageError(f"nothing was compiled for {self.target.name}, so there is nothing to save. Drop --save.")
-        save_bundle(folder, compiled, self.blueprint.fingerprint(), self.num_blocks, RESULT_TYPES, progress)
+        save_bundle(folder, compiled, self.engine_spec.fingerprint(), self.num_blocks, RESULT_TYPES, progress)
 
     @cached_property
     def compiler(self) -> Compiler:
@@ -117,7 +116,7 @@ class Planner:
 
     @property
     def kv_cache(self) -> KVCacheConfig:
-        return whole_kv_cache(self.blueprint, self.num_blocks)
+        return whole_kv_cache(self.engine_spec, self.num_blocks)
 
     @property
     def num_blocks(self) -> int:
@@ -152,7 +151,7 @@ class Planner:
 
     @property
     def blocks_per_request(self) -> int:
-        return self.blueprint.division.blocks_per_request
+        return self.engine_spec.division.blocks_per_request
 
     def concurrency(self, context: int) -> int:
         """Requests of `context` tokens that fit the KV cache, no beginning shared."""
@@ -167,7 +166,7 @@ class Planner:
     def options(self) -> dict[str, Any]:
         """The options that matter most, as they were settled."""
         config = self.config
-        attention = {"attention_backend": self.blueprint.attention.backend} if self.target.compiles else {}
+        attention = {"attention_backend": self.engine_spec.attention.backend} if self.target.compiles else {}
         pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
         sizes = ("data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel")
         return (
@@ -217,7 +216,7 @@ class Planner:
     # ---- words ---------------------------------------------------------------------------------
 
     def assumptions(self, programs: Sequence[PlannedProgram]) -> list[str]:
-        device, shards, most_steps = self.target.device, self.blueprint.num_shards, self.blueprint.max_steps
+        device, shards, most_steps = self.target.device, self.engine_spec.num_shards, self.engine_spec.max_steps
         lines = [
             f"speed is a bound: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} "
             "TFLOP/s of bf16 per device (data sheet); good kernels reach 60 to 90 % of it",
@@ -249,7 +248,7 @@ class Planner:
 
     def obstacles(self) -> list[str]:
         """Why the engine would not run on the target, were there memory enough."""
-        target, split = self.target, self.num_ranks * self.blueprint.num_shards * len(self.stages)
+        target, split = self.target, self.num_ranks * self.engine_spec.num_shards * len(self.stages)
         on_one_host = target.platform == "gpu" and split <= max(target.host_sizes)
         if target.num_hosts == 1 or on_one_host:
             return []
@@ -324,7 +323,7 @@ class Planner:
         for shards in host_sizes:
             config = replace(self.config, parallel=replace(self.config.parallel, tensor_parallel_size=shards))
             enough = self.num_ranks * shards * len(self.stages) <= host.num_devices
-            if enough and shards > self.blueprint.num_shards and can_split(config, self.model, self.decoder):
+            if enough and shards > self.engine_spec.num_shards and can_split(config, self.model, self.decoder):
                 planner = Planner(config, self.model, self.decoder, host)
                 if planner.num_blocks > planner.blocks_per_request:
                     return shards
@@ -346,7 +345,7 @@ def largest_split(
 def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> bool:
     """Whether heads and feed-forward divide as `config` says."""
     try:
-        Blueprint(config, model, decoder, shapes_mesh(*config.parallel.devices, ranks=config.parallel.num_ranks))
+        EngineSpec(config, model, decoder, shapes_mesh(*config.parallel.devices, ranks=config.parallel.num_ranks))
     except ConfigError:
         return False
     return True

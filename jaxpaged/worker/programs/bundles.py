@@ -18,10 +18,9 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxpaged.errors import ConfigError, UsageError
-from jaxpaged.messages import Progress
+from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.worker.programs.executables import LoadedProgram, ProgramRecord, Unstorable, load, store
 from jaxpaged.worker.programs.fingerprint import Fingerprint, difference
-from jaxpaged.worker.programs.table import ProgramKey
 from pallas_kernels.llvm.calls import calls_in, prepare
 
 FORMAT = 2

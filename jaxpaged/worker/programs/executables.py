@@ -22,6 +22,9 @@ from jax._src.lib import xla_client
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef, tree_structure
 
+HIT = "/jax/compilation_cache/cache_hits"
+"""What jax.monitoring calls a program that came from the compilation cache."""
+
 
 class ArrayRecord(msgspec.Struct, frozen=True, array_like=True):
     """Shape, type and sharding of an argument or result. `spec` has the mesh axes of every array axis."""

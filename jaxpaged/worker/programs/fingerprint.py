@@ -47,7 +47,16 @@ NOT_COMPILED_IN = frozenset(
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""
 
 SOURCES = ("kv_cache_spec.py", "sampling_params/features.py", "sampling_params/limits.py")
-TRACED = ("layers", "models", "params", "sampling", "worker.drafters", "worker.programs.blueprint", "worker.step")
+TRACED = (
+    "layers",
+    "models",
+    "params",
+    "sampling",
+    "worker.drafters",
+    "worker.engine_spec",
+    "worker.programs.engine_programs",
+    "worker.step",
+)
 """Modules with what is traced; others of these folders are around it."""
 SOURCE_FOLDERS = ("layers", "models", "params", "sampling", "worker")
 CPU_FEATURES = re.compile(

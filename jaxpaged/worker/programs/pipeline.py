@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from jaxpaged.messages import ProgramKey
 from jaxpaged.sampling.rows import ROW
-from jaxpaged.worker.programs.blueprint import MASKED_KIND, Builders, EnginePrograms
+from jaxpaged.worker.programs.engine_programs import MASKED_KIND, Builders, EnginePrograms
 from jaxpaged.worker.step.functions import RowTokens, Shapes, write_tables
 from jaxpaged.worker.step.packed import StepLayout
 

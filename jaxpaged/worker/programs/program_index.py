@@ -21,9 +21,10 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxpaged.worker.programs.blueprint import Blueprint
-from jaxpaged.worker.programs.compile_turns import HIT
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.executables import (
+    HIT,
     CacheEntries,
     LoadedProgram,
     ProgramRecord,
@@ -32,7 +33,6 @@ from jaxpaged.worker.programs.executables import (
     record_of,
 )
 from jaxpaged.worker.programs.fingerprint import Fingerprint, replaced_code
-from jaxpaged.worker.programs.table import ProgramKey
 from pallas_kernels.llvm.calls import calls_in, prepare
 
 logger = logging.getLogger(__name__)
@@ -51,22 +51,22 @@ class Entry(msgspec.Struct, frozen=True):
     record: ProgramRecord
 
 
-def open_index(blueprint: Blueprint, num_blocks: Sequence[int], node_types: Sequence[type]) -> "ProgramIndex | None":
+def open_index(engine_spec: EngineSpec, num_blocks: Sequence[int], node_types: Sequence[type]) -> "ProgramIndex | None":
     """That of an engine's programs beside the cache that jax has; None where there is none.
 
     An engine of several processes or of stages has programs that cannot be stored one by one, or were never tried so.
     And where functions were replaced, or somebody's logits processors are traced too, the text of a program tells, but
     no fingerprint does.
     """
-    folder, draft = jax.config.jax_compilation_cache_dir, blueprint.draft
-    parallel = blueprint.config.parallel
-    stands_alone = blueprint.stage is None and parallel.num_processes == 1
-    if folder is None or not stands_alone or blueprint.custom.processors:
+    folder, draft = jax.config.jax_compilation_cache_dir, engine_spec.draft
+    parallel = engine_spec.config.parallel
+    stands_alone = engine_spec.stage is None and parallel.num_processes == 1
+    if folder is None or not stands_alone or engine_spec.custom.processors:
         return None
-    if replaced := replaced_code(blueprint.model, *((draft.model,) if draft else ())):
+    if replaced := replaced_code(engine_spec.model, *((draft.model,) if draft else ())):
         logger.info("programs are traced at every start, since these functions were replaced: %s", ", ".join(replaced))
         return None
-    return ProgramIndex(Path(folder), blueprint.fingerprint(), num_blocks, blueprint.mesh, node_types)
+    return ProgramIndex(Path(folder), engine_spec.fingerprint(), num_blocks, engine_spec.mesh, node_types)
 
 
 def jax_settings() -> list[tuple[str, str]]:

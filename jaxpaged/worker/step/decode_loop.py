@@ -11,7 +11,7 @@ correctness.
 
 No row has more than one token in a step, so attention has nothing in it for prompts. Two layers of a 1B Llama and all
 that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, and 0.58 without; 29 kernels and 21. So
-a single step in which all decode is a run of one (`executor/program_choice.py`), once there have been many. A token's
+a single step in which all decode is a run of one (`worker/programs/choose.py`), once there have been many. A token's
 place is not its row's, since rows end: hidden states of one step are gathered once, which costs nothing that shows.
 
 A run of at most one step has no loop. On a GPU it is one graph of launches, in which nothing waits for the host; of a

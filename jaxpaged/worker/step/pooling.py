@@ -21,8 +21,9 @@ import numpy as np
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
 from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.model_runner import PendingStep, Step
-from jaxpaged.worker.programs.blueprint import SMALL_PROMPT, Blueprint, Builders, EnginePrograms
+from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, Builders, EnginePrograms
 from jaxpaged.worker.programs.pipeline import EarlierPrograms
 from jaxpaged.worker.step.expert_moves import move_builders
 from jaxpaged.worker.step.functions import Shapes, locate_places
@@ -89,12 +90,12 @@ class PoolingShapes(Shapes):
         return self.lower(pool, (self.head, hidden))
 
 
-def programs_for(blueprint: Blueprint, kv_cache: KVCacheConfig) -> EnginePrograms:
-    """The programs of the engine that a blueprint describes, whether it generates or pools, or of a stage of it."""
-    if blueprint.stage is not None and not blueprint.stage.is_last:
-        return EarlierPrograms(blueprint, kv_cache)
-    pools = blueprint.config.model.runner == "pooling"
-    return (PoolingPrograms if pools else EnginePrograms)(blueprint, kv_cache)
+def programs_for(engine_spec: EngineSpec, kv_cache: KVCacheConfig) -> EnginePrograms:
+    """The programs of the engine that a spec describes, whether it generates or pools, or of a stage of it."""
+    if engine_spec.stage is not None and not engine_spec.stage.is_last:
+        return EarlierPrograms(engine_spec, kv_cache)
+    pools = engine_spec.config.model.runner == "pooling"
+    return (PoolingPrograms if pools else EnginePrograms)(engine_spec, kv_cache)
 
 
 class PoolingPrograms(EnginePrograms):
@@ -109,21 +110,21 @@ class PoolingPrograms(EnginePrograms):
 
     @property
     def pooling_type(self) -> str:
-        return self.blueprint.config.model.pooler_config["pooling_type"]
+        return self.engine_spec.config.model.pooler_config["pooling_type"]
 
     @cached_property
     def row_state(self) -> SumsLayout:
         """What is kept of prompts that take several steps."""
-        rows = self.blueprint.config.scheduler.max_num_seqs
-        return SumsLayout(rows, self.blueprint.decoder.hidden_size, self.pooling_type)
+        rows = self.engine_spec.config.scheduler.max_num_seqs
+        return SumsLayout(rows, self.engine_spec.decoder.hidden_size, self.pooling_type)
 
     def builders(self) -> Builders:
         """How to lower every program, in the order in which they are wanted: first those of a short prompt."""
-        shapes, blueprint = self.shapes, self.blueprint
+        shapes, engine_spec = self.shapes, self.engine_spec
         builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        small_prompt = next((size for size in blueprint.token_buckets if size >= SMALL_PROMPT), None)
-        pools = {ProgramKey("pool", size): partial(shapes.lower_pool, size) for size in blueprint.sample_buckets}
-        for size in sorted(blueprint.token_buckets, key=lambda size: (size != small_prompt, size)):
+        small_prompt = next((size for size in engine_spec.token_buckets if size >= SMALL_PROMPT), None)
+        pools = {ProgramKey("pool", size): partial(shapes.lower_pool, size) for size in engine_spec.sample_buckets}
+        for size in sorted(engine_spec.token_buckets, key=lambda size: (size != small_prompt, size)):
             builders[ProgramKey("forward", size)] = partial(shapes.lower_forward, self.layouts[size])
             if self.pooling_type != "LAST":
                 accumulating = partial(shapes.lower_accumulate, self.layouts[size], self.pooling_type)

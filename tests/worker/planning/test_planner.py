@@ -21,9 +21,9 @@ from jaxpaged.worker.memory import SLACK_BYTES, TRIAL_MARGIN
 from jaxpaged.worker.planning.compiling import Compiler
 from jaxpaged.worker.planning.planner import Planner, largest_split
 from jaxpaged.worker.planning.targets import GPUS, Target, parse_target
-from jaxpaged.worker.programs.blueprint import EnginePrograms
 from jaxpaged.worker.programs.bundles import Bundle
-from jaxpaged.worker.programs.table import MOST_THREADS
+from jaxpaged.worker.programs.compiled import MOST_THREADS
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from pallas_kernels import gpu_targets, tpu_targets
 from pallas_kernels.ragged_paged_attention import choose_backend
 from tests.models import pooling_checkpoints
@@ -134,7 +134,7 @@ def test_a_head_that_drafts_is_part_of_the_plan(folder, tmp_path):
 
 def test_a_model_that_does_not_fit_is_told_what_would(folder):
     small = planner(folder, toy(8 * MIB))
-    need = small.reserves[0].total - int(SLACK_BYTES / 0.9) + 5 * small.blueprint.division.block_bytes
+    need = small.reserves[0].total - int(SLACK_BYTES / 0.9) + 5 * small.engine_spec.division.block_bytes
     plan = planner(folder, toy(need), gpu_memory_utilization=1.0).plan()
     assert not plan.fits and not plan.programs
     text = " ".join(plan.advice)
@@ -192,7 +192,7 @@ def test_heads_that_divide_by_no_mesh_of_the_torus_are_split_over_fewer_devices(
 def test_only_splits_that_a_host_can_have_are_advised(folder):
     config, model, decoder, facts = phi4(folder)
     target = parse_target("v6e:1x1", compile=False)
-    need = planner_of(config, model, decoder, facts, target).blueprint.weight_bytes
+    need = planner_of(config, model, decoder, facts, target).engine_spec.weight_bytes
     small = replace(target, device=replace_memory(target.device, need))
     assert "(--tensor-parallel-size 2)" in " ".join(planner_of(config, model, decoder, facts, small).plan().advice)
     small = replace(target, device=replace_memory(target.device, need // 3))  # five would do, and there are no five
@@ -309,7 +309,7 @@ def compiled(folder):
 
 def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
     own, plan, seen = compiled
-    builders = EnginePrograms(own.blueprint, own.kv_cache).builders()
+    builders = EnginePrograms(own.engine_spec, own.kv_cache).builders()
     assert [(p.kind, p.size) for p in plan.programs] == [tuple(key) for key in builders]
     assert plan.fits and not any(program.error for program in plan.programs)
     forward = next(program for program in plan.programs if program.kind == "forward")
@@ -324,7 +324,7 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
 
 def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
     own, plan, _ = compiled
-    builders = EnginePrograms(own.blueprint, own.kv_cache).builders()
+    builders = EnginePrograms(own.engine_spec, own.kv_cache).builders()
     quick = {tuple(key) for key in own.compiler.representative}
     assert {kind for kind, _ in quick} == {key.kind for key in builders} and len(quick) < len(builders)
     some = [program for program in plan.programs if (program.kind, program.size) in quick]
@@ -333,7 +333,7 @@ def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
 
 def test_the_state_of_requests_is_counted_as_the_engine_allocates_it(compiled):
     own, plan, _ = compiled
-    _, *state = EnginePrograms(own.blueprint, own.kv_cache).shapes.lower_zeros().out_info
+    _, *state = EnginePrograms(own.engine_spec, own.kv_cache).shapes.lower_zeros().out_info
     assert plan.state_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) > 0
 
 
@@ -355,11 +355,11 @@ def test_a_saved_plan_is_a_bundle_for_the_same_devices_and_no_others(compiled, f
     own, _, _ = compiled
     own.save(tmp_path, lambda *_: None)
     bundle = Bundle(tmp_path)
-    bundle.check(own.blueprint.fingerprint())
+    bundle.check(own.engine_spec.fingerprint())
     assert bundle.num_blocks == 16
     other = planner(folder, toy(64 * MIB, "cpu", tuple(jax.devices()[:1])), max_model_len=32)
     with pytest.raises(Exception, match="max_model_len is 64 there and 32 here"):
-        bundle.check(other.blueprint.fingerprint())
+        bundle.check(other.engine_spec.fingerprint())
 
 
 def test_a_program_that_does_not_compile_is_a_finding(folder, monkeypatch):
@@ -393,7 +393,7 @@ def test_a_pooling_model_is_planned_with_the_programs_that_pool_and_without_a_de
     compiled = own.plan()
     assert {program.kind for program in compiled.programs} == {"zeros", "forward", "accumulate", "pool", "tables"}
     assert [program.error for program in compiled.programs if program.error] == []
-    whole = own.blueprint.weight_bytes
+    whole = own.engine_spec.weight_bytes
     table = own.decoder.vocab_size * own.decoder.hidden_size * 4
     assert (
         own.works()[0].weight_bytes == whole - table and own.works()[0].head_params == 0

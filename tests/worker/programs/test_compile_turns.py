@@ -3,8 +3,8 @@
 import threading
 
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.programs import compile_turns
-from jaxpaged.worker.programs.compile_turns import CompileTurns
+from jaxpaged.worker.programs import compiled
+from jaxpaged.worker.programs.compiled import CompileTurns
 
 KEY = ProgramKey("forward", 8)
 
@@ -29,7 +29,7 @@ def test_the_same_program_takes_turns_and_others_do_not_wait(tmp_path):
 
 
 def test_a_turn_that_does_not_end_is_not_awaited_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_turns, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(compiled, "LONGEST_WAIT", 0.1)
     turns, began = CompileTurns(str(tmp_path), "a"), threading.Event()
     with turns.turn(KEY):
         taken(turns, KEY, began)

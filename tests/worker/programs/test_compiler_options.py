@@ -10,11 +10,13 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.programs import compiler_options
-from jaxpaged.worker.programs.blueprint import Blueprint, EnginePrograms
+from jaxpaged.worker.programs.compiled import CompileCounter
 from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, ONCE, OTHERS, UNTRIED, is_known
-from jaxpaged.worker.programs.table import CompileCounter, ProgramKey
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from pallas_kernels import gpu_targets, tpu_targets
 from tests.models.checkpoints import write_checkpoint
 
@@ -27,10 +29,10 @@ def folder(tmp_path_factory):
     return write_checkpoint("llama", tmp_path_factory.mktemp("model"))
 
 
-def blueprint(folder, mesh, platform="cpu", **changes):
+def engine_spec(folder, mesh, platform="cpu", **changes):
     model, decoder = read_model(folder)
     config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), platform)
-    return Blueprint(config, model, replace(decoder, **changes), mesh)
+    return EngineSpec(config, model, replace(decoder, **changes), mesh)
 
 
 def programs(plan, num_blocks=64):
@@ -58,9 +60,9 @@ def test_what_the_environment_says_of_an_option_goes_before_ours(monkeypatch):
 
 
 def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, monkeypatch):
-    before = blueprint(folder, make_mesh(1)).fingerprint()
+    before = engine_spec(folder, make_mesh(1)).fingerprint()
     monkeypatch.setitem(LAYER_OPTIONS, jax.devices()[0].device_kind, {OF_THIS_CPU: False})
-    plan = blueprint(folder, make_mesh(1))
+    plan = engine_spec(folder, make_mesh(1))
     now = plan.fingerprint()
     assert {name for name in now if now[name] != before[name]} == {"options.compiler_options"}
     given = {}
@@ -84,7 +86,7 @@ def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, mon
 def test_a_v6e_takes_the_option_and_fuses_no_two_products(folder):
     mesh = parse_target("v6e:1x1").mesh(1)
     assert all(is_known(mesh, name, value) for name, value in LAYER_OPTIONS[mesh.devices.flat[0].device_kind].items())
-    plan = blueprint(folder, mesh, "tpu", hidden_size=2048, intermediate_size=8192)
+    plan = engine_spec(folder, mesh, "tpu", hidden_size=2048, intermediate_size=8192)
     assert plan.compiler_options["forward"] == {"xla_tpu_dot_dot_fusion": False}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = programs(plan)[ProgramKey("forward", 8)]().compile().as_text()
@@ -108,7 +110,7 @@ def test_weights_that_are_converted_on_a_gpu_leave_their_products_to_xla_and_the
 @pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not()))
 def test_an_h100_takes_all_options_has_cublas_multiply_and_writes_no_weights_side_by_side(folder):
     mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
-    plan = blueprint(folder, mesh, "gpu", hidden_size=1024, intermediate_size=4096)
+    plan = engine_spec(folder, mesh, "gpu", hidden_size=1024, intermediate_size=4096)
     assert plan.compiler_options == {
         **dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]),
         OTHERS: compiler_options.OTHER_OPTIONS["gpu"],
@@ -124,7 +126,7 @@ def test_an_h100_takes_all_options_has_cublas_multiply_and_writes_no_weights_sid
 @pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not()))
 def test_a_cache_that_fills_an_h100_has_xla_compute_nothing_again_from_arrays_that_are_overwritten(folder):
     mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
-    plan = blueprint(folder, mesh, "gpu")
+    plan = engine_spec(folder, mesh, "gpu")
     block_bytes = 2 * 2 * plan.decoder.num_kv_heads * plan.decoder.head_dim * 16 * plan.decoder.num_layers
     builders = programs(plan, 60 * 2**30 // block_bytes)
     for kind in ("forward", "decode"):

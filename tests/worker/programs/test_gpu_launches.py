@@ -14,8 +14,9 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.worker.programs.blueprint import Blueprint, EnginePrograms
-from jaxpaged.worker.programs.table import ProgramKey
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.engine_spec import EngineSpec
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from jaxpaged.worker.step.packed import SHARED
 from pallas_kernels import gpu_targets
 from tests.models.checkpoints import write_checkpoint
@@ -60,7 +61,7 @@ def builders_of(folder, num_layers):
         dtype="bfloat16",
     )
     config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
-    plan = Blueprint(config, model, decoder, mesh)
+    plan = EngineSpec(config, model, decoder, mesh)
     return mesh, EnginePrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
 
 

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers import norm
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.programs.compiled import CompileCounter, CompiledPrograms, enable_compilation_cache
 from jaxpaged.worker.programs.fingerprint import replaced_code
 from jaxpaged.worker.programs.program_index import ProgramIndex
-from jaxpaged.worker.programs.table import CompileCounter, ProgramKey, Programs, enable_compilation_cache
 from jaxpaged.worker.step.functions import Shapes
 from tests.models.checkpoints import write_checkpoint
 from tests.worker.programs.test_bundles import answers, start
@@ -119,7 +120,7 @@ def name_a_kernel(folder):
 def test_what_is_damaged_is_compiled_again(folder, mesh, lower, damage, caplog):
     index_of(folder, mesh).compile(KEY, lower())
     damage(folder)
-    programs = Programs({KEY: lower}, num_threads=1, index=index_of(folder, mesh))
+    programs = CompiledPrograms({KEY: lower}, num_threads=1, index=index_of(folder, mesh))
     programs.start()
     assert twice(programs[KEY], mesh) == [0, 2, 4, 6]
     assert ("compiled again" in caplog.text) == (damage is not remove_code)

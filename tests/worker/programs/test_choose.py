@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.executor.program_choice import DECODES_THAT_PAY, RUN_SAVES_SECONDS, ProgramChoice, StepSizes
 from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra, features_of
-from jaxpaged.worker.programs.table import Programs
+from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, RUN_SAVES_SECONDS, ProgramChoice, StepSizes
+from jaxpaged.worker.programs.compiled import CompiledPrograms
 
 SIZES = (2, 8, 16)
 RUNS = {ProgramKey(kind, size): 32 for kind in ("decode", "decode_full") for size in SIZES[:2]}
@@ -28,7 +28,7 @@ NEEDED = {
 
 
 def choice_with(builders, **sizes):
-    programs = Programs(builders, num_threads=1, on_demand=list(builders))
+    programs = CompiledPrograms(builders, num_threads=1, on_demand=list(builders))
     given = {"finisher": "sample", "run_steps": RUNS, "needs_full": features_of, **sizes}
     return programs, ProgramChoice(programs, StepSizes(tokens=SIZES, samples=SIZES, **given))
 

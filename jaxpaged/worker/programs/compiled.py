@@ -5,21 +5,27 @@ wrong shape, dtype or sharding raises instead of compiling. Threads compile whil
 the order and at the times of `CompileQueue`; asking for a program that is not ready moves it to the front, and waits
 for it or looks again later.
 
+Several processes that want the same programs compile each of them once (`CompileTurns`): the first one does, the
+others wait for it and find it in the compilation cache.
+
 `CompileCounter` counts every compilation of the process, ours or not, so that "no recompile" is measured and not
 only intended.
 """
 
+import contextlib
 import ctypes
+import fcntl
+import hashlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
@@ -28,6 +34,8 @@ from jaxpaged.errors import ProgramError
 from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.worker.programs.compile_queue import Activity, CompileQueue
+from jaxpaged.worker.programs.executables import HIT
+from jaxpaged.worker.programs.program_index import ProgramIndex
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +51,17 @@ LOOK_SECONDS = 0.1
 LASTING_CODES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
 """First words of what XLA says of a program that it can never compile. Others are of memory, or of a device."""
 
+TURNS_FOLDER = "turns"
+TURN_LOOK_SECONDS = 0.05
+"""How often who waits for a turn looks whether it has come."""
+LONGEST_WAIT = 600.0
+"""Seconds after which a program is compiled without a turn: who has it may have been stopped."""
+
 
 class CompileCounter:
     """Counts the XLA compilations of this process, through jax.monitoring, until closed.
 
-    Compilations by the threads of `Programs` are planned and not counted: what is left are recompiles.
+    Compilations by the threads of `CompiledPrograms` are planned and not counted: what is left are recompiles.
     """
 
     def __init__(self) -> None:
@@ -68,6 +82,44 @@ class CompileCounter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class CompileTurns:
+    """Turns among all processes that name the same cache `folder` and `purpose`, what their programs depend on. A turn
+    is a lock on a file beside the cache, which the system gives back when a process ends, however it does."""
+
+    def __init__(self, folder: str, purpose: Any):
+        self._folder = Path(folder) / TURNS_FOLDER
+        self._folder.mkdir(exist_ok=True)
+        self._name = hashlib.sha256(repr(purpose).encode()).hexdigest()[:16]
+
+    @contextlib.contextmanager
+    def turn(self, key: ProgramKey) -> Iterator[None]:
+        """Encloses the compiling of a program."""
+        with open(self._folder / f"{self._name}-{key.kind}-{key.size}", "ab") as file:
+            deadline = time.monotonic() + LONGEST_WAIT
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(TURN_LOOK_SECONDS)
+            yield  # to close the file gives the turn back
+
+
+class CacheHits:
+    """Counts programs that came from the compilation cache, of threads whose names begin with `thread_name`."""
+
+    def __init__(self, thread_name: str):
+        self._thread_name = thread_name
+        self.count = 0
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        if event == HIT and threading.current_thread().name.startswith(self._thread_name):
+            self.count += 1
+
+    def close(self) -> None:
+        jax.monitoring.unregister_event_listener(self._on_event)
 
 
 class ShortTurns:
@@ -94,17 +146,7 @@ class ShortTurns:
 short_turns = ShortTurns()
 
 
-class Index(Protocol):
-    """Programs that were compiled before; see `program_index.py`."""
-
-    def known(self, keys: Iterable[ProgramKey]) -> frozenset[ProgramKey]: ...
-
-    def load(self, key: ProgramKey) -> Any | None: ...
-
-    def compile(self, key: ProgramKey, lowered: Any) -> Any: ...
-
-
-class Programs:
+class CompiledPrograms:
     """key -> compiled program.
 
     `builders` map a key to a function that lowers the program. They are compiled in the given order, by
@@ -126,7 +168,7 @@ class Programs:
         first: int = 0,
         shares_cores: bool = False,
         turn: Callable[[ProgramKey], AbstractContextManager[None]] = nullcontext,
-        index: Index | None = None,
+        index: ProgramIndex | None = None,
         row_shares: Mapping[str, float] = MappingProxyType({}),
     ):
         self.builders, self.stored, self._turn, self._index = builders, stored, turn, index

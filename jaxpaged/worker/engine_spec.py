@@ -1,13 +1,19 @@
-"""What an engine's programs are, known from options and a model's description alone: no weight, no device memory.
+"""What an engine is, known from options and a model's description alone: no weight, no device memory.
 
-`Blueprint` has what comes before the size of the KV cache is known, `EnginePrograms` what follows from it. The worker
-builds an engine from them; they are as good for a topology of devices that are not here. Neither knows how programs
-are kept or called.
+`EngineSpec` has everything that is known before the size of the KV cache: the model, its devices, shapes of parameters,
+groups of the KV cache, and the buckets. `programs/engine_programs.py` has the programs that follow. A topology of
+devices that are not here has specs too.
+
+Buckets are the padded sizes that exist: a program has fixed shapes, so a step is padded to the next size that has a
+program. Forward programs grow along tokens only: a step of T tokens has at most T requests, so its row dimension is
+`min(T, max_num_seqs)`. Sampling programs grow along the rows that sample. The two families add up instead of
+multiplying.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -16,71 +22,65 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxpaged.config import EngineConfig, settled
 from jaxpaged.config.speculation import Speculation, speculation_of
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import (
-    CacheSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    blocks_for_tokens,
-    group_layers,
-    groups_of_layers,
-)
+from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, group_layers, groups_of_layers
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.linear import XLA, choose_matmul_backend, takes_one_row
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
-from jaxpaged.models.stages import Stage, decoder_of, params_of
+from jaxpaged.models.stages import Stage, deal_layers, decoder_of, params_of
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
-from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
+from jaxpaged.sampling.state import StateLayout
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import features_of
-from jaxpaged.worker.cache.kinds import kind_of, tensor_struct
+from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.context_split import split_contexts
-from jaxpaged.worker.drafters.lookup import lookup_builders
-from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
-from jaxpaged.worker.kv_transfer.programs import copy_builders
-from jaxpaged.worker.programs.buckets import MIN_BUCKET, default_token_buckets, doubling_buckets
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
-from jaxpaged.worker.programs.table import ProgramKey
-from jaxpaged.worker.step.decode_loop import lower_decode
-from jaxpaged.worker.step.expert_moves import load_structs, move_builders, with_tables
-from jaxpaged.worker.step.functions import Shapes, StepFunctions
-from jaxpaged.worker.step.packed import SHARED, RunLayout, StepLayout, step_layout
-from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
-from jaxpaged.worker.step.verify import VERIFY_KINDS, lower_verify
+from jaxpaged.worker.step.expert_moves import with_tables
 from pallas_kernels.ragged_paged_attention import choose_backend
 
 MAX_STEPS = {"gpu": 1}
 """Platform -> decode steps that one program can run, unless an option says otherwise; `OTHER_MAX_STEPS` elsewhere."""
 OTHER_MAX_STEPS = 32
-MOST_LOGPROBS = 128
-"""Log probabilities per token that a run of decode steps may keep until its end."""
-DECODE_KINDS = ("decode", "decode_full")
-MASKED_KIND = "sample_masked"
-RARE_KINDS = frozenset(
-    {"load_row", "load_tokens", "sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]}
-    | {VERIFY_KINDS["sample_full"], VERIFY_KINDS[MASKED_KIND]}
-)
-"""Programs that only requests with an `Extra` need: penalties, biases, log probabilities, shapes. An engine that has
-all others serves ordinary requests at full speed."""
-CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full", VERIFY_KINDS["sample_full"]})
-"""Those of them that any request may need where there are custom logits processors."""
+# The smallest of the doubling sizes: on accelerators a matmul tile has at least eight rows, and so have XLA:CPU's.
+MIN_BUCKET = 8
 
-Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
-
-SMALL_PROMPT, FEW_REQUESTS = 64, 8
-"""Tokens of a prompt, and requests, that must not wait for larger programs."""
-NUM_FIRST = 4
-"""How many of `EnginePrograms.builders()` a lone short prompt and its answer need."""
+# A CPU has smaller sizes too, since rows are work there: eight take 1.3 times as long as two (bench_products.py).
+# XLA's products of one row are 4-12 times slower than those of two, so with these there is but a size for a single
+# request, of two. Where products of few rows are kernels of our own, one row takes 0.89 of the step of two (4 and 8
+# bits, a 110M Llama), and their products two rows 0.5 to 0.6 and four 0.7 of the time of eight.
+SINGLE_REQUEST, FEW_ROWS = (2,), (1, 2, 4)
 
 
-class Blueprint:
+def doubling_buckets(largest: int, platform: str, kernels: bool = False) -> tuple[int, ...]:
+    """8, 16, 32, ... and `largest` itself; at least `MIN_BUCKET`. On a CPU with smaller ones before them; `kernels`:
+    they multiply a single row."""
+    sizes = list(FEW_ROWS if kernels else SINGLE_REQUEST) if platform == "cpu" else []
+    size = MIN_BUCKET
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, max(largest, MIN_BUCKET))
+
+
+def default_token_buckets(largest: int, platform: str, kernels: bool = False) -> tuple[int, ...]:
+    """The doubling sizes, and from 128 tokens on also those half way between two of them.
+
+    `jaxpaged buckets fit` on the steps of scripts/bench_offline.py's workloads proposes such sizes: with two more
+    programs for 512 tokens, 6.5 % of what is computed is padding instead of 10.5.
+    """
+    sizes = doubling_buckets(largest, platform, kernels)
+    between = (low + low // 2 for low, high in pairwise(sizes) if low >= 128 and high == 2 * low)
+    return tuple(sorted((*sizes, *between)))
+
+
+class EngineSpec:
     """One engine, or a stage of it, on the devices of `mesh`. `config` is resolved; `decoder` describes the whole model
     as its files do."""
 
@@ -282,165 +282,14 @@ class Blueprint:
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
 
-class EnginePrograms:
-    """The programs of a blueprint whose KV cache has a size."""
+def engine_specs(
+    config: EngineConfig, model: Model, decoder: DecoderConfig, meshes: Sequence[Mesh | AbstractMesh]
+) -> list[EngineSpec]:
+    """One for each stage; of an engine without stages one for all layers. Raises ConfigError."""
+    stages = deal_layers(decoder.num_layers, len(meshes)) if len(meshes) > 1 else (None,)
+    return [EngineSpec(config, model, decoder, *each) for each in zip(meshes, stages, strict=True)]
 
-    def __init__(self, blueprint: Blueprint, kv_cache: KVCacheConfig):
-        self.blueprint, self.kv_cache = blueprint, kv_cache
 
-    @cached_property
-    def layouts(self) -> dict[int, StepLayout]:
-        """Forward bucket -> where the parts of its packed array lie."""
-        return {size: self.layout(size) for size in self.blueprint.token_buckets}
-
-    def layout(self, num_tokens: int) -> StepLayout:
-        """Of a step with so many tokens."""
-        max_num_seqs, backend = self.blueprint.config.scheduler.max_num_seqs, self.blueprint.attention.backend
-        sizes, slots = self.kv_cache.block_sizes, self.kv_cache.device_slots
-        return step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
-
-    @cached_property
-    def runs(self) -> dict[int, RunLayout]:
-        """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
-        a token is computed in the same shapes either way."""
-        blueprint, scheduler = self.blueprint, self.blueprint.config.scheduler
-        if scheduler.num_scheduler_steps == 1 or blueprint.stage is not None:
-            return {}
-        largest = next(size for size in blueprint.token_buckets if size >= scheduler.max_num_seqs)
-        num_lines = lambda layout: next(size for size in blueprint.sample_buckets if size >= layout.num_rows)
-        return {
-            size: RunLayout(layout, num_lines(layout), blueprint.max_steps)
-            for size, layout in self.layouts.items()
-            if size <= largest
-        }
-
-    @cached_property
-    def draft_runs(self) -> dict[int, RunLayout]:
-        """Buckets of the decode steps of a model or a head that drafts, if one does."""
-        blueprint = self.blueprint
-        if blueprint.draft is None:
-            return {}
-        return {size: RunLayout(self.layout(size), size, blueprint.num_drafts) for size in blueprint.sample_buckets}
-
-    @property
-    def row_state(self) -> StateLayout:
-        """What is kept on the device for each row besides KV blocks."""
-        return self.blueprint.sampling_layout
-
-    @cached_property
-    def functions(self) -> StepFunctions:
-        blueprint, config = self.blueprint, self.blueprint.config
-        return StepFunctions(
-            model=blueprint.model,
-            config=blueprint.decoder,
-            attention=blueprint.attention,
-            kv_cache=self.kv_cache,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            num_hidden=max(config.scheduler.max_num_seqs, MIN_BUCKET),
-            logprobs_mode=config.model.logprobs_mode,
-            max_logprobs=min(config.model.max_logprobs, blueprint.decoder.vocab_size),
-            custom=blueprint.custom,
-            limits=blueprint.limits,
-            is_first=blueprint.stage is None or blueprint.stage.is_first,
-        )
-
-    @property
-    def rare_kinds(self) -> frozenset[str]:
-        """Kinds of programs that no ordinary request of this engine needs."""
-        return RARE_KINDS - CUSTOM_KINDS if self.blueprint.custom.processors else RARE_KINDS
-
-    shapes_type = Shapes
-
-    @cached_property
-    def shapes(self) -> Shapes:
-        blueprint, sizes = self.blueprint, self.kv_cache.block_sizes
-        kv = [tensor_struct(blueprint.attention, *each, blueprint.kv_dtype) for each in self.kv_cache.tensors]
-        kv += load_structs(blueprint.param_shapes, blueprint.mesh)
-        max_blocks = blocks_for_tokens(blueprint.config.model.max_model_len, min(sizes))
-        max_tokens = blueprint.token_buckets[-1]
-        rows = (kv, self.row_state, max_blocks, max_tokens)
-        return self.shapes_type(
-            self.functions,
-            blueprint.param_shapes,
-            *rows,
-            blueprint.compiler_options,
-            blueprint.config.model.max_model_len,
-            blueprint.speculation,
-        )
-
-    def builders(self) -> Builders:
-        """How to lower every program, in the order in which they are wanted.
-
-        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use. Which of
-        them are compiled at the start, and which on demand, is decided elsewhere.
-        """
-        shapes, blueprint = self.shapes, self.blueprint
-        token_buckets, sample_buckets = blueprint.token_buckets, blueprint.sample_buckets
-        builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        small_prompt = next((size for size in token_buckets if size >= SMALL_PROMPT), token_buckets[-1])
-        for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != token_buckets[0], size)):
-            builders |= self._with_layers("forward", size, shapes.lower_forward, self.layouts[size])
-            if size == small_prompt:
-                few = next((size for size in sample_buckets if size >= FEW_REQUESTS), sample_buckets[-1])
-                builders[ProgramKey("sample", few)] = partial(shapes.lower_sample, few, False)
-        builders[ProgramKey("tables")] = shapes.lower_tables
-        for size in sample_buckets:
-            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size, False))
-        builders |= self._draft_builders()
-        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, blueprint.sampling_layout.packed_size)
-        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
-        for size in sample_buckets:
-            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample, size, True)
-        for size in sample_buckets:
-            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample, size, True, masked=True)
-        builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
-        return builders | self._copy_builders() | self._decode_builders() | move_builders(shapes)
-
-    def _with_layers(
-        self, kind: str, size: int, lower: Callable[[StepLayout], jax.stages.Lowered], layout: StepLayout
-    ) -> Builders:
-        """The program of a bucket, and another for steps in which rows share spans where one for both would be slower.
-
-        Processes that compute together could choose differently between two, so they have one, and so do stages.
-        """
-        blueprint = self.blueprint
-        if not layout.has_two_programs or blueprint.stage is not None or blueprint.has_other_processes:
-            return {ProgramKey(kind, size): partial(lower, layout)}
-        alone = partial(lower, replace(layout, reads_shared=False))
-        return {ProgramKey(kind, size): alone, ProgramKey(kind + SHARED, size): partial(lower, layout)}
-
-    def _copy_builders(self) -> Builders:
-        """Copies of blocks off the devices and back, where the options want them."""
-        offload, backend = self.blueprint.config.cache.offload, self.blueprint.attention.backend
-        args = self.kv_cache, self.shapes.kv, backend, self.functions.replicated, self.blueprint.page_form
-        return {} if offload is None else copy_builders(*args)
-
-    def _draft_builders(self) -> Builders:
-        """What drafts and what verifies, if anything does."""
-        speculation, sizes = self.blueprint.speculation, self.blueprint.sample_buckets
-        if speculation is None:
-            return {}
-        if self.blueprint.draft is None:
-            builders: Builders = lookup_builders(self.shapes, speculation, sizes)
-        else:
-            builders = draft_builders(
-                self.shapes, self.blueprint.drafting, self.blueprint.draft.config, self.draft_runs
-            )
-        for sampler, kind in VERIFY_KINDS.items():
-            for size in sizes:
-                asked = (sampler != "sample", sampler == MASKED_KIND)
-                builders[ProgramKey(kind, size)] = partial(lower_verify, self.shapes, size, *asked)
-        return builders
-
-    def _decode_builders(self) -> Builders:
-        """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
-        steps are small enough to be kept until the last one."""
-        kinds = DECODE_KINDS[: 1 if self.functions.max_logprobs > MOST_LOGPROBS else 2]
-        builders: Builders = {}
-        for kind in kinds:
-            for size, run in self.runs.items():
-                lower = lambda step, run=run, full=kind == "decode_full": lower_decode(
-                    self.shapes, replace(run, step=step), full
-                )
-                builders |= self._with_layers(kind, size, lower, run.step)
-        return builders
+def whole_kv_cache(engine_spec: EngineSpec, num_blocks: int) -> KVCacheConfig:
+    """The cache of all stages as one, whose first pool has `num_blocks`: a block id is a block on each of them."""
+    return Division(engine_spec.whole_groups, engine_spec.demand, engine_spec.num_shards).kv_cache(num_blocks)

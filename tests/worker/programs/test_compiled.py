@@ -12,14 +12,9 @@ import pytest
 from jax.errors import JaxRuntimeError as XlaError
 
 from jaxpaged.errors import ProgramError
-from jaxpaged.worker.programs.buckets import default_token_buckets, doubling_buckets
-from jaxpaged.worker.programs.table import (
-    TURN_SECONDS,
-    CompileCounter,
-    ProgramKey,
-    Programs,
-    enable_compilation_cache,
-)
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.engine_spec import default_token_buckets, doubling_buckets
+from jaxpaged.worker.programs.compiled import TURN_SECONDS, CompileCounter, CompiledPrograms, enable_compilation_cache
 
 
 class FakeLowered:
@@ -47,7 +42,7 @@ def test_asking_for_a_program_moves_it_to_the_front():
         begun.set()
         return FakeLowered(key, gate if key == keys[0] else None)
 
-    programs = Programs({key: lambda key=key: build(key) for key in keys}, num_threads=1)
+    programs = CompiledPrograms({key: lambda key=key: build(key) for key in keys}, num_threads=1)
     programs.start()
     assert begun.wait(10)
     waiter = threading.Thread(target=lambda: programs[keys[2]])
@@ -64,7 +59,7 @@ def test_asking_for_a_program_moves_it_to_the_front():
 def test_the_smallest_ready_bucket_that_fits_is_used_and_otherwise_the_smallest_that_fits():
     gate = threading.Event()
     builders = {ProgramKey("forward", 8): builder("small", gate), ProgramKey("forward", 32): builder("large")}
-    programs = Programs(builders, num_threads=2)
+    programs = CompiledPrograms(builders, num_threads=2)
     programs.start()
     assert programs[ProgramKey("forward", 32)] == "large"
     assert programs.smallest_ready("forward", 4, (8, 32)) == 32
@@ -77,7 +72,7 @@ def test_the_smallest_ready_bucket_that_fits_is_used_and_otherwise_the_smallest_
 def test_while_none_is_ready_the_bucket_that_was_begun_first_is_waited_for():
     gate = threading.Event()
     keys = [ProgramKey("forward", size) for size in (32, 16, 8)]
-    programs = Programs({key: builder(key.size, gate) for key in keys}, num_threads=1)
+    programs = CompiledPrograms({key: builder(key.size, gate) for key in keys}, num_threads=1)
     assert programs.smallest_ready("forward", 4, (8, 16, 32)) == 8
     programs.start()
     while not programs._begun:
@@ -91,7 +86,7 @@ def test_while_none_is_ready_the_bucket_that_was_begun_first_is_waited_for():
 def test_the_largest_usable_bucket_is_compiled_or_was_begun_first_or_nobody_has_begun_with_any():
     gate, buckets = threading.Event(), (8, 16, 32)
     keys = [ProgramKey("forward", size) for size in (16, 8, 32)]
-    programs = Programs({key: builder(key.size, gate) for key in keys}, num_threads=1)
+    programs = CompiledPrograms({key: builder(key.size, gate) for key in keys}, num_threads=1)
     assert programs.largest_usable("forward", buckets) == 32
     programs.start()
     while not programs._begun:
@@ -106,7 +101,7 @@ def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fail():
         raise ValueError("no such operation")
 
-    programs = Programs({ProgramKey("full", 8): fail}, num_threads=1, rare=[ProgramKey("full", 8)])
+    programs = CompiledPrograms({ProgramKey("full", 8): fail}, num_threads=1, rare=[ProgramKey("full", 8)])
     programs.start()
     with pytest.raises(ValueError, match="no such operation"):
         programs[ProgramKey("full", 8)]
@@ -145,7 +140,7 @@ def test_what_ordinary_requests_need_and_can_never_be_compiled_is_the_end_in_one
         raise error
 
     keys = [ProgramKey("forward", 8), ProgramKey("forward", 16)]
-    programs = Programs({keys[0]: builder("small"), keys[1]: fail}, num_threads=1, first=2)
+    programs = CompiledPrograms({keys[0]: builder("small"), keys[1]: fail}, num_threads=1, first=2)
     programs.start()
     with pytest.raises(ProgramError, match="forward of size 16 cannot be compiled: .*float13 is no type. Another"):
         programs.wait_all()
@@ -166,7 +161,7 @@ def test_what_cannot_be_traced_is_found_before_anything_is_compiled(traced):
         raise ValueError("float13 is no type")
 
     builders = {keys[0]: builder("zeros", gate), keys[1]: fail, keys[2]: builder("large", gate)}
-    programs = Programs(builders, num_threads=1, first=2)
+    programs = CompiledPrograms(builders, num_threads=1, first=2)
     if traced:
         programs.start()
     with pytest.raises(ProgramError, match="float13"):
@@ -178,7 +173,7 @@ def test_what_cannot_be_traced_is_found_before_anything_is_compiled(traced):
 
 @pytest.mark.parametrize("error", PASSING, ids=str)
 def test_what_failed_for_want_of_room_is_no_verdict_on_the_program(error):
-    programs = Programs({ProgramKey("forward", 8): lambda: Broken(error)}, num_threads=1, first=1)
+    programs = CompiledPrograms({ProgramKey("forward", 8): lambda: Broken(error)}, num_threads=1, first=1)
     programs.start()
     with pytest.raises(type(error)):
         programs.wait_all()
@@ -193,7 +188,7 @@ def test_a_program_is_traced_once_and_not_kept_when_it_is_compiled():
         built.append(key)
         return FakeLowered(key, gate)
 
-    programs = Programs({key: lambda key=key: build(key) for key in keys}, num_threads=1, first=2)
+    programs = CompiledPrograms({key: lambda key=key: build(key) for key in keys}, num_threads=1, first=2)
     programs.trace_first()
     programs.start()
     programs.trace_first()
@@ -207,7 +202,7 @@ def test_the_states_of_programs_say_what_there_is_and_what_is_missing():
     broken = lambda: (_ for _ in ()).throw(ValueError("no"))
     keys = [ProgramKey("forward", size) for size in (8, 16, 32, 64)]
     builders = dict(zip(keys, [builder("a"), broken, builder("c", gate), builder("d")]))
-    programs = Programs(builders | {ProgramKey("rare"): builder("e")}, 1, on_demand=[ProgramKey("rare")])
+    programs = CompiledPrograms(builders | {ProgramKey("rare"): builder("e")}, 1, on_demand=[ProgramKey("rare")])
     assert [state for *_, state in programs.states] == ["queued"] * 4
     programs.start()
     with pytest.raises(ProgramError):
@@ -225,7 +220,7 @@ def test_the_states_of_programs_say_what_there_is_and_what_is_missing():
 
 
 def test_after_stop_nothing_more_is_compiled():
-    programs = Programs({ProgramKey("forward", 8): builder("small")}, num_threads=1)
+    programs = CompiledPrograms({ProgramKey("forward", 8): builder("small")}, num_threads=1)
     programs.stop()
     programs.start()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -243,7 +238,7 @@ def test_a_program_on_demand_is_compiled_once_it_is_wanted_before_what_nobody_as
         return FakeLowered(key, gate)
 
     builders = {key: lambda key=key: build(key) for key in keys}
-    programs = Programs(builders, num_threads=1, on_demand=keys[2:])
+    programs = CompiledPrograms(builders, num_threads=1, on_demand=keys[2:])
     assert programs.num_wanted == 2
     programs.start()
     assert begun.wait(10)
@@ -265,7 +260,7 @@ def test_programs_of_ordinary_requests_come_first_and_are_counted_apart():
         gates[key] = threading.Event()
         made = builder(key.kind, gates[key])
         builders[key] = lambda key=key, made=made: (order.append(key.kind), made())[1]
-    programs = Programs(builders, num_threads=1, on_demand=keys[3:], rare=keys[:1])
+    programs = CompiledPrograms(builders, num_threads=1, on_demand=keys[3:], rare=keys[:1])
     assert [key.kind for key in programs.ordinary] == ["forward", "sample"]
     programs.start()
     assert programs.num_ordinary_ready == 0
@@ -283,7 +278,7 @@ def test_an_ordinary_program_that_cannot_be_compiled_is_never_counted_as_ready()
     def fail():
         raise ValueError("no")
 
-    programs = Programs({ProgramKey("forward", 8): fail}, num_threads=1)
+    programs = CompiledPrograms({ProgramKey("forward", 8): fail}, num_threads=1)
     programs.start()
     with pytest.raises(ProgramError):
         programs.wait_all()
@@ -294,7 +289,7 @@ def test_a_program_on_demand_that_cannot_be_compiled_is_never_ready():
     def fail():
         raise ValueError("no such operation")
 
-    programs = Programs({ProgramKey("decode", 8): fail}, num_threads=1, on_demand=[ProgramKey("decode", 8)])
+    programs = CompiledPrograms({ProgramKey("decode", 8): fail}, num_threads=1, on_demand=[ProgramKey("decode", 8)])
     programs.start()
     assert not programs.is_ready(ProgramKey("decode", 8))
     while not programs.num_ready:
@@ -313,7 +308,7 @@ def test_a_program_that_somebody_waits_for_goes_to_the_front_and_its_failure_is_
         return FakeLowered(key, gate)
 
     builders = {key: lambda key=key: build(key) for key in keys}
-    programs = Programs(builders, num_threads=1, on_demand=keys[2:])
+    programs = CompiledPrograms(builders, num_threads=1, on_demand=keys[2:])
     programs.start()
     while not built:
         pass
@@ -344,7 +339,7 @@ def test_programs_are_lowered_one_at_a_time_and_compiled_side_by_side():
         lowering[0] -= 1
         return Lowered()
 
-    programs = Programs({ProgramKey("forward", size): lower for size in (8, 16, 32)}, num_threads=3)
+    programs = CompiledPrograms({ProgramKey("forward", size): lower for size in (8, 16, 32)}, num_threads=3)
     programs.start()
     assert set(programs.wait_all().values()) == {"compiled"}
     assert most == [1]
@@ -352,7 +347,7 @@ def test_programs_are_lowered_one_at_a_time_and_compiled_side_by_side():
 
 def test_threads_take_short_turns_until_the_last_program_of_all_engines_is_there():
     before, gates = sys.getswitchinterval(), (threading.Event(), threading.Event())
-    tables = [Programs({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2) for gate in gates]
+    tables = [CompiledPrograms({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2) for gate in gates]
     for table in tables:
         table.start()
     for table, gate in zip(tables, gates):
@@ -376,7 +371,7 @@ def test_what_compiling_has_freed_goes_back_to_the_system():
             seen.append(resident())
             return "program"
 
-    programs = Programs({key: Dear}, num_threads=1)
+    programs = CompiledPrograms({key: Dear}, num_threads=1)
     programs.start()
     programs.wait_all()
     deadline = time.monotonic() + 30
@@ -479,7 +474,7 @@ def test_where_the_cache_is_off_nothing_that_came_from_it_is_taken_for_compiled(
 
 def test_stored_programs_are_loaded_and_not_compiled():
     keys = [ProgramKey("forward", 8), ProgramKey("forward", 32)]
-    programs = Programs({key: builder("compiled") for key in keys}, stored={keys[0]: lambda: "loaded"})
+    programs = CompiledPrograms({key: builder("compiled") for key in keys}, stored={keys[0]: lambda: "loaded"})
     programs.start()
     assert programs.wait_all() == {keys[0]: "loaded", keys[1]: "compiled"}
     assert list(programs.seconds) == [keys[1]]

@@ -23,7 +23,7 @@ Llama, and less for several, while the program costs twice what others do."""
 
 
 class Readiness(Protocol):
-    """What is known of the compiled programs; `worker.programs.Programs` is one."""
+    """What is known of the compiled programs; `CompiledPrograms` is one."""
 
     def is_ready(self, key: ProgramKey) -> bool:
         """Whether a program can be called without waiting. One that is kept on demand is wanted from now on. Raises
