@@ -23,20 +23,22 @@ The moments, in the order of a request's life:
                                 `get_block_ids_with_load_errors` say: a page that was not given, or whose digest is
                                 wrong when it is given, is a load error
       save_kv                   pages that a finished step computed, in one of the engine's threads
-    update_connector_output     what has become of loads and saves
+    load_finished               its load has ended
     request_finished            it ended
 
 A load that lacks pages is not used beyond them: the rest is computed, or the request fails, as
 `kv_load_failure_policy` says. Pages carry digests (`kv_store/page.py`), and only what they confirm reaches the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from jaxpaged.kv_store.buffers import Buffer
 from jaxpaged.kv_store.page import PageContent, PageKey
+from jaxpaged.kv_store.pieces import Piece
 from jaxpaged.kv_store.tier import ChunkTiers, Lookup
 from jaxpaged.kv_store.tier_events import TierEvent
 
@@ -61,6 +63,15 @@ class KVGroupLayout(msgspec.Struct, frozen=True):
     """Whether a page has scales, float32 [layers, 2, page tokens, KV heads]: values were rounded to 8 bits."""
 
 
+class KVPoolLayout(msgspec.Struct, frozen=True):
+    """One pool of blocks, of some groups: how many pieces a copy off the device has, and the bytes of each size. A
+    piece is the smallest run of tokens that both blocks and pages end with (`kv_store/cut.py`)."""
+
+    group_idxs: tuple[int, ...]
+    copy_sizes: tuple[int, ...]
+    copy_bytes: tuple[int, ...]
+
+
 class KVCacheLayout(msgspec.Struct, frozen=True):
     """What the pages of an engine look like. `PageKey.group` is an index into `groups`."""
 
@@ -69,6 +80,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True):
     model: str
     page_tokens: int
     groups: tuple[KVGroupLayout, ...]
+    pools: tuple[KVPoolLayout, ...]
 
 
 # ---- the scheduler's side ----------------------------------------------------------------------
@@ -102,16 +114,13 @@ class KVRequest(Protocol):
         knows what is PENDING."""
         ...
 
-    def prompt_pages(self) -> tuple[int, Sequence[PageContent]]:
-        """(tokens, pages) of its prompt as far as it fills whole pages: those that whoever goes on behind it needs."""
-        ...
-
-    def prompt_block_ids(self) -> list[list[int]]:
-        """Of each group the ids of the blocks that hold these pages now."""
+    def prompt_pieces(self) -> tuple[int, Sequence[Piece]]:
+        """(tokens, pieces) of its prompt as far as it fills whole pages: what a request needs that goes on behind it. A
+        piece without block ids is not computed yet."""
         ...
 
     def save_prompt(self) -> None:
-        """Bring these pages to the stores as soon as they are computed, those too that the device had before."""
+        """Save these pages as soon as they are computed, those too that the device had before."""
         ...
 
 
@@ -120,6 +129,8 @@ class KVConnectorScheduler(Protocol):
 
     name: str
     """For metrics, and for the log."""
+    others_wait: bool
+    """Whether other engines wait for what is saved, so that it should go sooner and have more room."""
 
     @property
     def chunk_tiers(self) -> ChunkTiers | None:
@@ -130,13 +141,26 @@ class KVConnectorScheduler(Protocol):
         """A request was queued."""
         ...
 
+    def expect_request(self, params: Mapping[str, Any], is_coming: bool) -> None:
+        """A request with these `kv_transfer_params` may come; not `is_coming`: it will not, or was refused."""
+        ...
+
+    def before_look_up(self, request: KVRequest, pages: Sequence[tuple[PageKey, int]]) -> None:
+        """These pages, which the device lacks, are looked up for a request next. The number is where the page ends in
+        the request, in tokens."""
+        ...
+
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
         """How many tokens behind the first `num_computed_tokens`, which the device has, could be loaded. None: ask
         again later; the request waits, and others may overtake it. It changes nothing."""
         ...
 
     def look_up(self, keys: Sequence[PageKey]) -> Sequence[Lookup]:
-        """Whether pages can be loaded, by which several connectors are joined page by page."""
+        """Whether pages can be loaded. By this several connectors are joined page by page."""
+        ...
+
+    def lacks(self, keys: Sequence[PageKey], under_way: Set[PageKey]) -> Sequence[bool]:
+        """Whether each page is to be saved: it is not here, nor `under_way`."""
         ...
 
     def where(self, keys: Sequence[PageKey]) -> Sequence[str]:
@@ -145,18 +169,22 @@ class KVConnectorScheduler(Protocol):
         ...
 
     def must_load(self, request: KVRequest) -> bool:
-        """Whether to load what could be computed sooner."""
+        """Whether to load even what could be computed sooner."""
         ...
 
     def update_state_after_alloc(
         self, request: KVRequest, pages: Sequence[PageContent], num_external_tokens: int
     ) -> None:
-        """These pages will be loaded for `num_external_tokens` tokens. Or, with 0, the request's first step is
-        scheduled. In place of vLLM's blocks there are pages: blocks are given when all has come."""
+        """These pages will be loaded for `num_external_tokens` tokens. Or, with 0, the request has blocks and its next
+        step is scheduled. In place of vLLM's blocks there are pages: blocks are given when all pages have come."""
+        ...
+
+    def load_finished(self, request: KVRequest) -> None:
+        """Its load has ended, is not waited for any longer, or will not be."""
         ...
 
     def build_connector_meta(self) -> Any:
-        """What the worker's side is to know with the next step: plain data (what msgspec encodes). None: nothing."""
+        """What the worker's side is to know with the next step: plain data, which msgspec encodes. None: nothing."""
         ...
 
     def request_finished(self, request: KVRequest, is_computed: bool) -> dict[str, Any] | None:
@@ -166,10 +194,6 @@ class KVConnectorScheduler(Protocol):
 
     def take_params(self) -> dict[str, dict[str, Any]]:
         """`kv_transfer_params` of requests, by id, that clients are to hear of before the end."""
-        ...
-
-    def load_finished(self, request: KVRequest) -> None:
-        """A load has ended, or is not waited for any longer."""
         ...
 
     def take_events(self) -> Sequence[TierEvent]:
@@ -197,27 +221,27 @@ class KVPage(Protocol):
     def scales(self) -> np.ndarray | None: ...
 
     @property
-    def buffers(self) -> Sequence[Any]:
+    def buffers(self) -> Sequence[Buffer]:
         """The whole page as bytes, in pieces that belong one behind the other: a safetensors file, whose header has the
         digests. `KVLoad.give` takes them back, as they are or joined."""
         ...
 
 
 class KVLoad(Protocol):
-    """Pages that a request waits for. It may be used by any threads."""
+    """Pages that a request waits for. Any threads may use it."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
-    def pages(self) -> Sequence[PageContent]:
-        """All that are wanted of this connector, in the order in which they would be computed."""
+    def missing(self) -> Sequence[PageContent]:
+        """Those that have not come, in the order in which they would be computed."""
         ...
 
-    def give(self, key: PageKey, page: Any, source: str, *, is_checked: bool = False) -> bool:
-        """A page has come: the buffers that `save_kv` got, one or several, from the place `source`. They are copied.
-        `is_checked`: checksums of values were compared already. Whether it is the right one; if not, it is a page that
-        did not come, and should be removed where it came from."""
+    def give(self, key: PageKey, page: Buffer | Sequence[Buffer], source: str, *, is_checked: bool = False) -> bool:
+        """A page has come from the place `source`: the buffers that `save_kv` got, one or several. They are copied.
+        `is_checked`: its checksums were compared already. Whether it is the right one; if not, the page did not come,
+        and should be removed where it came from."""
         ...
 
     def finish(self) -> None:
@@ -226,16 +250,22 @@ class KVLoad(Protocol):
 
 
 class KVConnectorWorker(Protocol):
-    """The worker's side. The engine's thread calls all but `save_kv`."""
+    """The worker's side."""
 
     name: str
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether pages are there when this engine has ended, so that its end is worth waiting for the last of them."""
+        ...
 
     def register_kv_caches(self, layout: KVCacheLayout) -> None:
         """Called once, before anything else: what pages look like."""
         ...
 
     def start_load_kv(self, loads: Sequence[KVLoad], metadata: Any) -> None:
-        """Begin to fetch, and return at once. `metadata`: what `build_connector_meta` said."""
+        """Begin to fetch, and return at once. `metadata`: what `build_connector_meta` said. Called by the engine's
+        thread; behind another connector in one of that one's."""
         ...
 
     def save_kv(self, pages: Sequence[KVPage]) -> Sequence[bool]:
@@ -246,11 +276,6 @@ class KVConnectorWorker(Protocol):
 
     def discard(self, keys: Sequence[PageKey]) -> None:
         """Forget these pages: what computed them was wrong. Called in a thread of the engine."""
-        ...
-
-    @property
-    def outlives_engine(self) -> bool:
-        """Whether pages are there when this engine has ended, so that its end is worth waiting for the last of them."""
         ...
 
     def get_kv_connector_stats(self) -> dict[str, Any]:
@@ -265,6 +290,77 @@ class KVConnectorWorker(Protocol):
 
 class KVConnector(KVConnectorScheduler, KVConnectorWorker, Protocol):
     """Both sides. Where scheduler and worker are one process, they are one object."""
+
+
+class KVConnectorBase:
+    """What a connector may derive from: all but `look_up`, `start_load_kv`, `save_kv` and `discard` has a default."""
+
+    name = "connector"
+    others_wait = False
+    layout: KVCacheLayout
+
+    @property
+    def chunk_tiers(self) -> ChunkTiers | None:
+        return None
+
+    @property
+    def outlives_engine(self) -> bool:
+        return True
+
+    def on_new_request(self, request: KVRequest) -> None:
+        pass
+
+    def expect_request(self, params: Mapping[str, Any], is_coming: bool) -> None:
+        pass
+
+    def before_look_up(self, request: KVRequest, pages: Sequence[tuple[PageKey, int]]) -> None:
+        pass
+
+    def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
+        found = request.num_matched_tokens(self.look_up)
+        return None if found is None else max(found - num_computed_tokens, 0)
+
+    def look_up(self, keys: Sequence[PageKey]) -> Sequence[Lookup]:
+        raise NotImplementedError
+
+    def lacks(self, keys: Sequence[PageKey], under_way: Set[PageKey]) -> Sequence[bool]:
+        states = zip(keys, self.look_up(keys))
+        return [state is not Lookup.HIT and key not in under_way for key, state in states]
+
+    def where(self, keys: Sequence[PageKey]) -> Sequence[str]:
+        return [self.name] * len(keys)
+
+    def must_load(self, request: KVRequest) -> bool:
+        return False
+
+    def update_state_after_alloc(
+        self, request: KVRequest, pages: Sequence[PageContent], num_external_tokens: int
+    ) -> None:
+        pass
+
+    def load_finished(self, request: KVRequest) -> None:
+        pass
+
+    def build_connector_meta(self) -> Any:
+        return None
+
+    def request_finished(self, request: KVRequest, is_computed: bool) -> dict[str, Any] | None:
+        return None
+
+    def take_params(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def take_events(self) -> Sequence[TierEvent]:
+        return ()
+
+    def register_kv_caches(self, layout: KVCacheLayout) -> None:
+        self.layout = layout
+
+    def get_kv_connector_stats(self) -> dict[str, Any]:
+        return {}
+
+    def shutdown(self) -> None:
+        pass
 
 
 # ---- what travels ------------------------------------------------------------------------------
@@ -306,6 +402,8 @@ class KVConnectorMetadata(msgspec.Struct, omit_defaults=True):
     """The steps before this number are done: what they computed may be kept."""
     discarded: list[PageKey] = []
     """What must not be kept: a request computed it that failed."""
+    given_up: list[PageKey] = []
+    """What will not be saved: its blocks are needed sooner than there is room."""
     before_step: list[KVSave | KVWrite] = []
     """Copies ahead of the step, in this order."""
     after_step: list[KVSave] = []
