@@ -22,11 +22,11 @@ from jaxpaged.params.sharding import CONTEXT_AXES, CONTEXT_AXIS, GROUP_AXIS, MOD
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
 
-HIDING_DIM = 8
-"""Components that heads have besides their own where some keys are hidden. One of them would do, and rows of memory
+MASK_DIM = 8
+"""Components that heads have besides their own where some tokens are masked. One of them would do, and rows of memory
 that are a multiple of eight are faster."""
-HIDING_QUERY, HIDING_KEY = 64.0, -30_000.0
-"""That component of every query, and of a hidden key: numbers of float16, whose product no other score comes near."""
+MASK_QUERY, MASK_KEY = 64.0, -30_000.0
+"""That component of every query, and of a masked key: numbers of float16, whose product no other score comes near."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,15 @@ class AttentionBatch:
     """What attention knows of a step, for layers that share block tables and a window.
 
     `window` is the one with which `metadata` was made; a kernel must not be given another.
+
+    `masked_T`: which of the new tokens no query ever sees. The cache then has heads that are wider by `MASK_DIM`, and
+    the probability of a masked token is 0 exactly. A query that sees no other token gets 0.
     """
 
     metadata: AttentionMetadata
     context: AttentionContext = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
+    masked_T: jax.Array | None = None
 
 
 def step_metadata(
@@ -119,22 +123,18 @@ def attend(
     scale: float,
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
-    hidden_T: jax.Array | None = None,
 ) -> tuple[jax.Array, KVTensor]:
     """Causal attention of T new tokens over everything their requests have cached, themselves included.
 
     This step's keys and values go into the cache before the cache is read. `scale`, `soft_cap` and `sinks_N` are those
     of `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).
 
-    `hidden_T`: which of the new tokens no query ever sees. The cache then has heads that are wider by `HIDING_DIM`, and
-    the probability of a hidden token is 0 exactly. Who sees no other gets 0.
-
     Raises ValueError when the mesh has more devices than there are kv heads to split.
     """
     context, head_dim = batch.context, q_TNH.shape[-1]
-    if hidden_T is not None:
-        assert soft_cap is None, "capped scores of hidden tokens are not far from others"
-        q_TNH, k_TKH, v_TKH = hide(q_TNH, k_TKH, v_TKH, hidden_T)
+    if batch.masked_T is not None:
+        assert soft_cap is None, "capped scores of masked tokens are not far from others"
+        q_TNH, k_TKH, v_TKH = mask_tokens(q_TNH, k_TKH, v_TKH, batch.masked_T)
     check_heads(context.mesh, q_TNH.shape[1], k_TKH.shape[1])
 
     settings = {"scale": scale, "window": batch.window, "soft_cap": soft_cap, "backend": context.backend}
@@ -155,18 +155,18 @@ def attend(
     return out_TNH[..., :head_dim], kv
 
 
-def hide(
-    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, hidden_T: jax.Array
+def mask_tokens(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, masked_T: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values with `HIDING_DIM` more components, which make the scores of hidden tokens tiny."""
-    hidden_T11 = hidden_T[:, None, None]
-    k_TKH, v_TKH = (jnp.where(hidden_T11, 0, x) for x in (k_TKH, v_TKH))
-    hiding_T11 = jnp.where(hidden_T11, HIDING_KEY, 0).astype(k_TKH.dtype)
-    first = jnp.arange(HIDING_DIM) == 0
-    widen = lambda x, more: jnp.concatenate([x, jnp.broadcast_to(more, (*x.shape[:2], HIDING_DIM))], axis=-1)
+    """Queries, keys and values with `MASK_DIM` more components, which make the scores of masked tokens tiny."""
+    masked_T11 = masked_T[:, None, None]
+    k_TKH, v_TKH = (jnp.where(masked_T11, 0, x) for x in (k_TKH, v_TKH))
+    mask_T11 = jnp.where(masked_T11, MASK_KEY, 0).astype(k_TKH.dtype)
+    first = jnp.arange(MASK_DIM) == 0
+    widen = lambda x, more: jnp.concatenate([x, jnp.broadcast_to(more, (*x.shape[:2], MASK_DIM))], axis=-1)
     return (
-        widen(q_TNH, jnp.where(first, HIDING_QUERY, 0).astype(q_TNH.dtype)),
-        widen(k_TKH, jnp.where(first, hiding_T11, 0)),
+        widen(q_TNH, jnp.where(first, MASK_QUERY, 0).astype(q_TNH.dtype)),
+        widen(k_TKH, jnp.where(first, mask_T11, 0)),
         widen(v_TKH, jnp.zeros((), v_TKH.dtype)),
     )
 

@@ -10,9 +10,9 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder import Layer, feed_forward, forward, norm_if_any, self_attention, tapped_forward
+from jaxpaged.models.decoder import Layer, feed_forward, forward, norm_if_any, self_attention
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import LayerBatch
+from jaxpaged.models.interface import LayerContext, LayerOutput
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -34,14 +34,12 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 
 @partial(jax.jit, static_argnames="config")
-def decoder_layer(
-    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-) -> tuple[jax.Array, KVTensor, jax.Array | None]:
+def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext) -> LayerOutput:
     """x + attention(norm(x)) + mlp(norm(x))."""
     normed_TD = norm_if_any(x_TD, p.input_layernorm, config)
-    attended_TD, kv = self_attention(p.self_attn, config, normed_TD, kv, batch)
-    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, batch)
-    return x_TD + attended_TD + fed_TD, kv, load_E
+    attended_TD, kv = self_attention(p.self_attn, config, normed_TD, kv, context)
+    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, context)
+    return LayerOutput(x_TD + attended_TD + fed_TD, kv, load_E)
 
 
 COHERE = replace(
@@ -50,5 +48,4 @@ COHERE = replace(
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, norms={"input_layernorm": "input_layernorm"}),
     forward=partial(forward, decoder_layer),
-    tapped_forward=partial(tapped_forward, decoder_layer),
 )

@@ -21,7 +21,7 @@ from jaxpaged.layers.mlp import Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, normalised, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, query_growth, rope_cos_sin
 from jaxpaged.models.config import DecoderConfig, LayerConfig
-from jaxpaged.models.interface import Batch, LayerBatch
+from jaxpaged.models.interface import Batch, ForwardOutput, LayerContext, LayerOutput
 from jaxpaged.params.sharding import kv_heads_on_devices
 
 
@@ -68,14 +68,12 @@ class DecoderLayer(Protocol):
     """One layer of a model, jitted with `config` static, so that layers of one kind are traced once."""
 
     def __call__(
-        self, p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-    ) -> tuple[jax.Array, KVTensor, jax.Array | None]:
-        """([T, D], the layer's cache with this step's tokens, and what `feed_forward` counted)."""
-        ...
+        self, p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext
+    ) -> LayerOutput: ...
 
 
 def self_attention(
-    p: Attention, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+    p: Attention, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext
 ) -> tuple[jax.Array, KVTensor]:
     """Causal self-attention of T new tokens over all that their requests have cached: ([T, D], kv).
 
@@ -86,14 +84,14 @@ def self_attention(
     v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
     if p.q_norm is not None:
         q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
-    if batch.cos_sin is not None:
-        q_TNH, k_TKH = (apply_rope(x, *batch.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
+    if context.cos_sin is not None:
+        q_TNH, k_TKH = (apply_rope(x, *context.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
         if config.rotated_norm:
             q_TNH, k_TKH = (normalised(x, config.norm).astype(x.dtype) for x in (q_TNH, k_TKH))
-    elif batch.query_factor_T is not None:
-        q_TNH = (q_TNH * batch.query_factor_T[:, None, None]).astype(q_TNH.dtype)
+    elif context.query_factor_T is not None:
+        q_TNH = (q_TNH * context.query_factor_T[:, None, None]).astype(q_TNH.dtype)
     o_TNH, kv = attend(
-        batch.attention,
+        context.attention,
         q_TNH,
         k_TKH,
         v_TKH,
@@ -101,7 +99,6 @@ def self_attention(
         scale=config.query_scale,
         soft_cap=config.attn_soft_cap,
         sinks_N=p.sinks,
-        hidden_T=batch.hidden_T,
     )
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
 
@@ -119,40 +116,31 @@ def norm_if_any(x_TD: jax.Array, p: Norm | None, config: DecoderConfig) -> jax.A
 
 
 def feed_forward(
-    p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, batch: LayerBatch
+    p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, context: LayerContext
 ) -> tuple[jax.Array, jax.Array | None]:
     """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts. Where experts are moved while
     the engine runs, also how many tokens went to each."""
     if isinstance(p, Mlp):
         return gated_mlp(x_TD, p, config.activation), None
     assert config.experts is not None, "a block of experts needs a router"
-    num_tokens = batch.attention.metadata.query_start_loc_R1[-1]
-    mesh = batch.attention.context.mesh
+    num_tokens = context.attention.metadata.query_start_loc_R1[-1]
+    mesh = context.attention.context.mesh
     return mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh)
 
 
 def forward(
-    decoder_layer: DecoderLayer, params: Decoder, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
-) -> tuple[jax.Array, list[KVTensor]]:
-    """Hidden states after the final norm, and the KV tensors: `Model.forward` once `decoder_layer` is bound."""
-    hidden_TD, _, kv = tapped_forward(decoder_layer, params, config, batch, kv, ())
-    return hidden_TD, kv
-
-
-def tapped_forward(
     decoder_layer: DecoderLayer,
     params: Decoder,
     config: DecoderConfig,
     batch: Batch,
     kv: Sequence[KVTensor],
-    taps: tuple[int, ...],
-) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:
-    """`forward`, with the residual stream before each of the layers `taps` in the middle.
+    taps: tuple[int, ...] = (),
+) -> ForwardOutput:
+    """The one loop over layers: `Model.forward` once `decoder_layer` is bound.
 
-    The one loop over layers. It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once. Where it is
-    counted how many tokens go to experts, the counts [blocks of experts, E] are the last of `kv`, and grow.
+    It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
     """
-    streams: dict[int, jax.Array] = {}
+    streams: list[jax.Array] = []
     loads: list[jax.Array] = []
     x_TD, kv = batch.stream_TD, list(kv)
     if x_TD is None:
@@ -160,15 +148,19 @@ def tapped_forward(
         x_TD = kept_apart(config, embed(batch.tokens_T, params.embed_tokens, config.embed_scale))
     cos_sin = rotations(config, batch.positions_T)
     growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)
-    for i, (p, layer, (group, tensor)) in enumerate(zip(params.layers, config.layers, batch.caches, strict=True)):
-        streams[i] = x_TD
-        here = LayerBatch(batch.attention[group], cos_sin.get(layer.rope), query_factor_T=growth_T)
-        x_TD, kv[tensor], load_E = decoder_layer(p, config, x_TD, kv[tensor], here)
-        loads += [] if load_E is None else [load_E]
-    if loads:
-        kv[-1] = kv[-1] + jnp.stack(loads)
-    streams[config.num_layers] = x_TD
-    return norm_if_any(x_TD, params.norm, config), tuple(streams[i] for i in taps), kv
+    for p, layer, (group, tensor) in zip(params.layers, config.layers, batch.caches, strict=True):
+        streams.append(x_TD)
+        context = LayerContext(batch.attention[group], cos_sin.get(layer.rope), growth_T)
+        output = decoder_layer(p, config, x_TD, kv[tensor], context)
+        x_TD, kv[tensor] = output.x_TD, output.kv
+        loads += [] if output.load_E is None else [output.load_E]
+    streams.append(x_TD)
+    return ForwardOutput(
+        norm_if_any(x_TD, params.norm, config),
+        kv,
+        taps=tuple(streams[i] for i in taps),
+        load_LE=jnp.stack(loads) if loads else None,
+    )
 
 
 def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig | None, CosSin]:

@@ -28,11 +28,11 @@ from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields, LatentConfig
-from jaxpaged.models.decoder import Layer, feed_forward, forward, tapped_forward
+from jaxpaged.models.decoder import Layer, feed_forward, forward
 from jaxpaged.models.decoder_specs import decoder_specs, linear, norm
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
 from jaxpaged.models.experts_config import ExpertsConfig
-from jaxpaged.models.interface import LayerBatch
+from jaxpaged.models.interface import LayerContext, LayerOutput
 from jaxpaged.models.rope_config import score_factor, single_rope
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.spec import Spec
@@ -167,21 +167,21 @@ def moe_feed_forward(has_correction: bool, config: DecoderConfig, name: str, lay
 
 
 def latent_attention(
-    p: LatentAttention, config: DecoderConfig, x_TD: jax.Array, cache: jax.Array, batch: LayerBatch
+    p: LatentAttention, config: DecoderConfig, x_TD: jax.Array, cache: jax.Array, context: LayerContext
 ) -> tuple[jax.Array, jax.Array]:
     """Causal self-attention of T new tokens over the latents that their requests have cached: ([T, D], cache)."""
     sizes = config.latents
-    assert sizes is not None and batch.cos_sin is not None, "a part of every key is rotated"
+    assert sizes is not None and context.cos_sin is not None, "a part of every key is rotated"
     latent_norm = replace(config.norm, eps=LATENT_NORM_EPS)
     q_TNH = queries(p, x_TD, latent_norm)
     kv_TW = apply_linear("TD,wD->Tw", x_TD, p.kv_a_proj)
     latent_TC = rms_norm(kv_TW[:, : sizes.rank], p.kv_a_layernorm, latent_norm)
-    rotate = lambda x_TNP: apply_rope(x_TNP, *batch.cos_sin, config.interleaved_rope)
+    rotate = lambda x_TNP: apply_rope(x_TNP, *context.cos_sin, config.interleaved_rope)
     q_rope_TNP = rotate(q_TNH[..., sizes.plain_dim :])
     rope_TP = rotate(kv_TW[:, None, sizes.rank :])[:, 0]
     q_TNC = absorbed(q_TNH[..., : sizes.plain_dim], p.k_up.weight)
     out_TNC, cache = attend_latents(
-        batch.attention, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, scale=config.query_scale
+        context.attention, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, scale=config.query_scale
     )
     return apply_linear("TNv,DNv->TD", values(out_TNC, p.v_up.weight), p.o_proj), cache
 
@@ -221,15 +221,13 @@ def product_of_heads(letters: str, x_TN: jax.Array, weight: jax.Array) -> jax.Ar
 
 
 @partial(jax.jit, static_argnames="config")
-def decoder_layer(
-    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: Any, batch: LayerBatch
-) -> tuple[jax.Array, Any, jax.Array | None]:
+def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: Any, context: LayerContext) -> LayerOutput:
     """x + attention(norm(x)), then x + experts(norm(x)), or an mlp in their place."""
     assert p.input_layernorm is not None and p.post_attention_layernorm is not None
-    attended_TD, kv = latent_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, batch)
+    attended_TD, kv = latent_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, context)
     x_TD = x_TD + attended_TD
-    fed_TD, load_E = feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), batch)
-    return x_TD + fed_TD, kv, load_E
+    fed_TD, load_E = feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), context)
+    return LayerOutput(x_TD + fed_TD, kv, load_E)
 
 
 def latent_specs(
@@ -249,7 +247,6 @@ DEEPSEEK_V2 = replace(
         decoder_specs, self_attention=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, False)
     ),
     forward=partial(forward, decoder_layer),
-    tapped_forward=partial(tapped_forward, decoder_layer),
     attention_specs=latent_specs,
 )
 DEEPSEEK_V3 = replace(

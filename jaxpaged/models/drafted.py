@@ -20,7 +20,7 @@ from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.models import heads
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.interface import Batch, DraftModel, Head, Model
+from jaxpaged.models.interface import Batch, DraftModel, ForwardOutput, Head, Model
 
 
 @struct.dataclass
@@ -53,8 +53,8 @@ def drafting_model(model: Model, draft: DraftModel) -> Model:
 
 def forward(
     model: Model, draft: DraftModel, params: DraftedParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
-) -> tuple[jax.Array, list[KVTensor]]:
-    """The decoder's hidden states, and the KV tensors with this step's tokens of both.
+) -> ForwardOutput:
+    """The decoder's output, with this step's tokens of both in the KV tensors.
 
     The second pass begins when the first is over. Keys of its first layer follow from tokens alone, so XLA would write
     them while layers of the first pass still read the array that both share, and copy all of it before. And in
@@ -62,34 +62,33 @@ def forward(
     """
     taps = getattr(draft.config, "taps", ())
     own, others = batch.caches[: config.num_layers], batch.caches[config.num_layers :]
-    hidden_TD, tapped, kv = model.tapped_forward(params.decoder, config, batch.replace(caches=own), kv, taps)
-    again = batch.replace(caches=others)
+    output = model.forward(params.decoder, config, batch.replace(caches=own), kv, taps)
     hidden_TD, tapped, tokens_T, positions_T = jax.lax.optimization_barrier(
-        (hidden_TD, tapped, batch.tokens_T, batch.positions_T)
+        (output.hidden_TD, output.taps, batch.tokens_T, batch.positions_T)
     )
-    again = again.replace(tokens_T=tokens_T, positions_T=positions_T)
+    again = batch.replace(caches=others, tokens_T=tokens_T, positions_T=positions_T)
     if isinstance(draft.model, Head):
         features_TD = draft.model.features(params.draft, draft.config, hidden_TD, tapped)
-        kv = heads.remember(again, kv, features_TD)
+        kv = heads.remember(again, output.kv, features_TD)
         _, _, kv = heads.forward(draft.model, params.draft, embeddings(params), draft.config, again, kv)
     else:
-        _, kv = model_pass(draft.model, params, draft.config, again, kv)
-    return hidden_TD, kv
+        kv = model_pass(draft.model, params, draft.config, again, output.kv).kv
+    return output.replace(hidden_TD=hidden_TD, kv=kv, taps=())
 
 
 def model_pass(
     own: Model, params: DraftedParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
-) -> tuple[jax.Array, list[KVTensor]]:
+) -> ForwardOutput:
     """`Model.forward` of a model that drafts."""
     return own.forward(params.draft, config, batch, kv)
 
 
 def head_pass(
     own: Head, params: DraftedParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
-) -> tuple[jax.Array, list[KVTensor]]:
+) -> ForwardOutput:
     """The same of a head, whose output stands for what the decoder has not computed yet."""
     hidden_TD, features_TD, kv = heads.forward(own, params.draft, embeddings(params), config, batch, kv)
-    return hidden_TD, heads.remember(batch, kv, features_TD)
+    return ForwardOutput(hidden_TD, heads.remember(batch, kv, features_TD))
 
 
 def embeddings(params: DraftedParams) -> Any:

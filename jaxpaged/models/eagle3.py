@@ -27,7 +27,7 @@ from jaxpaged.layers.norm import Norm, rms_norm
 from jaxpaged.models.config import DecoderConfig, HfFields, short
 from jaxpaged.models.decoder import Attention, self_attention
 from jaxpaged.models.decoder_specs import linear, mlp_with_bias, norm
-from jaxpaged.models.interface import Head, HeadConfig, LayerBatch
+from jaxpaged.models.interface import Head, HeadConfig, LayerContext
 from jaxpaged.models.llama import pre_norm_config
 from jaxpaged.params.checkpoint import entries_of_folder
 from jaxpaged.params.safetensors_reader import BOOL_DTYPES, WHOLE_DTYPES, TensorEntry, mapped
@@ -238,14 +238,19 @@ def features(params: Eagle3, config: Eagle3Config, hidden_TD: jax.Array, taps: t
 
 
 def forward(
-    params: Eagle3, config: Eagle3Config, embedded_TD: jax.Array, before_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+    params: Eagle3,
+    config: Eagle3Config,
+    embedded_TD: jax.Array,
+    before_TD: jax.Array,
+    kv: KVTensor,
+    context: LayerContext,
 ) -> tuple[jax.Array, jax.Array, KVTensor]:
     """The layer and the last norm; the output before that norm stands for features."""
     p = params.layer
     feature_TD = rms_norm(before_TD, p.hidden_norm, config.norm)
     x_TD = feature_TD if config.norm_before_residual else before_TD
     both_TZ = jnp.concatenate([rms_norm(embedded_TD, p.input_layernorm, config.norm), feature_TD], axis=-1)
-    attended_TD, kv = self_attention(p.self_attn, config, both_TZ, kv, batch)
+    attended_TD, kv = self_attention(p.self_attn, config, both_TZ, kv, context)
     x_TD = x_TD + attended_TD
     normed_TD = rms_norm(x_TD, p.post_attention_layernorm, config.norm)
     x_TD = x_TD + gated_mlp(normed_TD, p.mlp, config.activation)

@@ -17,10 +17,9 @@ from jaxpaged.models.decoder import (
     head,
     norm_if_any,
     self_attention,
-    tapped_forward,
 )
 from jaxpaged.models.decoder_specs import SANDWICH_NORMS, decoder_specs
-from jaxpaged.models.interface import LayerBatch, Model
+from jaxpaged.models.interface import LayerContext, LayerOutput, Model
 from jaxpaged.models.rope_config import longest_sequence, single_rope
 
 DEFAULTS = {"head_dim": 256}
@@ -58,14 +57,12 @@ def gemma_fields(fields: HfFields) -> dict[str, Any]:
 
 
 @partial(jax.jit, static_argnames="config")
-def decoder_layer(
-    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-) -> tuple[jax.Array, KVTensor, jax.Array | None]:
+def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext) -> LayerOutput:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms are there if their weights are."""
-    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, batch)
+    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, context)
     x_TD = x_TD + norm_if_any(attended_TD, p.post_attention_layernorm, config)
-    out_TD, load_E = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), batch)
-    return x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv, load_E
+    out_TD, load_E = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), context)
+    return LayerOutput(x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv, load_E)
 
 
 GEMMA2 = Model(
@@ -73,7 +70,6 @@ GEMMA2 = Model(
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, norms=SANDWICH_NORMS),
     forward=partial(forward, decoder_layer),
-    tapped_forward=partial(tapped_forward, decoder_layer),
     head=head,
     compute_logits=compute_logits,
     attention_specs=attention_specs,

@@ -6,7 +6,7 @@ wherever it was computed: in the step before, by somebody with the same beginnin
 stands in for features behind the newest token while it drafts. Drafting writes over none that is right.
 
 The first token of a request has no token before it, and no place in the sequences that heads are trained with. Its key
-is hidden from all queries, and positions are counted from the second.
+is masked for all queries, and positions are counted from the second.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, LatentSpec
-from jaxpaged.layers.attention import HIDING_DIM, KVTensor
+from jaxpaged.layers.attention import MASK_DIM, KVTensor
 from jaxpaged.layers.embedding import Table, embed
 from jaxpaged.layers.rope import rope_cos_sin
 from jaxpaged.layers.token_vectors import vectors_before, write_vectors
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.interface import Batch, Head, LayerBatch
+from jaxpaged.models.interface import Batch, Head, LayerContext
 from jaxpaged.params.sharding import kv_heads_on_devices
 
 
@@ -30,7 +30,7 @@ def cache_specs(config: DecoderConfig, block_size: int, dtype_bytes: int, num_mo
     num_kv_heads = kv_heads_on_devices(config.num_kv_heads, num_model_shards)
     copies = num_kv_heads // config.num_kv_heads
     return [
-        AttentionSpec(block_size, num_kv_heads, config.head_dim + HIDING_DIM, dtype_bytes, head_copies=copies),
+        AttentionSpec(block_size, num_kv_heads, config.head_dim + MASK_DIM, dtype_bytes, head_copies=copies),
         LatentSpec(block_size, config.hidden_size, dtype_bytes),
     ]
 
@@ -52,7 +52,7 @@ def forward(
     embedded_TD = embed(batch.tokens_T, table_VD, None)
     assert layer.rope is not None, "heads rotate"
     cos_sin = rope_cos_sin(layer.rope, jnp.maximum(batch.positions_T - 1, 0), config.max_model_len)
-    here = LayerBatch(batch.attention[group], cos_sin, hidden_T=batch.positions_T == 0)
+    context = LayerContext(batch.attention[group].replace(masked_T=batch.positions_T == 0), cos_sin)
     before_TD = before_TD.astype(embedded_TD.dtype)
-    hidden_TD, features_TD, kv[tensor] = head.forward(params, config, embedded_TD, before_TD, kv[tensor], here)
+    hidden_TD, features_TD, kv[tensor] = head.forward(params, config, embedded_TD, before_TD, kv[tensor], context)
     return hidden_TD, features_TD, kv

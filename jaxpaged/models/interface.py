@@ -4,8 +4,8 @@
     config = model.config_from_hf(hf)
     specs = model.param_specs(config, num_model_shards)   # pytree of Spec
     params = load_params(specs, config, folder, mesh, dtype)
-    hidden_TD, kv = model.forward(params, config, batch, kv)
-    logits_SV = model.compute_logits(model.head(params), config, hidden_TD[rows_that_sample])
+    output = model.forward(params, config, batch, kv)
+    logits_SV = model.compute_logits(model.head(params), config, output.hidden_TD[rows_that_sample])
 
 Before use, `config = dataclasses.replace(config, max_model_len=...)` with the engine's limit: some rope scalings
 depend on it. Models know nothing of requests, blocks or programs: the KV tensors and `batch.attention` pass through
@@ -43,38 +43,55 @@ class Batch:
 
 
 @struct.dataclass
-class LayerBatch:
-    """The part of a `Batch` that one layer needs. `cos_sin` are of the tokens' angles, in the layer's own rotation, if
-    it has one.
+class LayerContext:
+    """What one layer is told of a step besides its parameters, its input and its cache.
 
-    `query_factor_T`: what queries are multiplied by, in layers that have no rotation but this.
-    `hidden_T`: tokens that no query ever sees, for layers that have some; see `layers.attention.attend`.
+    `cos_sin` are of the tokens' angles, in the layer's own rotation, if it has one. `query_factor_T`: what queries are
+    multiplied by, in layers that have no rotation but this.
     """
 
     attention: AttentionBatch
     cos_sin: CosSin | None
-    hidden_T: jax.Array | None = None
     query_factor_T: jax.Array | None = None
+
+
+@struct.dataclass
+class LayerOutput:
+    """What a layer makes of a step: the residual stream [T, D], and its cache with this step's tokens.
+
+    `load_E`: how many tokens went to each expert, where experts have a placement.
+    """
+
+    x_TD: jax.Array
+    kv: KVTensor
+    load_E: jax.Array | None = None
+
+
+@struct.dataclass
+class ForwardOutput:
+    """What a model makes of a step: hidden states after the final norm, and the KV tensors with this step's tokens.
+
+    `taps`: the residual stream [T, D] before each layer that the caller named. `load_LE`: how many tokens went to each
+    expert, uint32, a line for each block of experts, where experts have a placement.
+    """
+
+    hidden_TD: jax.Array
+    kv: list[KVTensor]
+    taps: tuple[jax.Array, ...] = ()
+    load_LE: jax.Array | None = None
 
 
 class Forward(Protocol):
     """The function of one pass over the tokens of a step."""
 
     def __call__(
-        self, params: Any, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
-    ) -> tuple[jax.Array, list[KVTensor]]:
-        """(hidden_TD after the final norm, the KV tensors with this step's tokens)."""
-        ...
-
-
-class TappedForward(Protocol):
-    """The same, and what layers passed on."""
-
-    def __call__(
-        self, params: Any, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor], taps: tuple[int, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], list[KVTensor]]:
-        """(hidden_TD, the residual stream [T, D] before each of the layers `taps`, the KV tensors)."""
-        ...
+        self,
+        params: Any,
+        config: DecoderConfig,
+        batch: Batch,
+        kv: Sequence[KVTensor],
+        taps: tuple[int, ...] = (),
+    ) -> ForwardOutput: ...
 
 
 @dataclass(frozen=True)
@@ -83,11 +100,9 @@ class Model:
 
     `config_from_hf(hf)` -> DecoderConfig; CheckpointError for what is missing or not supported.
     `param_specs(config, num_model_shards)` -> pytree of Spec, shaped like the parameters.
-    `forward(params, config, batch, kv)` -> (hidden_TD, kv): hidden states after the final norm. Layer i reads and
-        writes `kv[tensor]` under `batch.attention[group]`, where `(group, tensor) = batch.caches[i]`. T must be at
-        least 2: on CPU a product with one row is several times slower.
-    Where experts have a placement, `kv` ends with the counts of their tokens, see `decoder.tapped_forward`.
-    `tapped_forward(params, config, batch, kv, taps)`: the same, with residual streams, for heads that draft.
+    `forward(params, config, batch, kv, taps=())` -> ForwardOutput. Layer i reads and writes `kv[tensor]` under
+        `batch.attention[group]`, where `(group, tensor) = batch.caches[i]`. T must be at least 2: on CPU a product with
+        one row is several times slower. `taps` are layers whose input a head that drafts wants.
     `head(params)` -> what `compute_logits` needs of the parameters.
     `compute_logits(head, config, hidden_SD)` -> float32 logits_SV; columns that only pad the vocabulary are -inf.
     `attention_specs(config, block_size, dtype_bytes, num_model_shards)` -> one AttentionSpec per layer; key heads
@@ -100,7 +115,6 @@ class Model:
     config_from_hf: Callable[[dict[str, Any]], DecoderConfig]
     param_specs: Callable[[DecoderConfig, int], Any]
     forward: Forward
-    tapped_forward: TappedForward
     head: Callable[[Any], Any]
     compute_logits: Callable[[Any, DecoderConfig, Any], Any]
     attention_specs: Callable[[DecoderConfig, int, int, int], Sequence[CacheSpec]]
@@ -136,7 +150,7 @@ class Head:
 
     param_specs: Callable[[Any, int], Any]
     features: Callable[[Any, Any, jax.Array, tuple[jax.Array, ...]], jax.Array]
-    forward: Callable[[Any, Any, jax.Array, jax.Array, KVTensor, LayerBatch], tuple[jax.Array, jax.Array, KVTensor]]
+    forward: Callable[[Any, Any, jax.Array, jax.Array, KVTensor, LayerContext], tuple[jax.Array, jax.Array, KVTensor]]
     head: Callable[[Any, Any], Any]
     compute_logits: Callable[[Any, Any, Any], Any]
 

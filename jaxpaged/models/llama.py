@@ -24,10 +24,9 @@ from jaxpaged.models.decoder import (
     head,
     norm_if_any,
     self_attention,
-    tapped_forward,
 )
 from jaxpaged.models.decoder_specs import decoder_specs
-from jaxpaged.models.interface import LayerBatch, Model
+from jaxpaged.models.interface import LayerContext, LayerOutput, Model
 from jaxpaged.models.rope_config import longest_sequence, single_rope
 
 
@@ -88,15 +87,13 @@ def pre_norm_config(
 
 
 @partial(jax.jit, static_argnames="config")
-def decoder_layer(
-    p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, batch: LayerBatch
-) -> tuple[jax.Array, KVTensor, jax.Array | None]:
+def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext) -> LayerOutput:
     """x + attention(norm(x)), then x + mlp(norm(x)), or experts in its place."""
-    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, batch)
+    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, context)
     x_TD = x_TD + scaled(attended_TD, config)
     normed_TD = norm_if_any(x_TD, p.post_attention_layernorm, config)
-    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, batch)
-    return x_TD + scaled(fed_TD, config), kv, load_E
+    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, context)
+    return LayerOutput(x_TD + scaled(fed_TD, config), kv, load_E)
 
 
 def scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array:
@@ -112,7 +109,6 @@ LLAMA = Model(
     config_from_hf=config_from_hf,
     param_specs=decoder_specs,
     forward=partial(forward, decoder_layer),
-    tapped_forward=partial(tapped_forward, decoder_layer),
     head=head,
     compute_logits=compute_logits,
     attention_specs=attention_specs,

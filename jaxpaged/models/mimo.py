@@ -19,7 +19,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder import Layer, compute_logits
 from jaxpaged.models.decoder_specs import attention_with_bias, linear, mlp_with_bias, norm
-from jaxpaged.models.interface import Head, HeadConfig, LayerBatch
+from jaxpaged.models.interface import Head, HeadConfig, LayerContext
 from jaxpaged.models.qwen2 import qwen_windows
 
 
@@ -68,15 +68,15 @@ def features(params: Mtp, config: HeadConfig, hidden_TD: jax.Array, taps: tuple[
 
 
 def forward(
-    params: Mtp, config: HeadConfig, embedded_TD: jax.Array, before_TD: jax.Array, kv: KVTensor, batch: LayerBatch
+    params: Mtp, config: HeadConfig, embedded_TD: jax.Array, before_TD: jax.Array, kv: KVTensor, context: LayerContext
 ) -> tuple[jax.Array, jax.Array, KVTensor]:
     """The layer and its norm, whose output is like that of the decoder."""
     hidden_TD = rms_norm(before_TD, params.hidden_layernorm, config.norm)
     both_TZ = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
     x_TD = apply_linear("TZ,DZ->TD", both_TZ, params.input_proj)
-    x_TD, kv, _ = llama.decoder_layer(params.layer, config, x_TD, kv, batch)
-    hidden_TD = rms_norm(x_TD, params.final_layernorm, config.norm)
-    return hidden_TD, hidden_TD, kv
+    output = llama.decoder_layer(params.layer, config, x_TD, kv, context)
+    hidden_TD = rms_norm(output.x_TD, params.final_layernorm, config.norm)
+    return hidden_TD, hidden_TD, output.kv
 
 
 def table_of_logits(params: Mtp, table_VD: Table) -> Table:

@@ -15,7 +15,7 @@ from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.embedding import Table, vocabulary_logits
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.interface import Batch, Forward, Model
+from jaxpaged.models.interface import Batch, Forward, ForwardOutput, Model
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.spec import Spec
 
@@ -48,9 +48,14 @@ def pooling_specs(
 
 
 def forward(
-    decoder_forward: Forward, params: PoolingModel, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor]
-) -> tuple[jax.Array, list[KVTensor]]:
-    return decoder_forward(params.decoder, config, batch, kv)
+    decoder_forward: Forward,
+    params: PoolingModel,
+    config: DecoderConfig,
+    batch: Batch,
+    kv: Sequence[KVTensor],
+    taps: tuple[int, ...] = (),
+) -> ForwardOutput:
+    return decoder_forward(params.decoder, config, batch, kv, taps)
 
 
 def score_table(params: PoolingModel) -> Table | None:

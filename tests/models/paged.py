@@ -123,8 +123,8 @@ class PagedModel:
         attention = map(AttentionBatch, metadata, [self.context] * len(metadata), [window for window, _ in self.kinds])
         caches = tuple((self.kinds.index(kind_of(layer)), i) for i, layer in enumerate(self.config.layers))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches)
-        hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
-        return self.model.compute_logits(self.model.head(params), self.config, hidden_TD), kv
+        output = self.model.forward(params, self.config, batch, kv)
+        return self.model.compute_logits(self.model.head(params), self.config, output.hidden_TD), output.kv
 
 
 def max_model_len_of(name: str) -> int | None:

@@ -155,8 +155,11 @@ class StepFunctions:
         attention = self.attention_batches(layout, parts, tables_GRM, decodes_only)
         caches = self.kv_cache.layer_caches()[self.first_layer :]
         batch = Batch(tokens_T, positions_T, attention, caches, stream_TD)
-        hidden_TD, kv = self.model.forward(params, self.config, batch, kv)
-        return hidden_TD, kv, rows
+        output = self.model.forward(params, self.config, batch, kv)
+        kv = output.kv
+        if output.load_LE is not None:  # the engine's arrays end with the counts of tokens of experts
+            kv[-1] = kv[-1] + output.load_LE
+        return output.hidden_TD, kv, rows
 
     def attention_batches(
         self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool
