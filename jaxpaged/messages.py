@@ -277,6 +277,10 @@ class StepRecord(msgspec.Struct, gc=False):
     pages_loaded: int = 0  # whose copies to the device were
 
 
+FREE, CACHED, SHARED = -1, -2, -3
+"""What a KV block is that is not held by a single request."""
+
+
 class KVBlockMap(msgspec.Struct):
     """Who holds which KV block at one moment. The arrays are `[B]`, indexed by block id; block 0 is the null block. The
     blocks of further pools, without null blocks, follow those of the first, whose blocks have `block_size` tokens.
@@ -295,6 +299,12 @@ class KVBlockMap(msgspec.Struct):
     cached: np.ndarray
     stride: int = 1
     holds: list[str] = []
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """What every block is, but the null block: the index of its owner, or SHARED, CACHED or FREE."""
+        held = np.where(self.owner >= 0, self.owner, np.where(self.cached, CACHED, FREE))
+        return np.where(self.num_owners > 1, SHARED, held)[1:]
 
 
 class RequestState(msgspec.Struct, array_like=True):

@@ -26,9 +26,9 @@ import numpy as np
 from server_process import LOOPBACK, Server, serve_command, server
 from serving_clients import ASKED, prompt_ids
 
-from jaxpaged.entrypoints.cli.bench.backends import HttpBackend
-from jaxpaged.entrypoints.cli.bench.requests import BenchRequest, Outcome
 from jaxpaged.entrypoints.http_client import HttpClient
+from jaxpaged.tools.bench.backends import HttpBackend
+from jaxpaged.tools.bench.requests import BenchRequest, Outcome
 
 OPTIONS = [
     "--max-model-len",

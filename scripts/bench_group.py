@@ -24,7 +24,7 @@ from jaxpaged.executor.follower import Post
 from jaxpaged.executor.group import Group
 from jaxpaged.executor.group_messages import Ask, Hello, Reply, Step, Stop
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.planning.roofline import DISPATCH_SECONDS, REQUEST_SECONDS
+from jaxpaged.tools.planning.roofline import DISPATCH_SECONDS, REQUEST_SECONDS
 
 SECRET = b"of this benchmark alone"
 PATIENCE = 60.0

@@ -83,7 +83,7 @@ def measure_start(origin: float, model: str, options: dict[str, Any]) -> dict[st
         from jaxpaged.engine import build
         from jaxpaged.engine.core import EngineCore
         from jaxpaged.engine.llm_engine import LLMEngine
-        from jaxpaged.entrypoints.cli.bench.startup_child import first_token
+        from jaxpaged.tools.bench.startup_child import first_token
     watch_programs(recorder)
     watch_weights(recorder)
     with recorder.span("config"):
@@ -168,7 +168,7 @@ def watch_weights(recorder: Recorder) -> None:
 
 def run_child(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """`measure_start` in a fresh process."""
-    from jaxpaged.entrypoints.cli.bench.startup import answer_of_child
+    from jaxpaged.tools.bench.startup import answer_of_child
 
     return answer_of_child([sys.executable, __file__, "--child"], {"model": model, "options": options})
 

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.engine.build import facts_of
 from jaxpaged.messages import ProgramKey
 from jaxpaged.models.registry import model_for
-from jaxpaged.worker.planning.planner import Planner
-from jaxpaged.worker.planning.targets import Target, parse_target
+from jaxpaged.tools.planning.plan import PlannedProgram
+from jaxpaged.tools.planning.planner import Planner
+from jaxpaged.tools.planning.targets import Target, parse_target
 from pallas_kernels.tpu_targets import why_not
 
 TOKENS = (64, 2048)

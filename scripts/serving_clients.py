@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from server_process import cpu_seconds
 
-from jaxpaged.entrypoints.cli.bench.backends import Asked, HttpBackend, read_response
-from jaxpaged.entrypoints.cli.bench.requests import BenchRequest, Outcome
 from jaxpaged.entrypoints.http_client import HttpClient
+from jaxpaged.tools.bench.backends import Asked, HttpBackend, read_response
+from jaxpaged.tools.bench.requests import BenchRequest, Outcome
 
 ASKED = Asked(model="", ignore_eos=True, fields={"temperature": 0})
 """Of the server's own model, every request the same number of tokens."""

@@ -36,12 +36,12 @@ from bench_scheduler import output_of
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.entrypoints.pictures import canvas
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.kv_store.trace import BLOCK_TOKENS, TracedRequest, read_trace
 from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.tools.kv_trace import BLOCK_TOKENS, TracedRequest, read_trace
+from jaxpaged.tools.pictures import canvas
 
 STEPS_IN_FLIGHT = 2
 BLOCK_SIZE = 16

@@ -36,6 +36,19 @@ LEAVES = {
 LAYERS = {
     "entrypoints": {"serving", "engine", "parsing", "proto", "client"},
     "serving": {"engine", "parsing"},
+    "tools": {
+        "client",
+        "core",
+        "distributed",
+        "engine",
+        "entrypoints",
+        "executor",
+        "layers",
+        "models",
+        "params",
+        "serving",
+        "worker",
+    },
     "client": {"proto"},
     "proto": set(),
     "engine": {"core", "executor"},
@@ -50,19 +63,21 @@ LAYERS = {
     "parsing": set(),
     "assets": set(),
 }
-# The worker prepares once per step what all layers hand to a kernel; sampling searches the vocabulary.
-USES_KERNELS = {"layers", "sampling", "worker"}
+# The worker prepares once per step what all layers hand to a kernel; sampling searches; a plan names GPUs.
+USES_KERNELS = {"layers", "sampling", "tools", "worker"}
 # (file, beginning of the module): why this one import may cross the layers.
-CLIENT_TEXT = "jaxpaged/entrypoints/cli/bench/client_text.py"
 CONVERT = "jaxpaged/entrypoints/cli/convert.py"
 BUILD = "jaxpaged/engine/build.py"
 CROSSINGS: dict[tuple[str, str], str] = {
     (BUILD, "jaxpaged.models."): "it reads a model's config.json and puts the parts of an engine together",
     (BUILD, "jaxpaged.params."): "the same",
-    (CLIENT_TEXT, "jaxpaged.params.hub"): "a benchmark finds the tokenizer of another process's model by its name",
     (CONVERT, "jaxpaged.distributed."): "it reads and writes weights, and no engine runs",
     (CONVERT, "jaxpaged.models."): "the same",
     (CONVERT, "jaxpaged.params."): "the same",
+    ("jaxpaged/entrypoints/cli/__init__.py", "jaxpaged.tools."): "it has the commands of the tools",
+    ("jaxpaged/entrypoints/cli/generate.py", "jaxpaged.tools.pictures."): "--timeline draws a picture",
+    ("jaxpaged/entrypoints/llm.py", "jaxpaged.tools.pictures."): "llm.timeline() and others draw themselves",
+    ("jaxpaged/entrypoints/llm_control.py", "jaxpaged.tools.pictures."): "the same",
 }
 
 NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto", "serving"} | LEAVES
@@ -70,8 +85,7 @@ JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 # Words of the house with one meaning: in whose names they may be.
 WORDS = {
-    "plan": r"jaxpaged/(config/plan|engine/build|executor/planning|worker/planning/\w+"
-    r"|entrypoints/(cli|pictures)/\w+)\.py",
+    "plan": r"jaxpaged/tools/(planning|pictures)/\w+\.py",
 }
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
@@ -156,6 +170,17 @@ def layer_problems(path: str, tree: ast.AST) -> Iterator[str]:
         if package == "jaxpaged" and target not in allowed and not crossing:
             names = ", ".join(sorted(LAYERS.get(layer, set()))) or "nothing but the leaves"
             yield f"{path} imports {module}; {layer} may import {names}. Move the code, or pass the value in."
+
+
+def early_problems(path: str, tree: ast.Module) -> Iterator[str]:
+    """Imports of tools that a serving process would make too: outside of functions."""
+    if not path.startswith("jaxpaged/tools/"):
+        outside = [
+            node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
+        for module in imported_modules(path, ast.Module(outside, [])):
+            if module.startswith("jaxpaged.tools"):
+                yield f"{path} imports {module} before it needs it. Import it in the function that measures or draws."
 
 
 def unsafe_problems(path: str, tree: ast.AST) -> Iterator[str]:
@@ -297,6 +322,10 @@ def test_layers_import_downwards_only_and_the_host_side_never_imports_jax():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in layer_problems(path, tree))
 
 
+def test_tools_are_imported_where_they_are_used_only():
+    report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in early_problems(path, tree))
+
+
 def test_nothing_loads_pickles_evaluates_text_or_keeps_global_state():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in unsafe_problems(path, tree))
 
@@ -415,6 +444,7 @@ print("\\n" + json.dumps(sorted({{name.split(".")[0] for name in sys.modules}}))
         ("jaxpaged/core/x.py", "def f():\n    from jax import numpy"),
         ("jaxpaged/core/x.py", "from jaxpaged.engine import core"),
         ("jaxpaged/core/x.py", "from ..worker import step"),
+        ("jaxpaged/engine/x.py", "def f():\n    from jaxpaged.tools import bench"),
         ("jaxpaged/models/x.py", "from jaxpaged import worker"),
         ("jaxpaged/models/x.py", "import pallas_kernels"),
         ("jaxpaged/errors.py", "import jaxpaged.core.scheduler"),
@@ -454,10 +484,16 @@ def test_a_long_function_is_found_but_its_docstring_does_not_count():
     assert not list(length_problems("x.py", ast.parse(documented), 1))
 
 
+def test_a_tool_that_is_imported_early_is_found():
+    early, late = "from jaxpaged.tools import bench", "def f():\n    from jaxpaged.tools import bench"
+    assert list(early_problems("jaxpaged/entrypoints/x.py", ast.parse(early)))
+    assert not list(early_problems("jaxpaged/entrypoints/x.py", ast.parse(late)))
+
+
 def test_another_meaning_of_a_word_is_found():
     tree = ast.parse("class StepPlan: ...\n\n\ndef explanation(): ...")
     assert len(list(word_problems("jaxpaged/core/steps.py", tree))) == 1
-    assert not list(word_problems("jaxpaged/config/plan.py", tree))
+    assert not list(word_problems("jaxpaged/tools/planning/plan.py", tree))
 
 
 def test_a_question_for_the_kind_of_a_cache_is_found():

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.config.plan import Plan
 from jaxpaged.config.speculation import checked_speculation, draft_model_of
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
@@ -35,8 +34,7 @@ from jaxpaged.models.eagle3 import EAGLE3
 from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
-from jaxpaged.params.hub import DESCRIPTION_FILES, WANTED_FILES, resolve_model_folder
-from jaxpaged.pooling import resolved_pooling
+from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -72,48 +70,6 @@ def make_output_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder.") from None
-
-
-def plan_engine(
-    config: EngineConfig,
-    target_name: str,
-    *,
-    compile: bool = True,
-    output: Path | None = None,
-    progress: Progress | None = None,
-    choose_split: bool = True,
-) -> Plan:
-    """What the engine of `config` would need and could do on a target such as "v6e:2x4"; no weight is read.
-
-    With `choose_split` a `tensor_parallel_size` of 1 is as many of the target's devices as can share the model.
-    `output` is an empty folder for the compiled programs, a bundle that only such devices take. Meant for a process
-    of its own: compiling for a TPU sets this one to compute on the CPU. Raises UsageError for what cannot be planned.
-    """
-    from jaxpaged.executor.planning import plan_on_target  # with Pallas for TPUs: 0.1 s that a start does not have
-
-    if output is not None:
-        make_output_folder(output)
-    model_config = config.model
-    where = (model_config.revision, config.load.download_dir)
-    folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)
-    model, decoder = read_model(folder, model_config.hf_overrides)
-    model = with_draft_model(config, model, decoder, folder, wanted=DESCRIPTION_FILES)
-    facts = facts_of(decoder, folder)
-    asked = (model_config.runner, model_config.convert, model_config.pooler_config)
-    wanted = resolved_pooling(*asked, facts.task, facts.pooler)
-    if wanted["runner"] == "pooling":
-        model = pooling_model(model, wanted["convert"])
-    return plan_on_target(
-        config,
-        model,
-        decoder,
-        facts,
-        target_name,
-        compile=compile,
-        output=output,
-        progress=progress or (lambda stage, done, total: None),
-        choose_split=choose_split,
-    )
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLMEngine:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from jaxpaged.entrypoints.program_waits import ProgramWaits
+from jaxpaged.engine.observability.step_times import ProgramWaits
 from jaxpaged.messages import RequestOutput, StepRecord
 from jaxpaged.pooling import PoolingRequestOutput
 

@@ -3,16 +3,18 @@
 This module knows no prompts.
 """
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.metrics import Metric
-from jaxpaged.entrypoints.pictures.block_map import BlockMap
-from jaxpaged.entrypoints.pictures.engine_stats import EngineStats
-from jaxpaged.entrypoints.pictures.timeline import Timeline
 from jaxpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxpaged.tools.pictures.block_map import BlockMap
+    from jaxpaged.tools.pictures.engine_stats import EngineStats
+    from jaxpaged.tools.pictures.timeline import Timeline
 
 
 class ControlMethods(EngineControl):
@@ -39,16 +41,22 @@ class ControlMethods(EngineControl):
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> "Timeline":
         """Where the time of the last steps went. It shows itself in notebooks, and `save(path)` draws it."""
+        from jaxpaged.tools.pictures.timeline import Timeline
+
         return Timeline(*self.step_records(), self.executor_stats().get("token_buckets", ()))
 
-    def blocks(self) -> BlockMap:
+    def blocks(self) -> "BlockMap":
         """Who holds which KV block now. It shows itself in notebooks, prints as text, and `save(path)` draws it."""
+        from jaxpaged.tools.pictures.block_map import BlockMap
+
         return BlockMap(self.block_map())
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> "EngineStats":
         """What the engine did so far, in a few lines for people; `get_metrics` is for programs."""
+        from jaxpaged.tools.pictures.engine_stats import EngineStats
+
         return EngineStats(self.get_metrics(), self.executor_stats())
 
     def shutdown(self) -> None:

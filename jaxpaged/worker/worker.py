@@ -22,6 +22,7 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
+from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters.lookup import LookupDrafter
 from jaxpaged.worker.drafters.model import ModelDrafter
@@ -32,7 +33,6 @@ from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
-from jaxpaged.worker.planning.costs import work_of
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.compiled import (

@@ -10,8 +10,9 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams, StructuredOutputsParams
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.build import compile_bundle, plan_engine
+from jaxpaged.engine.build import compile_bundle
 from jaxpaged.errors import ConfigError
+from jaxpaged.tools.planning.plan_engine import plan_engine
 from pallas_kernels.llvm.machine import why_not
 from tests.engine.observability.test_kv_event_publisher import Follower
 from tests.engine.small_tokenizer import make_backend

@@ -7,7 +7,7 @@ import pytest
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.entrypoints import notebook
 from jaxpaged.params.hub import EMBEDDED_FOLDER
-from tests.entrypoints.pictures.records import llm_after
+from tests.tools.pictures.records import llm_after
 
 
 def result(**changes):

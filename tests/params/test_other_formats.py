@@ -6,13 +6,14 @@ import shutil
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.build import plan_engine, resolve_model
+from jaxpaged.engine.build import resolve_model
 from jaxpaged.entrypoints.cli import FAILURE, main
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params import hub
 from jaxpaged.params.checkpoint import entries_of_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER, resolve_model_folder
 from jaxpaged.params.other_formats import refuse_pointers
+from jaxpaged.tools.planning.plan_engine import plan_engine
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9\n"
 

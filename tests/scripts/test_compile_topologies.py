@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpaged.config.plan import PlannedProgram
 from jaxpaged.messages import ProgramKey
 from jaxpaged.params.sharding import kv_heads_on_devices
+from jaxpaged.tools.planning.plan import PlannedProgram
+from jaxpaged.tools.planning.targets import parse_target
 from jaxpaged.worker.memory import forward_bytes
-from jaxpaged.worker.planning.targets import parse_target
 from pallas_kernels import tpu_targets
 
 AOT_TPU = [

@@ -13,19 +13,7 @@ from typing import NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
-from jaxpaged.entrypoints.cli import (
-    bench,
-    buckets,
-    chat,
-    collect_env,
-    convert,
-    generate,
-    kv,
-    models,
-    plan,
-    proxy,
-    serve,
-)
+from jaxpaged.entrypoints.cli import chat, convert, generate, kv, models, proxy, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.terminal import complain
@@ -77,25 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def command_line() -> Parser:
     """The parser with all subcommands."""
+    from jaxpaged.tools import bench, buckets, collect_env
+    from jaxpaged.tools.planning import command as plan
+
     parser = Parser(prog="jaxpaged", description=DESCRIPTION, usage="%(prog)s COMMAND [options]", add_help=False)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}", help=argparse.SUPPRESS)
     commands = parser.add_commands(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
-    for command in (
-        generate,
-        chat,
-        serve,
-        proxy,
-        bench,
-        compile_command,
-        plan,
-        convert,
-        buckets,
-        kv,
-        models,
-        collect_env,
-    ):
-        command.add_parser(commands)
+    tools = (bench, compile_command, plan, convert, buckets)
+    for each in (generate, chat, serve, proxy, *tools, kv, models, collect_env):
+        each.add_parser(commands)
     parser.epilog = overview({each.dest: each.help or "" for each in commands._choices_actions})
     return parser
 

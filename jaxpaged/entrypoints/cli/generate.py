@@ -84,9 +84,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer all prompts. Returns the exit status."""
+    from jaxpaged.engine.observability.step_times import ProgramWaits
     from jaxpaged.entrypoints.cli.prompts import collect_prompts
     from jaxpaged.entrypoints.cli.stats import print_stats
-    from jaxpaged.entrypoints.program_waits import ProgramWaits
 
     check_combination(args)
     read_schema(args)
@@ -186,7 +186,7 @@ def add_recording_flags(parser: Any) -> None:
 
 def check_recordings(args: argparse.Namespace) -> None:
     """Find what would fail at the end before anything is computed. Raises UsageError."""
-    from jaxpaged.entrypoints.pictures.canvas import check_folder, check_picture_path
+    from jaxpaged.tools.pictures.canvas import check_folder, check_picture_path
 
     if args.timeline:
         check_picture_path(args.timeline)
@@ -198,7 +198,7 @@ def write_recordings(args: argparse.Namespace, engine: "Engine") -> None:
     """Write the files that were asked for. Raises UsageError when one cannot be written."""
     if not (args.timeline or args.trace or args.step_log):
         return
-    from jaxpaged.entrypoints.pictures.timeline import Timeline
+    from jaxpaged.tools.pictures.timeline import Timeline
 
     records, num_dropped = engine.step_records()
     timeline = Timeline(records, num_dropped, engine.executor_stats().get("token_buckets", ()))

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxpaged.engine.observability.step_times import ProgramWaits
 from jaxpaged.entrypoints.cli.compile_notice import CompileNotice
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.entrypoints.cli.engine import CHAT_MAX_TOKENS, Engine, request_params
-from jaxpaged.entrypoints.program_waits import ProgramWaits
 from jaxpaged.errors import EngineError
 from jaxpaged.messages import RequestOutput
 

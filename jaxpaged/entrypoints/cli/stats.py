@@ -4,8 +4,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from jaxpaged.engine.observability.step_times import ProgramWaits
 from jaxpaged.entrypoints.cli.terminal import styled
-from jaxpaged.entrypoints.program_waits import ProgramWaits
 from jaxpaged.messages import RequestOutput
 
 Line = tuple[str, str]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.entrypoints.pictures.block_map import BlockMap
+from jaxpaged.tools.pictures.block_map import BlockMap
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import VOCAB, request
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.entrypoints.cli import bench, chat_commands, command_line, generate, serve
+from jaxpaged.entrypoints.cli import chat_commands, command_line, generate, serve
+from jaxpaged.tools import bench
 from tests.guides.guide_blocks import commands_of
 
 ROOT = Path(__file__).parents[3]

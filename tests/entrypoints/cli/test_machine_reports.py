@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.entrypoints.cli import collect_env, machine, main, models
+from jaxpaged.entrypoints.cli import machine, main, models
+from jaxpaged.tools import collect_env
 
 ROOT = Path(__file__).parents[3]
 

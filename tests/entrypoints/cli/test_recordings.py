@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxpaged.entrypoints.pictures.step_log_file import read_step_log
+from jaxpaged.tools.pictures.step_log_file import read_step_log
 from tests.entrypoints.cli.conftest import EchoEngine
-from tests.entrypoints.pictures.records import record, without_matplotlib
+from tests.tools.pictures.records import record, without_matplotlib
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,10 @@
 
 import time
 
+from jaxpaged.engine.observability.step_times import ProgramWaits
 from jaxpaged.entrypoints.cli.stats import request_lines
-from jaxpaged.entrypoints.program_waits import ProgramWaits
 from jaxpaged.messages import CompletionOutput, RequestMetrics, RequestOutput
-from tests.entrypoints.pictures.records import record
+from tests.tools.pictures.records import record
 
 
 def output(arrival, first, finished):

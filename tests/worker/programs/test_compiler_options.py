@@ -11,8 +11,8 @@ from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ProgramKey
+from jaxpaged.tools.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.engine_spec import EngineSpec
-from jaxpaged.worker.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.programs import compiler_options
 from jaxpaged.worker.programs.compiled import CompileCounter
 from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, ONCE, OTHERS, UNTRIED, is_known

@@ -14,9 +14,7 @@ import msgspec
 import numpy as np
 
 from jaxpaged.engine.observability.metrics import Histogram, Metric
-from jaxpaged.entrypoints.pictures.block_map import block_kinds
-from jaxpaged.entrypoints.pictures.timeline import MILLISECONDS, StepTimes, step_times
-from jaxpaged.entrypoints.step_sizes import padding
+from jaxpaged.engine.observability.step_times import MILLISECONDS, StepTimes, padding, step_times
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, RequestState, StepRecord
 
 ENGINE_ID = re.compile(r"(?:\d+_)?([^#]*)(?:#.*)?", re.DOTALL)
@@ -132,7 +130,7 @@ class Labels:
 
 
 def shown_blocks(blocks: KVBlockMap, count: int, labels: Labels) -> ShownBlocks:
-    kinds = block_kinds(blocks)
+    kinds = blocks.kinds
     ends = np.append(np.flatnonzero(np.diff(kinds)) + 1, len(kinds))
     lengths = np.diff(ends, prepend=0)
     runs = list(zip(kinds[ends - 1].tolist(), lengths.tolist())) if len(kinds) else []

@@ -1,0 +1,113 @@
+"""Bytes and collectives of programs, counted by hand on texts, and on programs that XLA compiled here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.tools.planning.program_text import ProgramText
+
+TPU = """HloModule step, is_scheduled=true
+
+%fused_lookup (param_0: bf16[1000,64], param_1: s32[8]) -> bf16[8,64] {
+  %param_0 = bf16[1000,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %param_1 = s32[8]{0:T(256)S(1)} parameter(1)
+  ROOT %gather.1 = bf16[8,64]{1,0:T(8,128)(2,1)} gather(%param_0, %param_1), offset_dims={1}, slice_sizes={1,64}
+}
+
+%fused_write (param_0.1: f32[100,16], param_1.1: f32[1,16], param_2: s32[]) -> f32[100,16] {
+  %param_0.1 = f32[100,16]{1,0} parameter(0)
+  %param_1.1 = f32[1,16]{1,0} parameter(1)
+  %param_2 = s32[]{:T(128)S(6)} parameter(2)
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %dus = f32[100,16]{1,0} dynamic-update-slice(%param_0.1, %param_1.1, %param_2, %zero)
+}
+
+ENTRY %main (table: bf16[1000,64], ids: s32[8], weight: bf16[64,64]) -> bf16[8,64] {
+  %table = bf16[1000,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %ids = s32[8]{0:T(256)S(1)} parameter(1)
+  %weight = bf16[64,64]{1,0:T(8,128)(2,1)} parameter(2)
+  %cache = f32[100,16]{1,0} parameter(3)
+  %row = f32[1,16]{1,0} parameter(4)
+  %at = s32[]{:T(128)S(6)} parameter(5)
+  %looked = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} fusion(%table, %ids), kind=kLoop, calls=%fused_lookup
+  %copy-start = (bf16[64,64]{1,0:S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%weight), cross_program_prefetch_index=0
+  %written = f32[100,16]{1,0} fusion(%cache, %row, %at), kind=kLoop, calls=%fused_write
+  %copy-done = bf16[64,64]{1,0:S(1)} copy-done(%copy-start)
+  %kernel = f32[100,16]{1,0} custom-call(%written, %row), custom_call_target="tpu_custom_call", output_to_operand_aliasing={{}: (0, {})}
+  %slice-start = ((s8[800]{0}), s8[100]{0:S(1)}, s32[]{:S(2)}) slice-start(%eights), slice={[0:100]}
+  %copy-start.1 = (bf16[64,64]{1,0:S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%weight)
+  ROOT %product = bf16[8,64]{1,0} dot(%looked, %copy-done), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""  # noqa: E501
+
+
+SLICE_TO_SCATTER = (
+    "dynamic-update-slice(%param_0.1, %param_1.1, %param_2, %zero)",
+    "scatter(%param_0.1, %param_2, %param_1.1), to_apply=%add",
+)
+"""The same write as new latents are put into their cache."""
+
+
+def test_memory_is_counted_by_space_and_tables_by_their_rows():
+    lookup = 8 * 64 * 2  # rows read; they are written on the chip
+    prefetch = 64 * 64 * 2  # read from main memory once a run, written on the chip
+    write = 2 * 16 * 4  # the row, and its place in the cache
+    part = 100  # of 800
+    kernel = 16 * 4  # the row alone: the cache is changed in place
+    product = 8 * 64 * 2  # both factors are on the chip
+    expected = lookup + prefetch + write + part + kernel + product
+    scattered = TPU.replace(*SLICE_TO_SCATTER)
+    assert scattered != TPU
+    assert [ProgramText(text, [100 * 16 * 4]).memory_bytes() for text in (TPU, scattered)] == [expected, expected]
+
+
+COLLECTIVES = """HloModule step, is_scheduled=true
+
+%async_part (p: f32[4]) -> f32[8] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %inner = f32[8]{0} all-gather(%p), dimensions={0}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %waited = f32[8]{0} all-reduce(%x), to_apply=%add
+  %idle = (f32[8]{0}, f32[8]{0}) all-reduce-start(%waited), to_apply=%add
+  %idle-done = f32[8]{0} all-reduce-done(%idle)
+  %busy = (f32[2]{0}, f32[16]{0}) all-gather-start(%idle-done), dimensions={0}
+  %work = f32[8]{0} fusion(%x), kind=kLoop, calls=%add
+  %busy-done = f32[16]{0} all-gather-done(%busy)
+  %other = ((f32[4]{0}), f32[8]{0}, s32[]) async-start(%work), calls=%async_part
+  ROOT %end = f32[8]{0} async-done(%other)
+}
+"""
+
+
+def test_a_collective_is_hidden_only_behind_work_between_its_start_and_its_end():
+    found = ProgramText(COLLECTIVES).collectives()
+    assert found.counts == {"all-reduce": 2, "all-gather": 2}
+    assert (found.waited_bytes, found.hidden_bytes) == (2 * 32, 64 + 32)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(4000, 64), (50_000, 32)])
+def test_a_lookup_that_xla_compiled_here_is_counted_by_its_rows(rows, width):
+    table, ids = jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled = jax.jit(lambda table, ids: table[ids] * 2.0).lower(table, ids).compile()
+    assert 8 * width * 4 <= ProgramText(compiled.as_text()).memory_bytes() < 12 * 8 * width * 4 + 1000
+
+
+def test_a_product_that_xla_compiled_here_reads_its_weights_once():
+    a, b = jax.ShapeDtypeStruct((8, 512), jnp.float32), jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    moved = ProgramText(jax.jit(jnp.dot).lower(a, b).compile().as_text()).memory_bytes()
+    assert moved == 4 * (8 * 512 + 512 * 1024 + 8 * 1024)
+
+
+def test_a_split_product_that_xla_compiled_here_has_its_collective():
+    mesh = make_mesh(4)
+    a = jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=NamedSharding(mesh, P(None, "tensor")))
+    b = jax.ShapeDtypeStruct((512, 64), jnp.float32, sharding=NamedSharding(mesh, P("tensor")))
+    compiled = jax.jit(jnp.dot, out_shardings=NamedSharding(mesh, P())).lower(a, b).compile()
+    found = ProgramText(compiled.as_text()).collectives()
+    assert found.counts == {"all-reduce": 1} and found.waited_bytes + found.hidden_bytes == 8 * 64 * 4
