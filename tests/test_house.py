@@ -492,7 +492,7 @@ def test_a_tool_that_is_imported_early_is_found():
 
 def test_another_meaning_of_a_word_is_found():
     tree = ast.parse("class StepPlan: ...\n\n\ndef explanation(): ...")
-    assert len(list(word_problems("jaxpaged/core/steps.py", tree))) == 1
+    assert len(list(word_problems("jaxpaged/core/rank.py", tree))) == 1
     assert not list(word_problems("jaxpaged/tools/planning/plan.py", tree))
 
 

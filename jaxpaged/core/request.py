@@ -7,10 +7,12 @@ of other requests, or of the device.
 import enum
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxpaged.core.grammar.matcher import Matcher
 from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
+from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, NewRequestData, TokenLogprobs
 
 
@@ -65,6 +67,7 @@ class Request:
         "page_hashes",
         "priority",
         "prompt_logprobs",
+        "rank",
         "reads_prefix_cache",
         "reports_logprobs",
         "request_id",
@@ -80,6 +83,7 @@ class Request:
         self.sampling_params = params
         self.arrival_time = message.arrival_time
         self.arrival_order = arrival_order
+        self.rank = 0  # the number of its attention rank
         self.priority = message.priority
         self.cache_salt = message.cache_salt
         self.lora_name = message.lora_name
@@ -214,4 +218,50 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of "
             f"{self.num_tokens}+{self.num_output_placeholders}, at most {self.max_total_tokens})"
+        )
+
+
+def check_request(
+    message: EngineCoreRequest,
+    max_model_len: int,
+    max_prompt_step: int | None,
+    shortage: Callable[[int], tuple[int, int, int] | None],
+) -> None:
+    """Raise RequestError when a request could not run even alone.
+
+    `max_prompt_step`: the tokens of a step, if a prompt must fit one step. `shortage`: see `KVCacheManager.shortage`.
+    """
+    name, num_prompt = message.request_id, len(message.prompt_token_ids)
+    max_tokens = message.sampling_params.max_tokens
+    if not num_prompt:
+        raise RequestError(f"the prompt of request {name!r} has no tokens. Give at least one.", "prompt")
+    if message.pooling_params is not None and num_prompt > max_model_len:
+        raise RequestError(
+            f"the prompt of request {name!r} has {num_prompt} tokens, but max_model_len is {max_model_len}. Shorten "
+            "it, or set truncate_prompt_tokens.",
+            "prompt",
+        )
+    if message.pooling_params is None and num_prompt >= max_model_len:
+        raise RequestError(
+            f"the prompt of request {name!r} has {num_prompt} tokens, but max_model_len is {max_model_len} and at "
+            "least one token must be generated. Shorten the prompt or raise max_model_len.",
+            "prompt",
+        )
+    if max_tokens is None or max_tokens < 1:
+        raise RequestError(f"request {name!r} asks for max_tokens {max_tokens}. Ask for at least 1.", "max_tokens")
+    if max_prompt_step is not None and num_prompt > max_prompt_step:
+        raise RequestError(
+            f"the prompt of request {name!r} has {num_prompt} tokens, but chunked prefill is off and a step holds "
+            f"max_num_batched_tokens = {max_prompt_step}. Shorten the prompt, or turn chunked prefill on.",
+            "prompt",
+        )
+    # The last token is sampled, and never computed.
+    num_tokens = min(num_prompt + max_tokens - 1, max(max_model_len - 1, num_prompt))
+    if lacking := shortage(num_tokens):
+        needed, block_size, usable = lacking
+        raise RequestError(
+            f"request {name!r} may need {needed} KV blocks of {block_size} tokens for {num_prompt} prompt tokens and "
+            f"max_tokens {max_tokens}, but there are {usable}. Shorten the prompt, lower max_tokens, or give the KV "
+            "cache more memory.",
+            "max_tokens",
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
-from jaxpaged.core.ranks import ranks_of, scheduler_of
+from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.kv_transfer import KVTransferDriver
@@ -75,8 +75,7 @@ class EngineCore(EngineCoreClient):
         self.executor = executor
         self._grammars = grammars
         self._publishers = publishers
-        self._scheduler = scheduler_of(
-            config.parallel.num_ranks,
+        self._scheduler = Scheduler(
             config.scheduler,
             executor.kv_cache_config,
             max_model_len=config.max_model_len,
@@ -87,6 +86,7 @@ class EngineCore(EngineCoreClient):
             num_drafts=config.speculative.num_drafts,
             token_buckets=executor.token_buckets if config.speculative.num_drafts else (),
             num_stages=config.parallel.pipeline_parallel_size,
+            num_ranks=config.parallel.num_ranks,
         )
         self.transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
         # Steps in flight: one is computed on each stage, and one waits for a device. Nothing depends on this number but
@@ -208,7 +208,7 @@ class EngineCore(EngineCoreClient):
                 self._scheduler.preempt_all()
                 self._settle_saves()
                 self._move(self.transfer.save_all)
-                self._scheduler.kv_cache_manager.lose_content()
+                self._scheduler.lose_content()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
         self._publish_events()
@@ -233,7 +233,7 @@ class EngineCore(EngineCoreClient):
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
         with self._changing_books():
-            return self._scheduler.kv_cache_manager.block_map(self._scheduler.running)
+            return self._scheduler.block_map()
 
     def snapshot(self, since_step: int = 0) -> EngineSnapshot:
         """What the engine does now, with the steps after the first `since_step`. See `snapshot.py` for its bounds."""
@@ -250,7 +250,7 @@ class EngineCore(EngineCoreClient):
             with self._changing_books():
                 self._scheduler.preempt_all()
                 self._settle_saves()
-                self._scheduler.kv_cache_manager.change_root(version, self._scheduler.requests.values())
+                self._scheduler.change_weights(version)
             self._publish_events()
 
     def shutdown(self) -> None:
@@ -274,7 +274,7 @@ class EngineCore(EngineCoreClient):
 
     def _publish_events(self) -> None:
         """Tell routers what has entered and left the prefix cache of each rank."""
-        for publisher, rank in zip(self._publishers, ranks_of(self._scheduler)):
+        for publisher, rank in zip(self._publishers, self._scheduler.ranks):
             with self._changing_books():
                 events = rank.kv_cache_manager.take_events()
             publisher.publish(events)
@@ -292,7 +292,7 @@ class EngineCore(EngineCoreClient):
         if awaited is None and not (self._outbox and is_taken):
             with accepted_interrupts():
                 if not self.transfer.wait(COMPILE_WAIT):
-                    self._scheduler.preparation.wait(COMPILE_WAIT)
+                    self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
         return awaited
 
     def _settle_saves(self) -> None:
@@ -361,7 +361,9 @@ class EngineCore(EngineCoreClient):
             self._fail(error, step.scheduled)
             return
         with self._changing_books():
-            masks = self._scheduler.constrained.masks(step.scheduled, self._scheduler.requests, drafts)
+            masks = self._scheduler.structured_output_manager.grammar_bitmask(
+                step.scheduled, self._scheduler.requests, drafts
+            )
         try:
             step.pending.draw(masks)
             step.needs_masks = False
@@ -420,7 +422,7 @@ class EngineCore(EngineCoreClient):
             reason = f"its cached keys and values were lost when {reason}"
             self._outbox.add(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
             self._scheduler.forget_steps()
-            self._scheduler.kv_cache_manager.lose_content()
+            self._scheduler.lose_content()
             self.executor.recover()
         if not isinstance(error, Exception):
             raise error

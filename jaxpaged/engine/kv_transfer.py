@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxpaged.core.kv_transfer.saves import Save
 from jaxpaged.core.kv_transfer.transfers import KVTransfers, Load
-from jaxpaged.core.ranks import AnyScheduler
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import RequestError, UsageError
@@ -33,18 +32,16 @@ class KVTransferDriver:
     """With `failure_policy` "fail" a request whose pages do not come ends with an error, instead of being computed.
     Without a `worker` nothing travels."""
 
-    def __init__(self, scheduler: AnyScheduler, worker: KVTransferWorker | None, failure_policy: str):
+    def __init__(self, scheduler: Scheduler, worker: KVTransferWorker | None, failure_policy: str):
         self._scheduler, self._fails = scheduler, failure_policy == "fail"
         self._half = None
         self._told: list[EngineCoreOutput] = []  # of prompts that are lent
         if worker is not None:
-            assert isinstance(scheduler, Scheduler), "attention ranks keep nothing besides the device"
             manager, tiers = scheduler.kv_cache_manager, worker.chunk_tiers
             self._half = KVTransfers(manager, worker.page_tokens, worker.lookup, worker.where, worker.expect, tiers)
+            manager.transfers = self._half
+            self._manager: Any = manager
         self._worker: Any = worker
-        scheduler.kv_cache_manager.transfers = self._half
-        self._manager: Any = scheduler.kv_cache_manager
-        self._groups = self._manager.groups
 
     def save(self, before: int | None = None) -> None:
         """Dispatch copies of what steps before number `before` compute, None: all that are dispatched, as far as there
@@ -226,7 +223,7 @@ class KVTransferDriver:
         wanted = half.align(len(token_ids))
         # One token more, since the last one of a request never comes from the cache.
         message = EngineCoreRequest("prefix", [*token_ids[:wanted], 0], params, 0.0, cache_salt=cache_salt)
-        num_tokens, found = half.beginning(Request(message, wanted + 1, 0, len(self._groups)))
+        num_tokens, found = half.beginning(Request(message, wanted + 1, 0, len(self._manager.groups)))
         if not wanted:
             raise UsageError(
                 f"the prompt has {len(token_ids)} tokens, and a file holds full blocks and pages, of {half.alignment} "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxpaged.config import SchedulerConfig
+from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.kv_cache_spec import (
@@ -345,6 +346,7 @@ class Engine:
         stingy: random.Random | None = None,
         most_drafts: int = 0,
         num_stages: int = 1,
+        num_ranks: int = 1,
         **scheduler_options,
     ):
         """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
@@ -363,6 +365,7 @@ class Engine:
             enable_kv_cache_events=enable_kv_cache_events,
             num_drafts=most_drafts,
             num_stages=num_stages,
+            num_ranks=num_ranks,
         )
         if most_drafts:
             self.scheduler.draft_lengths = any_length(most_drafts)
@@ -456,8 +459,10 @@ class Engine:
 
     def check_cache(self) -> None:
         """Every block in the prefix cache holds what a computation of its tokens, one by one, leaves in it."""
-        manager, memory = self.scheduler.kv_cache_manager, self.runner.memory
-        hashes_of, unit = {}, manager.groups.unit
+        self.check_cache_of(self.scheduler.kv_cache_manager, self.runner)
+
+    def check_cache_of(self, manager: KVCacheManager, runner: SimulatedRunner) -> None:
+        memory, hashes_of, unit = runner.memory, {}, manager.groups.unit
         for request in self.books:
             hashes = prefix_hashes(request.all_token_ids)
             for i, key in enumerate(request.block_hashes):
@@ -466,14 +471,15 @@ class Engine:
             for block in pool.blocks:
                 if block.cache_key is not None:
                     group, hashes = int.from_bytes(block.cache_key[-4:], "big"), hashes_of[block.cache_key[:-4]]
-                    spec = self.runner.specs[group]
+                    spec = runner.specs[group]
                     num_slots = 1 if isinstance(spec, StateSpec) else spec.block_size
                     held = [memory.get((p, block.block_id, slot)) for slot in range(num_slots)]
                     assert held == [(group, each) for each in hashes[-num_slots:]], block
 
     def check_idle(self) -> None:
         """Nothing is held by anybody."""
-        assert not any(pool.num_held_blocks for pool in self.scheduler.kv_cache_manager.pools)
+        pools = [pool for rank in self.scheduler.ranks for pool in rank.kv_cache_manager.pools]
+        assert not any(pool.num_held_blocks for pool in pools)
         assert self.scheduler.get_num_unfinished_requests() == 0
         self.scheduler.check_integrity()
 

@@ -1,4 +1,4 @@
-"""Several attention ranks behind one scheduler's face: every answer right, every rank's blocks conserved, and requests
+"""A scheduler of several attention ranks: every answer right, every rank's blocks conserved, and requests
 where their beginnings are cached or where there is little to do."""
 
 import random
@@ -6,29 +6,25 @@ import random
 import numpy as np
 import pytest
 
-from jaxpaged.core.ranks import RankedScheduler, divided, joined
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import ModelRunnerOutput, PromptLogprobs, SampledLogprobs, SchedulerOutput
+from jaxpaged.messages import ModelRunnerOutput, PromptLogprobs, SampledLogprobs
 from tests.core.simulation import Engine, prompt_of
 
 
 class RankedEngine(Engine):
-    """The simulation with a scheduler and a runner for each rank, whose parts of a step are computed together."""
+    """The simulation with a runner for each rank, whose parts of a step are computed together."""
 
     def __init__(self, num_ranks, **options):
-        engines = [Engine(**options) for _ in range(num_ranks)]
-        super().__init__(**options)
-        schedulers = iter([each.scheduler for each in engines])
-        self.scheduler = RankedScheduler(lambda: next(schedulers), num_ranks)
-        self.engines = engines
+        super().__init__(num_ranks=num_ranks, **options)
+        self.runners = [self.runner, *[Engine(**options).runner for _ in range(1, num_ranks)]]
         self.num_uneven = 0  # runs in which a rank has less to do, or nothing
 
     def dispatch(self):
         scheduled = self.scheduler.schedule(self.max_steps)
         self.num_runs += scheduled.num_steps > 1
-        self.num_uneven += scheduled.num_steps > min(part.num_steps for part in scheduled.ranks)
+        self.num_uneven += scheduled.num_steps > min(part.num_steps for part in scheduled.parts)
         self.scheduler.check_integrity()
-        parts = [each.runner.execute(part) for each, part in zip(self.engines, scheduled.ranks, strict=True)]
+        parts = [runner.execute(part) for runner, part in zip(self.runners, scheduled.parts, strict=True)]
         output = ModelRunnerOutput(
             scheduled.step_id,
             [name for part in parts for name in part.request_ids],
@@ -45,28 +41,11 @@ class RankedEngine(Engine):
         return self.receive() if self.in_flight else []
 
     def check_cache(self):
-        for each in self.engines:
-            each.books = self.books
-            each.check_cache()
-
-    def check_idle(self):
-        assert self.scheduler.get_num_unfinished_requests() == 0
-        for each in self.engines:
-            each.check_idle()
-
-    def run(self, max_steps=2000):
-        while self.scheduler.get_num_unfinished_requests():
-            self.step()
-            max_steps -= 1
-            assert max_steps, "requests do not finish"
-        while self.in_flight:
-            self.receive()
-        self.check_answers()
-        self.check_idle()
+        for rank, runner in zip(self.scheduler.ranks, self.runners):
+            self.check_cache_of(rank.kv_cache_manager, runner)
 
     def rank_of(self, request_id):
-        (rank,) = [i for i, each in enumerate(self.scheduler.ranks) if request_id in each.requests]
-        return rank
+        return self.scheduler.requests[request_id].rank
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
@@ -97,13 +76,13 @@ def test_random_traffic_over_ranks_gives_every_request_its_own_tokens(windows, s
             scheduled, _ = engine.in_flight[0]
             engine.in_flight.clear()
             engine.record(engine.scheduler.fail_requests(scheduled, "it failed"))
-            for each in engine.engines:
-                each.runner.hears_removals_again = True
+            for runner in engine.runners:
+                runner.hears_removals_again = True
         if chance.random() < 0.05:
             while engine.in_flight:
                 engine.receive()
             engine.scheduler.preempt_all()
-            engine.scheduler.kv_cache_manager.lose_content()
+            engine.scheduler.lose_content()
             assert not engine.scheduler.running
         preemptions = max(preemptions, engine.scheduler.make_stats().num_preemptions)
     engine.run()
@@ -171,7 +150,7 @@ def test_each_rank_has_a_budget_rows_and_blocks_of_its_own():
     stats = engine.scheduler.make_stats(scheduled)
     assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.num_scheduled_tokens) == (2, 1, 16)
     assert stats.kv_cache_usage == pytest.approx(2 / 11)
-    shown = engine.scheduler.kv_cache_manager.block_map(engine.scheduler.running)
+    shown = engine.scheduler.block_map()
     assert len(shown.owner) == 1 + 2 * 11 and shown.request_ids == ["r0", "r1"]
     assert [np.flatnonzero(shown.owner == each).tolist() for each in (0, 1)] == [[1, 2], [12, 13]]
 
@@ -188,20 +167,31 @@ def test_an_id_is_in_use_whatever_rank_has_it_and_the_cache_is_kept_while_one_ra
     assert engine.scheduler.reset_prefix_cache()
 
 
-def test_what_comes_of_a_step_is_divided_as_the_step_was():
-    lines = lambda *numbers: SampledLogprobs(np.array(numbers)[:, None], np.array(numbers)[:, None], np.array(numbers))
-    part = lambda names, most: SchedulerOutput(
-        7, [], [], names, [1] * len(most), [0] * len(most), most, [None] * len(most)
-    )
-    parts = [part(["a", "b"], [1, 0]), part([], []), part(["c", "d"], [1, 1])]
-    whole = joined(parts)
-    assert whole.request_ids == ["a", "b", "c", "d"] and whole.ranks is parts
-    scored = PromptLogprobs(1, *[np.zeros((1, 1))] * 2, np.zeros(1))
-    output = ModelRunnerOutput(
-        7, ["a", "c", "d"], [[1], [], [3]], lines(10, 30), {"b": scored}, {"c": "no number"}, corrupted=["c"]
-    )
-    first, nothing, last = divided(output, whole.ranks)
-    assert (first.request_ids, first.sampled_token_ids, list(first.prompt_logprobs)) == (["a"], [[1]], ["b"])
-    assert first.logprobs.ranks.tolist() == [10] and last.logprobs.ranks.tolist() == [30]
-    assert nothing.request_ids == [] and first.failed == {} and nothing.corrupted == []
-    assert (last.request_ids, last.failed, last.corrupted) == (["c", "d"], {"c": "no number"}, ["c"])
+def test_each_rank_takes_its_part_of_a_step_and_of_its_output():
+    engine = RankedEngine(3)
+    names = ("a", "c", "d")
+    for number, name in enumerate(names):
+        engine.add(name, prompt_of(5, number), logprobs=1)
+    scheduled = engine.scheduler.schedule()
+    assert scheduled.request_ids == [*names] and [part.request_ids for part in scheduled.ranks] == [[n] for n in names]
+    numbers = np.array([[10, 11], [30, 31]])
+    lines = SampledLogprobs(numbers, numbers / 8, numbers[:, 0])
+    failed = {"c": "no number"}
+    output = ModelRunnerOutput(1, [*names], [[7], [], [9]], lines, failed=failed, corrupted=["c"])
+    results = {each.request_id: each for each in engine.scheduler.update_from_output(scheduled, output)}
+    assert [results[name].new_token_ids for name in names] == [[7], [], [9]]
+    assert [results[name].new_logprobs[0].rank for name in ("a", "d")] == [10, 30]
+    assert [results[name].finish_reason for name in names] == [None, "error", None]
+    assert engine.scheduler.make_stats().num_corrupted_reqs == 1 and not engine.scheduler.ranks[1].running
+    engine.scheduler.check_integrity()
+
+
+def test_a_prompt_of_any_rank_gets_its_log_probabilities():
+    engine = RankedEngine(2)
+    engine.add("a", prompt_of(3))
+    engine.add("b", prompt_of(3, 1), prompt_logprobs=0)
+    scheduled = engine.scheduler.schedule()
+    scored = PromptLogprobs(1, np.array([[4], [5]]), np.zeros((2, 1)), np.array([1, 2]))
+    output = ModelRunnerOutput(1, ["a", "b"], [[7], [9]], prompt_logprobs={"b": scored})
+    first, second = engine.scheduler.update_from_output(scheduled, output)
+    assert first.prompt_logprobs is None and [line.rank for line in second.prompt_logprobs] == [1, 2]

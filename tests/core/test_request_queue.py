@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.request import Request
-from jaxpaged.core.request_queue import FCFSQueue, PriorityQueue
-from jaxpaged.core.short_requests import ShortFirst
+from jaxpaged.core.request_queue import FCFSQueue, PriorityQueue, ShortFirst
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.short_requests import SHORT_ANSWER
+from jaxpaged.core.request_queue import SHORT_ANSWER
 from tests.core.simulation import Engine, prompt_of
 
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
@@ -197,4 +197,4 @@ def test_short_requests_that_ended_are_forgotten_though_nobody_ever_waits():
     for number in range(20):
         short(engine, f"short{number}")
         steps_until(engine, f"short{number}")
-    assert len(engine.scheduler.waiting._left) <= 1
+    assert len(engine.scheduler.ranks[0].waiting._left) <= 1

@@ -105,7 +105,7 @@ def test_two_ranks_give_the_tokens_of_one_device_and_hold_twice_as_many(tmp_path
                     [v.logprob for v in b.values()], abs=1e-4
                 )
         ranks = scheduler_of(llm).ranks
-        assert len(ranks) == 2 and all(each.make_stats().prefix_cache_queries for each in ranks), "both had requests"
+        assert len(ranks) == 2 and all(each.kv_cache_manager.pools[0].last_given for each in ranks), "both had requests"
         assert llm.stats().number("num_kv_blocks") == 2 * blocks
         scheduler_of(llm).check_integrity()
         check_events(llm)

@@ -225,14 +225,14 @@ def answers_beside_a_grammar(engine, lengths, true=None, wrong_at=None):
     if true is not None:
         runner, prophet = core.executor.worker.runner, Prophet(core, true, wrong_at)
         runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
-    constrained, requests = core._scheduler.constrained, requests_of(21)
-    constrained._known_grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
+    manager, requests = core._scheduler.structured_output_manager, requests_of(21)
+    manager._known_grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
     for request in requests:
         core.add_request(request)
     for name in FOLLOWING:
         request = core._scheduler.requests[name]
         request.matcher = EvenTokens()
-        constrained._following.add(request)
+        manager.bound.add(request)
     answers = {request.request_id: [] for request in requests}
     while core.has_work():
         for output in core.step().outputs:

@@ -197,10 +197,10 @@ def test_running_requests_that_had_no_part_in_a_failed_step_fail_too(monkeypatch
     scheduler, schedule = core._scheduler, core._scheduler.schedule
 
     def schedule_without_b(*limits):
-        everyone, scheduler.running = scheduler.running, scheduler.running[:1]
+        everyone, rank.running = rank.running, rank.running[:1]
         monkeypatch.setattr(scheduler, "_max_num_seqs", 1)
         scheduled = schedule()
-        scheduler.running = everyone
+        rank.running = everyone
         monkeypatch.undo()
         return scheduled
 

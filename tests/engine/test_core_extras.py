@@ -89,7 +89,7 @@ def test_whenever_programs_become_ready_each_request_runs_as_soon_as_its_own_are
     answered = {}
     for extra, gap in zip(order, gaps):
         for _ in range(gap + 4):
-            with mock.patch("jaxpaged.core.preparation.time.sleep"):  # nothing is compiled meanwhile
+            with mock.patch("jaxpaged.core.structured_output.time.sleep"):  # nothing is compiled meanwhile
                 outputs = core.step().outputs
             for output in outputs:
                 answered.setdefault(output.request_id, []).extend(output.new_token_ids)
@@ -125,7 +125,7 @@ def test_a_script_that_does_nothing_but_step_leaves_the_processor_to_the_compile
             params |= NEEDS[name][0] if name in NEEDS else {}
         engine.add_request(str(i), [9, 8, 7], SamplingParams(max_tokens=2, seed=1, **params))
     num_empty = 0
-    with mock.patch("jaxpaged.core.preparation.time.sleep", nap):
+    with mock.patch("jaxpaged.core.structured_output.time.sleep", nap):
         while engine.has_unfinished_requests():
             num_empty += not engine.step()
             assert num_empty <= len(naps) + len(executor.executed), "it waits without sleeping"

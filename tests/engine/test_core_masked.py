@@ -157,7 +157,7 @@ def test_answers_follow_their_grammar_and_end_with_it_and_others_are_not_masked(
     assert tokens == {"a": [50, 20, 99, 0], "plain": [11, 12, 13, 14, 15, 16], "b": [33], "cut": [7, 8]}
     assert ends == {"a": ("stop", None), "plain": ("length", None), "b": ("stop", None), "cut": ("length", None)}
     core._scheduler.check_integrity()
-    assert not core._scheduler.constrained._following, "requests that ended are remembered"
+    assert not core._scheduler.structured_output_manager.bound, "requests that ended are remembered"
 
 
 def test_a_step_begins_before_the_last_one_is_awaited_and_draws_after_it():
@@ -212,13 +212,15 @@ def test_with_nothing_to_do_but_to_compile_a_step_sleeps_until_that_is_done():
     core, _ = make(grammars)
     core.add_request(scripted("slow", "50"))
     slept = []
-    core._scheduler.preparation.wait = lambda seconds: (slept.append(seconds), grammars.finish())
+    core._scheduler.structured_output_manager.wait = lambda seconds: (slept.append(seconds), grammars.finish())
     core.step()
     assert len(slept) == 1 and slept[0] > 0
     assert run(core)[0] == {"slow": [50]}
     core, _ = make(grammars)
     core.add_request(request("plain"))
-    core._scheduler.preparation.wait = lambda seconds: pytest.fail("a step slept though there was work to do")
+    core._scheduler.structured_output_manager.wait = lambda seconds: pytest.fail(
+        "a step slept though there was work to do"
+    )
     core.step()
 
 
@@ -351,7 +353,7 @@ def test_with_only_the_program_to_wait_for_a_step_sleeps(monkeypatch):
     executor.masks_ready = False
     core.add_request(scripted("shaped", "50"))
     slept = []
-    monkeypatch.setattr("jaxpaged.core.preparation.time.sleep", slept.append)
+    monkeypatch.setattr("jaxpaged.core.structured_output.time.sleep", slept.append)
     core.step()
     assert len(slept) == 1 and slept[0] > 0
 

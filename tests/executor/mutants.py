@@ -9,9 +9,8 @@ _GROUP = (
     "tests/engine/process/test_follower_process.py",
 )
 _TESTS = {
-    "ranks": ("tests/core/test_ranks.py",),
-    "scheduler": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
-    "new_tokens": ("tests/core/test_ranks.py", "tests/core/test_decode_runs.py"),
+    "scheduler": ("tests/core/test_ranks.py", "tests/core/test_multi_step.py"),
+    "rank": ("tests/core/test_ranks.py", "tests/core/test_multi_step.py"),
     "ray_seats": ("tests/engine/process/test_ray_seats.py",),
     "build": ("tests/engine/observability/test_kv_event_publisher.py",),
 }
@@ -119,27 +118,31 @@ MUTANTS = (
     ),
     # ---- runs of decode steps on ranks
     *_of(
-        "jaxpaged/core/ranks.py",
+        "jaxpaged/core/scheduler.py",
         "run or traffic",
         (
             "who is in the way of a run is passed over",
-            "if run is None:\n                return []",
-            "if run is None:\n                run = []",
+            "if own is None:\n                return None",
+            "if own is None:\n                own = []",
         ),
-        ("all ranks must have a run, or none has", "any(map(is_long, runs))", "all(map(is_long, runs))"),
+        (
+            "all ranks must have a run, or none has",
+            "any(num_tokens > 1 for own in found for _, num_tokens in own)",
+            "all(any(num_tokens > 1 for _, num_tokens in own) for own in found)",
+        ),
         ("a run is as long as the shortest", "num_steps=max(part.num_steps", "num_steps=min(part.num_steps"),
+        ("runs are never found", "if max_steps > 1 else None", "if False else None"),
+        ("a run of one step is one", "any(num_tokens > 1 for", "any(num_tokens > 0 for"),
     ),
     *_of(
-        "jaxpaged/core/scheduler.py",
+        "jaxpaged/core/rank.py",
         "run",
-        ("who waits is in nobody's way", "None if self.waiting or max_steps == 1", "None if max_steps == 1"),
-        ("runs are never found", "if is_long(run := self.find_run(max_steps)) else", "if is_long(run := None) else"),
-    ),
-    *_of(
-        "jaxpaged/core/new_tokens.py",
-        "run",
-        ("a run of one step is one", "LEAST_STEPS = 2", "LEAST_STEPS = 1"),
-        ("a run that has no room is made", "if not runs or manager.can_allocate(runs) else None", ""),
+        (
+            "who waits is in nobody's way",
+            "if self.waiting:\n            return None",
+            "if False:\n            return None",
+        ),
+        ("a run that has no room is made", "if not found or self.kv_cache_manager.can_allocate(found) else None", ""),
     ),
     *_of(
         "jaxpaged/engine/build.py",

@@ -1,35 +1,21 @@
-"""Who holds which KV block at one moment, for whoever draws it. Blocks of several pools are put one after the other."""
+"""Which request holds which KV block at one moment, to be drawn. The blocks of several pools follow one another."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpaged.core.kv_cache.block_pool import BlockPool
-from jaxpaged.core.kv_cache.groups import CacheGroups
+from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.request import Request
 from jaxpaged.messages import KVBlockMap
 
 
-class Books(Protocol):
-    """What a `KVCacheManager` shows of itself."""
-
-    groups: CacheGroups
-
-    @property
-    def pools(self) -> Sequence[BlockPool]: ...
-
-    @property
-    def holds(self) -> Sequence[Any]: ...
-
-
-def map_blocks(caches: Sequence[tuple[Books, Sequence[Request]]], most: int | None) -> KVBlockMap:
+def map_blocks(caches: Sequence[tuple[KVCacheManager, Sequence[Request]]], most: int | None) -> KVBlockMap:
     """Of one cache, or of several, one after the other: each with all requests that hold any block, the oldest first.
 
     With `most` the beginning, at least an eighth of `most` and all blocks that were ever used, and if these are
     still more, evenly spaced ones of them.
     """
-    pools = [pool for books, _ in caches for pool in books.pools]
+    pools = [pool for manager, _ in caches for pool in manager.pools]
     blocks = [pools[0].null_block]
     first_of, last_given = {}, 0  # place of the block 0 that a pool would have; place of the last that was ever used
     for pool in pools:
@@ -41,8 +27,8 @@ def map_blocks(caches: Sequence[tuple[Books, Sequence[Request]]], most: int | No
         num_shown = min(num_shown, max(last_given, most // 8))
         stride = max(-(-num_shown // most), 1)
     owner_B = np.full(len(blocks), -1, np.int32)
-    running = [(request, books.groups) for books, requests in caches for request in requests]
-    owners = running + [(hold, books.groups) for books, _ in caches for hold in books.holds]
+    running = [(request, manager.groups) for manager, requests in caches for request in requests]
+    owners = running + [(hold, manager.groups) for manager, _ in caches for hold in manager.holds]
     for i in reversed(range(len(owners))):
         owner, groups = owners[i]
         for group, table in zip(groups, owner.blocks):
@@ -56,5 +42,5 @@ def map_blocks(caches: Sequence[tuple[Books, Sequence[Request]]], most: int | No
         num_owners=np.array([block.ref_cnt for block in shown], np.int32),
         cached=np.array([block.cache_key is not None for block in shown]),
         stride=stride,
-        holds=[hold.reason for books, _ in caches for hold in books.holds],
+        holds=[hold.reason for manager, _ in caches for hold in manager.holds],
     )

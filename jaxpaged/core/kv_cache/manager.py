@@ -34,13 +34,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, root_of
-from jaxpaged.core.kv_cache.block_map import map_blocks
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent
 from jaxpaged.core.kv_cache.groups import CacheGroup, CacheGroups
 from jaxpaged.core.request import Request
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.messages import KVBlockMap
 
 if TYPE_CHECKING:
     from jaxpaged.core.kv_transfer.transfers import KVTransfers
@@ -340,13 +338,6 @@ class KVCacheManager:
                         self.transfers.note_lost(request, g, block_idx)
                     group.pool.uncache(block)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all content. False, and nothing changed, while anybody holds a block."""
-        if any(pool.num_held_blocks for pool in self.pools):
-            return False
-        self.lose_content()
-        return True
-
     def lose_content(self) -> None:
         """Forget all content, whoever holds its blocks. No request does, and no step is in flight."""
         for pool in self.pools:
@@ -373,10 +364,6 @@ class KVCacheManager:
         for pool in self.pools:
             pool.events = self._events
         return taken
-
-    def block_map(self, requests: Sequence[Request], most: int | None = None) -> KVBlockMap:
-        """Who holds which block now. `requests` are all that hold any, the oldest first."""
-        return map_blocks([(self, requests)], most)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that the blocks in the tables of `requests`, those on hold, and the free blocks are all there are."""

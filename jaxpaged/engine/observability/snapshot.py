@@ -6,8 +6,8 @@ It is taken between two steps, so it must be short; who asks is told how long it
 import itertools
 import time
 
-from jaxpaged.core.ranks import AnyScheduler
 from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.executor.base import Executor
 from jaxpaged.messages import EngineSnapshot, RequestState, SchedulerStats
@@ -19,22 +19,23 @@ MOST_REQUESTS = 64
 
 
 def take_snapshot(
-    scheduler: AnyScheduler, step_log: StepLog, executor: Executor, stats: SchedulerStats, since_step: int
+    scheduler: Scheduler, step_log: StepLog, executor: Executor, stats: SchedulerStats, since_step: int
 ) -> EngineSnapshot:
     """The state of all these now. `since_step`: how many steps since the start need not be told again."""
     begin = time.thread_time()
     steps, num_before = step_log.read(since_step, MOST_STEPS)
-    manager, waiting = scheduler.kv_cache_manager, itertools.chain(scheduler.preparation.requests, scheduler.waiting)
+    waiting = itertools.chain(scheduler.structured_output_manager.waiting, scheduler.waiting)
+    transfers = scheduler.ranks[0].kv_cache_manager.transfers  # of several ranks none has any
     return EngineSnapshot(
         stats=stats,
         executor=executor.workers.stats(),
         steps=steps,
         num_steps_before=num_before,
-        blocks=manager.block_map(scheduler.running, MOST_BLOCKS),
-        num_blocks=sum(pool.num_usable_blocks for pool in manager.pools),
+        blocks=scheduler.block_map(MOST_BLOCKS),
+        num_blocks=sum(pool.num_usable_blocks for rank in scheduler.ranks for pool in rank.kv_cache_manager.pools),
         running=[state_of(request) for request in scheduler.running[:MOST_REQUESTS]],
         waiting=[
-            state_of(request, manager.transfers is not None and request.request_id in manager.transfers.loading)
+            state_of(request, transfers is not None and request.request_id in transfers.loading)
             for request in itertools.islice(waiting, MOST_REQUESTS)
         ],
         seconds=time.thread_time() - begin,

@@ -5,7 +5,7 @@ as if they were one.
     sample[S]    on the last stage; the newest tokens of all rows go back to the first one
 
 Nothing waits for anything on the host: what a stage gives is sent to the next by a copy between devices. So the stages
-are all busy, in different steps, where these have different requests (`core/turns.py`): the first stage begins a step
+are all busy, in different steps, where these have different requests (`core/rank.py`): the first stage begins a step
 as soon as the tokens are there that this one's requests drew last, whatever later steps draw.
 
 A stage has its layers' keys and values, and its own copy of block tables and of where rows are, which follow from the

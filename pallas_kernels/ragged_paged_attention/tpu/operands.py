@@ -19,7 +19,7 @@ UNCHECKED = {"disable_bounds_checks": True, "disable_semaphore_checks": True}
 """Options of Mosaic: no code that halts the core at a copy beyond its array, or a semaphore that does not end at zero.
 
 Such code takes a third of the instructions that fetch a block. That nothing is beyond is known without it: ids of
-blocks within a context come from the pool, as the engine's books on the host say (`core/integrity.py`), those beyond it
+blocks within a context come from the pool, as the engine on the host says (`core/kv_cache/manager.py`), those beyond it
 are not read, and every other index follows from the shapes of a step. The simulator raises where the checks would halt;
 the tests of these kernels run in it, with garbage in unused entries of block tables.
 """

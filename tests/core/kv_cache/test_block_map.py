@@ -75,10 +75,10 @@ def test_of_too_many_blocks_evenly_spaced_ones_are_shown_and_none_that_were_neve
     manager, running = core._scheduler.kv_cache_manager, core._scheduler.running
     last = max(block.block_id for request in running for block in request.blocks[0])
     assert manager.pools[0].last_given == last > 8
-    whole = manager.block_map(running)
+    whole = core._scheduler.block_map()
     assert whole.stride == 1
     for most, stride in [(63, 1), (last, 1), (last - 1, 2), (last // 3 + 1, 3), (1, last)]:
-        some = manager.block_map(running, most)
+        some = core._scheduler.block_map(most)
         assert some.stride == stride
         shown = [0, *range(1, last + 1, stride)]
         assert len(shown) <= most + 1
@@ -88,9 +88,8 @@ def test_of_too_many_blocks_evenly_spaced_ones_are_shown_and_none_that_were_neve
 
 def test_of_a_new_cache_an_eighth_of_what_may_be_shown_is():
     core = make_core()
-    manager = core._scheduler.kv_cache_manager
-    assert len(manager.block_map([], 80).owner) == 1 + 10
-    assert len(manager.block_map([], 4096).owner) == 1 + 63
+    assert len(core._scheduler.block_map(80).owner) == 1 + 10
+    assert len(core._scheduler.block_map(4096).owner) == 1 + 63
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 8)), min_size=1, max_size=8))

@@ -102,17 +102,17 @@ def test_groups_do_not_find_each_others_content():
     assert pool.events == [BlockRemoved(block_hashes=[b"a"], group_idx=3)]
 
 
-def test_the_cache_is_cleared_only_when_nobody_holds_a_block():
+def test_content_is_found_until_it_is_lost_whoever_holds_its_blocks():
     config = KVCacheConfig((4,), (KVCacheGroup(AttentionSpec(4, 1, 8, 4), (0,)),))
     manager = KVCacheManager(config, max_num_batched_tokens=8, enable_prefix_caching=True, enable_kv_cache_events=True)
     [pool] = manager.pools
     blocks = pool.get_new_blocks(2)
     pool.cache(blocks[0], key("a"))
     pool.cache(blocks[1], key("a"))
-    assert not manager.reset_prefix_cache()
-    assert pool.get_cached_block(key("a")) is not None
+    assert manager.usage and pool.get_cached_block(key("a")) is not None
     pool.free_blocks(blocks)
-    assert manager.reset_prefix_cache()
+    assert not manager.usage
+    manager.lose_content()
     assert pool.get_cached_block(key("a")) is None
     assert pool.events == [AllBlocksCleared()]
     pool.check_integrity(Counter())

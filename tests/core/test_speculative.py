@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.counters import Counters
-from jaxpaged.core.drafts import NUM_ENOUGH, NUM_PLAIN, PATIENCE, TRIAL, DraftLengths, DraftRecord, StepTimes
-from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
+from jaxpaged.core.speculative import NUM_ENOUGH, NUM_PLAIN, PATIENCE, TRIAL, DraftLengths, DraftRecord, StepTimes
+from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from tests.core.simulation import BLOCK_SIZE, STOP, Engine, ForcedLengths, prompt_of
 
 MOST = 4
@@ -27,8 +26,8 @@ class Traffic:
     """Requests that decode, steps that take what they are said to take, and drafts that are as good as they are."""
 
     def __init__(self, num_requests, price, *accepted, buckets=(), after_change=0.0):
-        self.clock, self.counters = Clock(), Counters()
-        self.lengths = DraftLengths(MOST, self.counters, buckets, self.clock)
+        self.clock, self.stats = Clock(), SchedulerStats()
+        self.lengths = DraftLengths(MOST, self.stats, buckets, self.clock)
         self.price, self.accepted = price, accepted
         self.last, self.after_change = 0, after_change
         self.requests = {}
@@ -168,10 +167,10 @@ def test_a_request_may_want_fewer_drafts_or_none():
 def test_what_was_drafted_and_accepted_is_counted_by_its_place():
     traffic = Traffic(1, 0.0, 2)
     drafted = [n for n in (traffic.step()[0] for _ in range(40)) if n]
-    counters = traffic.counters
-    assert (counters.num_drafts, counters.num_draft_tokens) == (len(drafted), sum(drafted))
+    stats = traffic.stats
+    assert (stats.num_drafts, stats.num_draft_tokens) == (len(drafted), sum(drafted))
     expected = [sum(min(n, 2) > place for n in drafted) for place in range(MOST)]
-    assert counters.num_accepted_per_pos == expected and counters.num_accepted_tokens == sum(expected)
+    assert stats.num_accepted_per_pos == expected and stats.num_accepted_tokens == sum(expected)
 
 
 @given(accepted=st.lists(st.integers(0, MOST), max_size=30), price=st.floats(0, 2))
@@ -258,7 +257,7 @@ def test_a_request_that_follows_a_grammar_drafts_and_needs_masks_where_its_token
         engine = engine_of(prompt_of(5), prompt_of(6, 1))
         request = engine.scheduler.requests["r1"]
         request.matcher = SimpleNamespace(num_free=lambda num_unknown, free=num_free: free)
-        engine.scheduler.constrained._following.add(request)
+        engine.scheduler.structured_output_manager.bound.add(request)
         scheduled = engine.scheduler.schedule()
         assert (scheduled.max_sampled_tokens, scheduled.masked) == ([4, 4], masked)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.core.prompt_grants import Claim, grant_tokens
+from jaxpaged.core.prefill import Prefill, divide_budget
 from jaxpaged.core.request import Request
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
@@ -14,13 +14,13 @@ LONG = 64
 """Tokens of a prompt, of which a step computes 16."""
 
 
-def claims_of(lengths, priorities=None) -> list[Claim]:
+def prefills_of(lengths, priorities=None) -> list[Prefill]:
     def request(number):
         priority = priorities[number] if priorities else 0
         message = EngineCoreRequest(str(number), [1], SamplingParams(seed=0, max_tokens=1), 0.0, priority=priority)
         return Request(message, 10, number, 1)
 
-    return [Claim(request(i), num_tokens, num_tokens) for i, num_tokens in enumerate(lengths)]
+    return [Prefill(request(i), num_tokens, num_tokens) for i, num_tokens in enumerate(lengths)]
 
 
 def crowd(num_long: int, **options) -> Engine:
@@ -42,8 +42,8 @@ def steps_until(engine: Engine, *request_ids: str, each_step=lambda: None) -> in
 
 @given(st.lists(st.integers(1, 40), max_size=8), st.integers(1, 60))
 def test_nothing_is_wasted_the_oldest_has_half_and_nobody_more_than_it_lacks(lengths, budget):
-    claims = claims_of(lengths)
-    grants = grant_tokens(claims, budget)
+    claims = prefills_of(lengths)
+    grants = divide_budget(claims, budget)
     assert sum(grants) == min(budget, sum(lengths))
     assert all(0 <= grant <= length for grant, length in zip(grants, lengths))
     if claims:
@@ -51,16 +51,16 @@ def test_nothing_is_wasted_the_oldest_has_half_and_nobody_more_than_it_lacks(len
 
 
 def test_the_order_is_that_of_age_among_those_of_about_the_same_length():
-    assert grant_tokens(claims_of([30, 30, 16]), 20) == [20, 0, 0]
-    assert grant_tokens(claims_of([12, 30, 7]), 20) == [12, 8, 0]
+    assert divide_budget(prefills_of([30, 30, 16]), 20) == [20, 0, 0]
+    assert divide_budget(prefills_of([12, 30, 7]), 20) == [12, 8, 0]
 
 
 def test_the_shortest_go_first_in_half_of_the_step():
-    assert grant_tokens(claims_of([30, 15, 4, 3]), 20) == [10, 3, 4, 3]
+    assert divide_budget(prefills_of([30, 15, 4, 3]), 20) == [10, 3, 4, 3]
 
 
 def test_nobody_goes_before_a_more_important_request():
-    assert grant_tokens(claims_of([30, 4, 4], priorities=[0, 1, 0]), 20) == [16, 0, 4]
+    assert divide_budget(prefills_of([30, 4, 4], priorities=[0, 1, 0]), 20) == [16, 0, 4]
 
 
 def test_a_short_prompt_behind_long_ones_has_its_first_token_after_a_step():

@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from jaxpaged.core.counters import Counters
 from jaxpaged.core.request import Request
-from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
+from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, SchedulerStats
 
 KEPT = 0.8
 """What was seen of a request's drafts counts that much when the next ones are seen."""
@@ -194,15 +193,19 @@ class StepTimes:
 
 
 class DraftLengths:
-    """Sets `Request.num_drafts`. `most`: tokens that a row may draft, 0: none, and then nothing is measured.
+    """Sets `Request.num_drafts`. `most`: tokens that a row may draft. `stats` counts drafts.
 
     `buckets`: numbers of tokens to which steps are padded. `most_in_step`: drafts that a step may have.
     """
 
     def __init__(
-        self, most: int, counters: Counters, buckets: Sequence[int] = (), clock: Callable[[], float] = time.perf_counter
+        self,
+        most: int,
+        stats: SchedulerStats,
+        buckets: Sequence[int] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self._most, self._counters, self._clock = most, counters, clock
+        self._most, self._stats, self._clock = most, stats, clock
         self._times = StepTimes(buckets)
         self._scheduled_at: dict[int, float] = {}
         self._last_result = -math.inf
@@ -212,24 +215,21 @@ class DraftLengths:
         self._all = DraftRecord(most)  # of the drafts of all requests
         self._resting = 0  # that many requests have thought it over, and none drafts
         self.most_in_step = 0
-        counters.num_accepted_per_pos = [0] * most
+        stats.num_accepted_per_pos = [0] * most
 
     def begin(self, request: Request) -> None:
         """A request was admitted. It decodes a step before anything is drafted."""
-        if self._most and request.drafts is None:
+        if request.drafts is None:
             rate = max(self._all.rate, LEAST_FIRST_RATE)
             request.drafts = DraftRecord(min(most_drafts(request), self._most), rate * FIRST_WEIGHT)
             self._resting = 0
 
     def note(self, step_id: int) -> None:
         """A step was scheduled."""
-        if self._most:
-            self._scheduled_at[step_id] = self._clock()
+        self._scheduled_at[step_id] = self._clock()
 
     def observe(self, requests: Mapping[str, Request], scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """The tokens of a step are there, and not taken yet: count drafts, and say how many there are next."""
-        if not self._most:
-            return
         self._patience -= scheduled.num_steps
         rests = output.num_drafts is None and self._resting == len(scheduled.request_ids)
         if not rests or self._patience < NUM_MEASURED * scheduled.num_steps:
@@ -267,12 +267,12 @@ class DraftLengths:
             self._times.interrupt()
 
     def _count(self, num_drafts: int, num_accepted: int) -> None:
-        counters = self._counters
-        counters.num_drafts += num_drafts > 0
-        counters.num_draft_tokens += num_drafts
-        counters.num_accepted_tokens += num_accepted
+        stats = self._stats
+        stats.num_drafts += num_drafts > 0
+        stats.num_draft_tokens += num_drafts
+        stats.num_accepted_tokens += num_accepted
         for nth in range(num_accepted):
-            counters.num_accepted_per_pos[nth] += 1
+            stats.num_accepted_per_pos[nth] += 1
 
     def _next_trial(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> Lot | None:
         """What this step tries in place of the best `lot`, if anything: it goes on with a trial, or begins one where

@@ -90,7 +90,7 @@ def test_a_request_preempted_in_its_prompt_has_every_line_once():
     while not engine.scheduler.requests["b"].num_computed_tokens:
         dispatch_with_logprobs(engine, 4)
         engine.receive()
-    engine.scheduler._preempt(engine.scheduler.requests["b"])
+    engine.scheduler.ranks[0]._preempt(engine.scheduler.requests["b"])
     outputs = run(engine, width=4)["b"]
     assert outputs[0].prompt_logprobs == [expected_line(i, 2) for i in range(1, 12)]
     assert outputs[-1].num_preemptions >= 1

@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxpaged.core.turns import Turns
 from tests.core.simulation import Engine, prompt_of
 
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
@@ -42,4 +41,3 @@ def test_prompts_need_no_turn_and_a_lone_request_is_in_every_step():
     engine.add("a", prompt_of(10), max_tokens=4, **ENDLESS)
     assert [engine.dispatch().num_scheduled_tokens for _ in range(3)] == [[4], [4], [2]]
     engine.run()
-    assert Turns(1).of_step(["anything"]) == ("anything",)
