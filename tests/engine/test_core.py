@@ -195,10 +195,11 @@ def test_running_requests_that_had_no_part_in_a_failed_step_fail_too(monkeypatch
         core.add_request(request(name))
     core.step()
     scheduler, schedule = core._scheduler, core._scheduler.schedule
+    (rank,) = scheduler.ranks
 
     def schedule_without_b(*limits):
         everyone, rank.running = rank.running, rank.running[:1]
-        monkeypatch.setattr(scheduler, "_max_num_seqs", 1)
+        monkeypatch.setattr(rank, "_max_num_seqs", 1)
         scheduled = schedule()
         rank.running = everyone
         monkeypatch.undo()
