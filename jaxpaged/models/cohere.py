@@ -10,8 +10,15 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder import Layer, feed_forward, forward, norm_if_any, self_attention
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.decoder import (
+    Layer,
+    decoder_specs,
+    feed_forward,
+    forward,
+    norm_if_any,
+    pre_norm_config,
+    self_attention,
+)
 from jaxpaged.models.interface import LayerContext, LayerOutput
 
 
@@ -21,7 +28,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     if fields.flag("use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm is true; norms of queries and keys are not supported here.")
     has_bias = fields.flag("attention_bias", False)
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields,
         [None] * fields.count("num_hidden_layers"),
         norm_eps=fields.number("layer_norm_eps", 1e-5),

@@ -27,11 +27,9 @@ from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields, LatentConfig
-from jaxpaged.models.decoder import Layer, feed_forward, forward
-from jaxpaged.models.decoder_specs import decoder_specs, linear, norm
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, LatentConfig
+from jaxpaged.models.decoder import Layer, decoder_specs, feed_forward, forward, linear, norm, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
-from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.models.interface import LayerContext, LayerOutput
 from jaxpaged.models.rope_config import score_factor, single_rope
 from jaxpaged.params.quantized import QuantizedArray
@@ -129,7 +127,7 @@ def latent_config(fields: HfFields, router: RouterConfig, shared: int, first: in
         shared_width=width * fields.index("n_shared_experts", shared),
     )
     has_bias, factor = fields.flag("attention_bias", False), score_factor(fields)
-    config = llama.pre_norm_config(
+    config = pre_norm_config(
         fields,
         [None] * num_layers,
         ropes=lambda fields, head_dim: (single_rope(fields, latents.rope_dim),) * 2,

@@ -25,10 +25,8 @@ from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.mlp import Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, rms_norm
 from jaxpaged.models.config import DecoderConfig, HfFields, short
-from jaxpaged.models.decoder import Attention, self_attention
-from jaxpaged.models.decoder_specs import linear, mlp_with_bias, norm
+from jaxpaged.models.decoder import Attention, linear, mlp_with_bias, norm, pre_norm_config, self_attention
 from jaxpaged.models.interface import Head, HeadConfig, LayerContext
-from jaxpaged.models.llama import pre_norm_config
 from jaxpaged.params.checkpoint import entries_of_folder
 from jaxpaged.params.safetensors_reader import BOOL_DTYPES, WHOLE_DTYPES, TensorEntry, mapped
 from jaxpaged.params.sharding import device_sizes

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.models import gemma2, llama
+from jaxpaged.models import gemma2
 from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows, short, without_rotation
-from jaxpaged.models.decoder_specs import POST_NORMS, decoder_specs
+from jaxpaged.models.decoder import POST_NORMS, decoder_specs, pre_norm_config
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -20,12 +20,12 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     pattern = fields.value("sliding_window_pattern", 4)
     if window is None:
         fields.value("layer_types")
-        return llama.pre_norm_config(fields, [None] * num_layers, norm_eps=1e-5)
+        return pre_norm_config(fields, [None] * num_layers, norm_eps=1e-5)
     if isinstance(pattern, str) and "layer_types" not in hf:
         raise CheckpointError(f"config.json: sliding_window_pattern is {short(pattern)}; give layer_types beside it.")
     every = 1 if isinstance(pattern, str) else fields.count("sliding_window_pattern", 4)
     windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % every != 0)
-    config = llama.pre_norm_config(fields, windows, norm_eps=1e-5)
+    config = pre_norm_config(fields, windows, norm_eps=1e-5)
     return without_rotation(config, {i for i, each in enumerate(windows) if each is None})
 
 

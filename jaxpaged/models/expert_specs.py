@@ -1,6 +1,6 @@
 """Parameters of blocks of experts, by letters under their Hugging Face names, and what config.json says of them.
 
-Used beside `decoder_specs.py` by every architecture that has experts.
+Used beside `decoder_specs` by every architecture that has experts.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
-from jaxpaged.models.config import DecoderConfig, HfFields, short
-from jaxpaged.models.decoder_specs import linear, mlp_with_bias
-from jaxpaged.models.experts_config import ExpertsConfig
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
+from jaxpaged.models.decoder import linear, mlp_with_bias
 from jaxpaged.params.spec import Spec
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

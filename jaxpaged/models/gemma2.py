@@ -9,16 +9,17 @@ from jaxpaged.layers.attention import KVTensor
 from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields, layer_windows
 from jaxpaged.models.decoder import (
+    SANDWICH_NORMS,
     Layer,
     attention_specs,
     compute_logits,
+    decoder_specs,
     feed_forward,
     forward,
     head,
     norm_if_any,
     self_attention,
 )
-from jaxpaged.models.decoder_specs import SANDWICH_NORMS, decoder_specs
 from jaxpaged.models.interface import LayerContext, LayerOutput, Model
 from jaxpaged.models.rope_config import longest_sequence, single_rope
 

@@ -16,7 +16,7 @@ from jaxpaged.models.config import (
     layer_windows,
     short,
 )
-from jaxpaged.models.decoder_specs import SANDWICH_NORMS, decoder_specs
+from jaxpaged.models.decoder import SANDWICH_NORMS, decoder_specs
 from jaxpaged.models.rope_config import two_ropes
 
 DEFAULTS = {

@@ -11,11 +11,9 @@ from typing import Any
 from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import gemma2, llama
-from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder import Decoder
-from jaxpaged.models.decoder_specs import decoder_specs, fused_mlp
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
+from jaxpaged.models.decoder import Decoder, decoder_specs, fused_mlp, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
-from jaxpaged.models.experts_config import ExpertsConfig
 
 DEFAULTS = {"partial_rotary_factor": 0.5}
 """Fields that config.json may leave out."""
@@ -32,7 +30,7 @@ NORMS = {
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """GLM-4's config.json. `attention_bias` is on query, key and value."""
     fields = HfFields({**DEFAULTS, "head_dim": 128, **hf})
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields,
         [None] * fields.count("num_hidden_layers"),
         norm_eps=1.5625e-07,
@@ -63,7 +61,7 @@ def moe_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         layers=tuple(range(fields.index("first_k_dense_replace", 1), num_layers)),
         shared_width=width * fields.index("n_shared_experts", 1),
     )
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields,
         [None] * num_layers,
         norm_eps=1e-5,

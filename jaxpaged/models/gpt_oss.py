@@ -13,10 +13,9 @@ from jaxpaged.layers.experts import Experts, RouterConfig
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import ClampedSwiglu
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, layer_windows
+from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts
-from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.params.mxfp4 import GROUP
 from jaxpaged.params.spec import MXFP4, Spec
 
@@ -58,7 +57,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     window = fields.count_or_none("sliding_window", 128)
     windows = layer_windows(fields, window, sliding=lambda i: i % 2 == 0)
     has_bias = fields.flag("attention_bias", True)
-    config = llama.pre_norm_config(
+    config = pre_norm_config(
         fields, windows, norm_eps=1e-5, qkv_bias=has_bias, o_bias=has_bias, experts=check_experts(experts)
     )
     if encoding and (config.hidden_size % GROUP or experts.width % GROUP):

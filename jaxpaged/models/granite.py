@@ -5,13 +5,14 @@ from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
+from jaxpaged.models.decoder import pre_norm_config
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Granite's config.json. `logits_scaling` divides the logits; `attention_bias` is on all four projections."""
     fields = HfFields(hf)
     has_bias, query_scale = fields.flag("attention_bias", False), fields.number("attention_multiplier", 1.0)
-    config = llama.pre_norm_config(
+    config = pre_norm_config(
         fields,
         [None] * fields.count("num_hidden_layers"),
         qkv_bias=has_bias,

@@ -15,10 +15,9 @@ from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.rope import QueryGrowth
 from jaxpaged.models import llama
-from jaxpaged.models.config import FULL, DecoderConfig, HfFields, short, without_rotation
-from jaxpaged.models.decoder_specs import decoder_specs, mlp_with_bias
+from jaxpaged.models.config import FULL, DecoderConfig, ExpertsConfig, HfFields, short, without_rotation
+from jaxpaged.models.decoder import decoder_specs, mlp_with_bias, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, shared_mlp
-from jaxpaged.models.experts_config import ExpertsConfig
 from jaxpaged.models.gemma3 import text_part
 from jaxpaged.params.spec import Spec
 
@@ -63,7 +62,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     growth: QueryGrowth | None = QueryGrowth(fields.number("floor_scale", 8192.0), fields.number("attn_scale", 0.1))
     if not fields.value("attn_temperature_tuning", True):  # published ones have true, false or a number
         growth = None
-    config = llama.pre_norm_config(
+    config = pre_norm_config(
         fields,
         [None] * num_layers,
         norm_eps=1e-5,

@@ -17,8 +17,16 @@ from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.norm import Norm, rms_norm
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder import Layer, compute_logits
-from jaxpaged.models.decoder_specs import attention_with_bias, linear, mlp_with_bias, norm
+from jaxpaged.models.decoder import (
+    Layer,
+    attention_with_bias,
+    compute_logits,
+    decoder_layer,
+    linear,
+    mlp_with_bias,
+    norm,
+    pre_norm_config,
+)
 from jaxpaged.models.interface import Head, HeadConfig, LayerContext
 from jaxpaged.models.qwen2 import qwen_windows
 
@@ -41,7 +49,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields(hf)
     num_further = fields.index("num_nextn_predict_layers", 0)
     windows, has_bias = qwen_windows(fields), fields.flag("attention_bias", True)
-    return llama.pre_norm_config(fields, windows, qkv_bias=has_bias, num_mtp_layers=num_further)
+    return pre_norm_config(fields, windows, qkv_bias=has_bias, num_mtp_layers=num_further)
 
 
 def mtp_specs(config: HeadConfig, num_model_shards: int) -> Mtp:
@@ -74,7 +82,7 @@ def forward(
     hidden_TD = rms_norm(before_TD, params.hidden_layernorm, config.norm)
     both_TZ = jnp.concatenate([hidden_TD, rms_norm(embedded_TD, params.token_layernorm, config.norm)], axis=-1)
     x_TD = apply_linear("TZ,DZ->TD", both_TZ, params.input_proj)
-    output = llama.decoder_layer(params.layer, config, x_TD, kv, context)
+    output = decoder_layer(params.layer, config, x_TD, kv, context)
     hidden_TD = rms_norm(output.x_TD, params.final_layernorm, config.norm)
     return hidden_TD, hidden_TD, output.kv
 

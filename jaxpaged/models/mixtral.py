@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxpaged.layers.experts import Experts, RouterConfig
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
+from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, expert_specs
-from jaxpaged.models.experts_config import ExpertsConfig
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -23,7 +22,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         layers=tuple(range(num_layers)),
     )
     windows = [fields.count_or_none("sliding_window")] * num_layers
-    return llama.pre_norm_config(fields, windows, norm_eps=1e-5, experts=check_experts(experts))
+    return pre_norm_config(fields, windows, norm_eps=1e-5, experts=check_experts(experts))
 
 
 def feed_forward(config: DecoderConfig, name: str, layer: int) -> Experts:

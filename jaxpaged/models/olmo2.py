@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.models import gemma2, llama
+from jaxpaged.models import gemma2
 from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows
-from jaxpaged.models.decoder_specs import POST_NORMS, decoder_specs
+from jaxpaged.models.decoder import POST_NORMS, decoder_specs, pre_norm_config
 from jaxpaged.models.rope_config import two_ropes
 
 
@@ -18,7 +18,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields(hf)
     has_bias = fields.flag("attention_bias", False)
     windows = [None] * fields.count("num_hidden_layers")
-    return llama.pre_norm_config(fields, windows, norm_eps=1e-5, qkv_bias=has_bias, o_bias=has_bias)
+    return pre_norm_config(fields, windows, norm_eps=1e-5, qkv_bias=has_bias, o_bias=has_bias)
 
 
 def olmo3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -27,7 +27,7 @@ def olmo3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     has_bias = fields.flag("attention_bias", False)
     window = fields.count_or_none("sliding_window", 4096)
     windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % 4 != 0)
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields, windows, norm_eps=1e-5, ropes=partial(two_ropes, theta=500_000.0), qkv_bias=has_bias, o_bias=has_bias
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 
 OLD_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
 """What early checkpoints of Phi-3 call longrope."""
@@ -20,7 +20,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields({"original_max_position_embeddings": 4096, **hf})
     window = fields.count_or_none("sliding_window")
     windows = [window] * fields.count("num_hidden_layers")
-    return llama.pre_norm_config(fields, windows, norm_eps=1e-5, rope_aliases=OLD_ROPE_TYPES)
+    return pre_norm_config(fields, windows, norm_eps=1e-5, rope_aliases=OLD_ROPE_TYPES)
 
 
 PHI3 = replace(

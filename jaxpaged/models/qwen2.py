@@ -5,12 +5,13 @@ from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows
+from jaxpaged.models.decoder import pre_norm_config
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Qwen2's config.json."""
     fields = HfFields(hf)
-    return llama.pre_norm_config(fields, qwen_windows(fields), qkv_bias=True)
+    return pre_norm_config(fields, qwen_windows(fields), qkv_bias=True)
 
 
 def qwen_windows(fields: HfFields) -> tuple[int | None, ...]:

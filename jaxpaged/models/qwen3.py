@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.qwen2 import qwen_windows
 
 
@@ -14,7 +14,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Qwen3's config.json. Heads are 128 wide when nothing is said; `attention_bias` is on all four projections."""
     fields = HfFields({"head_dim": 128, **hf})
     has_bias = fields.flag("attention_bias", False)
-    return llama.pre_norm_config(fields, qwen_windows(fields), qkv_bias=has_bias, o_bias=has_bias)
+    return pre_norm_config(fields, qwen_windows(fields), qkv_bias=has_bias, o_bias=has_bias)
 
 
 QWEN3 = replace(

@@ -9,10 +9,9 @@ from typing import Any
 
 from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields
-from jaxpaged.models.decoder_specs import decoder_specs
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
+from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs, no_windows, sparse_layers
-from jaxpaged.models.experts_config import ExpertsConfig
 
 
 def qwen2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -20,7 +19,7 @@ def qwen2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields(hf)
     shared_width = fields.count("shared_expert_intermediate_size", 5632)
     experts = replace(experts_config(fields, 60, 4, 1408), shared_width=shared_width)
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields, no_windows(fields), qkv_bias=fields.flag("qkv_bias", True), experts=check_experts(experts)
     )
 
@@ -30,7 +29,7 @@ def qwen3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields(hf)
     has_bias = fields.flag("attention_bias", False)
     experts = experts_config(fields, 128, 8, 768)
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields, no_windows(fields), qkv_bias=has_bias, o_bias=has_bias, experts=check_experts(experts)
     )
 

@@ -5,12 +5,13 @@ from typing import Any
 
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
+from jaxpaged.models.decoder import pre_norm_config
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Seed-OSS's config.json. Heads are 128 wide when nothing is said."""
     fields = HfFields({"head_dim": 128, **hf})
-    return llama.pre_norm_config(
+    return pre_norm_config(
         fields,
         [None] * fields.count("num_hidden_layers"),
         qkv_bias=fields.flag("attention_bias", True),

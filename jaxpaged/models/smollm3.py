@@ -6,6 +6,7 @@ from typing import Any
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows, short, without_rotation
+from jaxpaged.models.decoder import pre_norm_config
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -23,7 +24,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         window = None
     windows = layer_windows(fields, window, sliding=lambda i: not rotates[i])
     has_mlp_bias = fields.flag("mlp_bias", False)
-    config = llama.pre_norm_config(fields, windows, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=has_mlp_bias)
+    config = pre_norm_config(fields, windows, qkv_bias=has_bias, o_bias=has_bias, mlp_bias=has_mlp_bias)
     return without_rotation(config, {i for i in range(num_layers) if not rotates[i]})
 
 
