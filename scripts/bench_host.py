@@ -48,8 +48,8 @@ from jaxpaged.worker.model_runner import ModelRunner, PendingStep
 from jaxpaged.worker.programs.choose import ProgramChoice, StepSizes
 from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.packed import step_layout
+from jaxpaged.worker.step.sampler import Sampler
 
 SHORTEST_PROMPT = 40
 MAX_MODEL_LEN = 4096
@@ -148,13 +148,13 @@ class FreeExecutor:
         layouts = {size: step_layout(size, scheduler.max_num_seqs, [block_size]) for size in buckets}
         sampler = Sampler(rows, StateLayout(scheduler.max_num_seqs, vocab_size), NO_PROCESSORS, runs={})
         nothing = RealDevice(programs, None, None, DeviceState(None, None, None, None, None))
-        self.runner = ModelRunner(nothing, rows, layouts, (PromptScorer(rows), sampler))
+        self.runner = ModelRunner(nothing, rows, layouts, sampler)
         sample_buckets = doubling_buckets(scheduler.max_num_seqs, "cpu")
         self.choice = ProgramChoice(programs, StepSizes("sample", buckets, sample_buckets, {}, features_of))
 
-    def execute(self, scheduled: SchedulerOutput) -> PendingStep:
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
         scheduled.programs = self.choice.choose(scheduled)
-        return self.runner.execute(scheduled)
+        return self.runner.execute_model(scheduled)
 
     def max_step_tokens(self) -> int:
         return 1 << 30
@@ -224,7 +224,7 @@ def measure(engine: LLMEngine, executor: FreeExecutor, steps: int) -> dict[str, 
     """CPU seconds of every step, by part."""
     watch, core = Stopwatch(), engine._core
     watch.wrap(core._scheduler, "schedule", "schedule")
-    watch.wrap(executor, "execute", "prepare and dispatch")
+    watch.wrap(executor, "execute_model", "prepare and dispatch")
     watch.wrap(core._scheduler, "update_from_output", "update")
     watch.wrap(engine._output_processor, "process", "detokenise and hand out")
     watch.wrap(engine, "step", "whole step")

@@ -58,7 +58,7 @@ class CountingExecutor:
         blocks = num_streams * MAX_MODEL_LEN // 16 + 1
         self.kv_cache_config = KVCacheConfig((blocks,), (KVCacheGroup(AttentionSpec(16, 1, 1, 2), (0,)),))
 
-    def execute(self, scheduled: SchedulerOutput) -> Computing:
+    def execute_model(self, scheduled: SchedulerOutput) -> Computing:
         self.ready = max(self.ready, time.perf_counter()) + self.seconds
         rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.max_sampled_tokens, strict=True)
         sampled = [(request_id, 300 + computed % 1000) for request_id, computed, most in rows if most]

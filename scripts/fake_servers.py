@@ -74,7 +74,7 @@ class FreeExecutor:
     def __init__(self, num_blocks: int, block_size: int):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
 
-    def execute(self, scheduled: Any) -> Ready:
+    def execute_model(self, scheduled: Any) -> Ready:
         ids = [each for each, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens, strict=True) if most]
         return Ready(ModelRunnerOutput(scheduled.step_id, ids, [[500] for _ in ids]))
 

@@ -329,7 +329,7 @@ class EngineCore(EngineCoreClient):
                 if not scheduled.total_num_scheduled_tokens:
                     return None
                 end = time.perf_counter()
-                pending = self.executor.execute(scheduled)
+                pending = self.executor.execute_model(scheduled)
                 self.transfer.save()
             except BaseException as error:  # an interrupt too leaves the device half way
                 self._fail(error, scheduled)
@@ -365,7 +365,7 @@ class EngineCore(EngineCoreClient):
                 step.scheduled, self._scheduler.requests, drafts
             )
         try:
-            step.pending.draw(masks)
+            step.pending = self.executor.sample_tokens(masks)
             step.needs_masks = False
         except BaseException as error:
             self._fail(error, step.scheduled)

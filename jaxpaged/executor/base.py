@@ -31,13 +31,6 @@ class PendingOutput(Protocol):
         EngineError when the devices could not compute it."""
         ...
 
-    def draw(self, masks_NW: np.ndarray) -> None:
-        """Dispatch the rest of a `masked` step: `masks_NW` are bits of the tokens that may be drawn, uint32, a line for
-        each token that each request may get. Nothing else may be dispatched before. Steps that are not masked have
-        drawn already.
-        """
-        ...
-
 
 class Executor(Protocol):
     """Computes steps in the order in which they are given."""
@@ -59,8 +52,16 @@ class Executor(Protocol):
         """What holds weights, KV cache and programs."""
         ...
 
-    def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Dispatch one step and return at once, however many earlier ones are pending."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        """Dispatch one step and return at once, however many earlier ones are pending. A `masked` step stops before it
+        samples: its result comes from `sample_tokens`."""
+        ...
+
+    def sample_tokens(self, masks_NW: np.ndarray) -> PendingOutput:
+        """Dispatch the rest of the step that was executed last, which is `masked`; nothing may be dispatched between.
+
+        `masks_NW` are bits of the tokens that may be drawn, uint32: a line for each token that each request may get.
+        """
         ...
 
     def max_step_tokens(self) -> int:

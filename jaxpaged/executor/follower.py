@@ -18,11 +18,11 @@ from jaxpaged.executor.group_messages import (
     Ask,
     Broken,
     Command,
-    Draw,
     Hello,
     Loaded,
     Reply,
     Report,
+    Sample,
     Settled,
     Sized,
     Step,
@@ -122,7 +122,6 @@ class Follower:
     def __init__(self, post: Post, executor: UniProcExecutor):
         self._post, self._executor = post, executor
         self._pending: deque[PendingStep] = deque()
-        self._newest: PendingStep | None = None
 
     def run(self) -> None:
         """Raises what a step raises: then the group is at its end."""
@@ -140,11 +139,11 @@ class Follower:
         if isinstance(command, Step):
             while len(self._pending) >= STEPS_IN_FLIGHT:
                 self._pending.popleft().result()
-            self._newest = self._executor.dispatch(command.scheduled)
-            self._pending.append(self._newest)
-        elif isinstance(command, Draw):
-            assert self._newest is not None and self._newest.draw is not None, "no step waits for masks"
-            self._newest.draw(command.masks_NW)
+            pending = self._executor.worker.runner.execute_model(command.scheduled)
+            if not command.scheduled.masked:  # or its result comes from `sample_tokens`
+                self._pending.append(pending)
+        elif isinstance(command, Sample):
+            self._pending.append(self._executor.worker.runner.sample_tokens(command.masks_NW))
         elif isinstance(command, Want):
             programs = self._executor.worker.programs
             programs.prepare(command.key) if command.hurry else programs.is_ready(command.key)

@@ -30,7 +30,7 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     scheduled: SchedulerOutput
 
 
-class Draw(msgspec.Struct, tag=True, array_like=True):
+class Sample(msgspec.Struct, tag=True, array_like=True):
     """Dispatch the rest of the newest step, which is masked."""
 
     masks_NW: np.ndarray
@@ -57,7 +57,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     reason: str = ""
 
 
-Command = Welcome | Settled | Step | Draw | Want | Ask | Stop
+Command = Welcome | Settled | Step | Sample | Want | Ask | Stop
 
 # ---- what followers say --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import EngineDeadError, EngineError, UsageError
 from jaxpaged.executor.base import PendingOutput
 from jaxpaged.executor.group import Group
-from jaxpaged.executor.group_messages import Draw, Step
+from jaxpaged.executor.group_messages import Sample, Step
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
@@ -73,10 +73,6 @@ class GroupStep:
     def drafts(self) -> list[list[int]]:
         return self._own.drafts()
 
-    def draw(self, masks_NW: np.ndarray) -> None:
-        self._group.tell(Draw(masks_NW))
-        self._own.draw(masks_NW)
-
 
 class Everybody:
     """All workers of a group as one: see `executor.base.Workers`. Only the driver's devices are profiled."""
@@ -120,15 +116,19 @@ class MultiProcExecutor:
         self.workers = Everybody(self._own.worker, group)
         group.wait_until_loaded()
 
-    def execute(self, scheduler_output: SchedulerOutput) -> GroupStep:
-        self._own.choose_programs(scheduler_output)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> GroupStep:
+        scheduler_output.programs = self._own.choice.choose(scheduler_output)
         self._group.wait_until_ready(scheduler_output.programs.keys)
         self._group.tell(Step(scheduler_output))
         try:
-            return GroupStep(self._own.dispatch(scheduler_output), self._group)
+            return GroupStep(self._own.worker.runner.execute_model(scheduler_output), self._group)
         except BaseException as error:  # the others wait for this process in the middle of a program
             self._group.fail(EngineDeadError(f"rank 0 could not dispatch a step: {error}"))
             raise
+
+    def sample_tokens(self, masks_NW: np.ndarray) -> GroupStep:
+        self._group.tell(Sample(masks_NW))
+        return GroupStep(self._own.sample_tokens(masks_NW), self._group)
 
     @property
     def token_buckets(self) -> Sequence[int]:

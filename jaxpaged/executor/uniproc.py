@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
@@ -16,7 +18,6 @@ from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.sampling_params.features import Extra
-from jaxpaged.worker.model_runner import PendingStep
 from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, ProgramChoice, Readiness, StepSizes
 from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, SMALL_PROMPT
 from jaxpaged.worker.step.verify import VERIFY_KINDS
@@ -84,17 +85,12 @@ class UniProcExecutor:
         """What keeps keys and values besides the devices, if the options ask for it."""
         return self.worker.kv_transfer
 
-    def execute(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        self.choose_programs(scheduler_output)
-        return self.dispatch(scheduler_output)
-
-    def choose_programs(self, scheduler_output: SchedulerOutput) -> None:
-        """Name the step's programs in it."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         scheduler_output.programs = self.choice.choose(scheduler_output)
+        return self.worker.runner.execute_model(scheduler_output)
 
-    def dispatch(self, scheduler_output: SchedulerOutput) -> PendingStep:
-        """Dispatch a step whose programs are chosen."""
-        return self.worker.runner.execute(scheduler_output)
+    def sample_tokens(self, masks_NW: np.ndarray) -> PendingOutput:
+        return self.worker.runner.sample_tokens(masks_NW)
 
     @property
     def token_buckets(self) -> Sequence[int]:

@@ -20,7 +20,7 @@ class DeviceState:
     kv: Any
     tables: Any
     rows: Any  # `RowTokens`
-    finisher: Any  # what the finisher keeps of rows: sampling state, or sums of prompts
+    row_state: Any  # what the output stage keeps of rows: sampling state, or sums of prompts
     hidden: Any  # of every token of the last step of single tokens, see `step/functions.py`
 
 

@@ -1,17 +1,19 @@
-"""execute(SchedulerOutput): one step on the devices, dispatched without waiting for it.
+"""execute_model(SchedulerOutput): one step on the devices, dispatched without waiting for it.
 
-A step is a forward pass and what its finishers make of it, or a run of such steps in one program; which programs that
-are is said by the step. It reads nothing back: `PendingStep.result` does, one step later. A step with grammars stops
-half way: its second half is called with the masks. A step with drafts begins with the program that drafts them.
+A step is a forward pass and what its output stage makes of the hidden states, or a run of such steps in one program;
+the step says which programs these are. Nothing is read back here: `PendingStep.result` does that, one step later. A
+masked step stops after its forward pass, and `sample_tokens` goes on with the masks. A step with drafts begins with the
+program that drafts them.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxpaged.errors import EngineError, RequestError
@@ -51,8 +53,8 @@ class RankStep(NamedTuple):
 
 class Step(NamedTuple):
     """A step that was begun: `packed` is its array, `hidden_SD` the hidden states of the tokens that sample. None:
-    the forward pass is part of the finisher's program. Both have those of all `ranks`, one after the other. `program`
-    has the model's layers."""
+    the forward pass is part of the output stage's program. Both have those of all `ranks`, one after the other.
+    `program` has the model's layers."""
 
     scheduled: SchedulerOutput
     ranks: Sequence[RankStep]
@@ -69,15 +71,22 @@ class Reading(Protocol):
         ...
 
 
-@dataclass
+class StageOutput(NamedTuple):
+    """What an output stage has dispatched: arrays to read, and how many rows its program was padded to."""
+
+    readings: Sequence[Reading] = ()
+    sample_bucket: int = 0
+    full_sampler: bool = False
+
+
+@dataclass(frozen=True)
 class PendingStep:
     """A dispatched step: only its `readings` read arrays back."""
 
     step_id: int
-    readings: list[Reading] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    readings: Sequence[Reading] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     buckets: StepBuckets | None = None
-    draw: Callable[[np.ndarray], None] | None = None  # of a masked step: its second half
     activity: Activity | None = None  # that hears when the step has ended
     drafted: tuple[Any, int] | None = None  # of a masked step with drafts: these, on their way to the host, for n rows
 
@@ -103,15 +112,16 @@ class PendingStep:
         return output
 
 
-class Finisher(Protocol):
-    """What becomes of the hidden states of a step. Its state on the device is `DeviceState.finisher`, if it has any."""
+class OutputStage(Protocol):
+    """Makes tokens or vectors of the hidden states of a step: `Sampler`, or `Pooler`. What it keeps of rows on the
+    device is `DeviceState.row_state`."""
 
     def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """A request gets a row of a rank. Raises RequestError when it cannot be computed."""
         ...
 
-    def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
-        """Dispatch what comes after the forward pass, and leave in `pending` what is to be read of it."""
+    def dispatch(self, device: Device, step: Step, masks_NW: np.ndarray | None = None) -> StageOutput:
+        """Dispatch what comes after the forward pass. `masks_NW`: of a masked step."""
         ...
 
 
@@ -143,42 +153,81 @@ class DraftRequest(NamedTuple):
 
 
 class ModelRunner:
-    """Runs steps. `ranks`: the rows of each attention rank; `layouts`: those of forward programs and runs, by bucket;
-    `finishers` follow in their order, and a `drafter` comes before, where there is one rank."""
+    """Runs steps. `ranks`: the rows of each attention rank; `layouts`: those of forward programs and runs, by bucket.
+    The `output_stage` comes after the forward pass, and a `drafter` before it, where there is one rank."""
 
     def __init__(
         self,
         device: Device,
         ranks: Sequence[RequestRows],
         layouts: Mapping[int, StepLayout],
-        finishers: Sequence[Finisher],
+        output_stage: OutputStage,
         drafter: Drafter | None = None,
         after_step: Callable[[], None] | None = None,
     ):
         """`after_step`: what to do when a step was dispatched, before the next one."""
         self.after_step = after_step
-        self.device, self.ranks, self.layouts, self.finishers = device, ranks, layouts, finishers
+        self.device, self.ranks, self.layouts, self.output_stage = device, ranks, layouts, output_stage
         self.drafter = drafter
-        self.admitting = finishers if drafter is None else (drafter, *finishers)
+        self.admitting = (output_stage,) if drafter is None else (drafter, output_stage)
         self.readers = list(map(StepReader, ranks))
+        self._unsampled: tuple[Step, PendingStep] | None = None  # a masked step whose masks are still to come
 
-    def execute(self, scheduled: SchedulerOutput) -> PendingStep:
-        """Dispatch one step. Only dispatching happens here; results are read by `PendingStep.result`."""
-        waited_before = self.device.programs.seconds_waited
-        pending = PendingStep(scheduled.step_id)
-        updates = [self._update_rows(rank, part, pending) for rank, part in enumerate(scheduled.parts)]
-        if scheduled.request_ids:
-            pending.activity = self.device.programs.activity
-            pending.activity.begin(scheduled.step_id)
-            self._dispatch(scheduled, updates, pending)
-            if self.after_step is not None:
-                self.after_step()
-            pending.buckets.program_wait = self.device.programs.seconds_waited - waited_before
+    def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Dispatch one step, or the forward pass of a masked one. Results are read by `PendingStep.result`."""
+        assert self._unsampled is None, "a step begins before the last one has sampled"
+        device, parts = self.device, scheduled.parts
+        waited_before, refused = device.programs.seconds_waited, dict[str, str]()
+        updates: list[Updates] = [[] for _ in parts]
+        for rank, part in enumerate(parts):
+            if part.new_requests or part.removed_request_ids or any(part.new_block_ids):
+                updates[rank], refused_here = self._update_rows(rank, part)
+                refused |= refused_here
+        if not scheduled.request_ids:
+            return PendingStep(scheduled.step_id, refused=refused)
+        activity = device.programs.activity
+        activity.begin(scheduled.step_id)
+        requests, drafted = [reader.read(part) for reader, part in zip(self.readers, parts, strict=True)], None
+        programs = scheduled.programs
+        if programs.draft is not None:
+            updates, drafted = self._draft(scheduled, requests[0], updates)
+        key = programs.run or programs.forward
+        assert key is not None, "a step with requests has programs"
+        layout = self.layouts[key.size]
+        packed, program, hidden_SD = self._pack(layout, requests, updates), key, None
+        if layout.has_two_programs:
+            program = self._sharing(key, packed)
+        if programs.run is None:
+            state = device.state
+            state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(
+                program, device.params, state.kv, state.tables, state.rows, state.hidden, packed
+            )
+            num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
+            device.counts.add(num_tokens, key.size, len(requests))
+        step = Step(scheduled, list(map(RankStep, parts, requests)), packed, hidden_SD, program)
+        output = StageOutput() if scheduled.masked else self.output_stage.dispatch(device, step)
+        if self.after_step is not None:
+            self.after_step()
+        waited = device.programs.seconds_waited - waited_before
+        buckets = StepBuckets(len(parts) * key.size, output.sample_bucket, output.full_sampler, waited)
+        pending = PendingStep(scheduled.step_id, output.readings, refused, buckets, activity, drafted)
+        if scheduled.masked:
+            self._unsampled = step, pending
         return pending
 
-    def _update_rows(self, rank: int, scheduled: SchedulerOutput, pending: PendingStep) -> Updates:
-        """Take rows and give rows of a rank; returns the block table entries that the step brings."""
-        rows = self.ranks[rank]
+    def sample_tokens(self, masks_NW: np.ndarray) -> PendingStep:
+        """Dispatch the rest of the masked step that was begun last."""
+        assert self._unsampled is not None, "no step waits for masks"
+        (step, begun), self._unsampled = self._unsampled, None
+        readings, sample_bucket, full_sampler = self.output_stage.dispatch(self.device, step, masks_NW)
+        assert begun.buckets is not None
+        buckets = msgspec.structs.replace(begun.buckets, sample_bucket=sample_bucket, full_sampler=full_sampler)
+        return replace(begun, readings=readings, buckets=buckets)
+
+    def _update_rows(self, rank: int, scheduled: SchedulerOutput) -> tuple[Updates, dict[str, str]]:
+        """Take rows and give rows of a rank -> (block table entries that the step brings, requests that are refused and
+        why)."""
+        rows, refused = self.ranks[rank], dict[str, str]()
         for request_id in scheduled.removed_request_ids:
             if self.drafter is not None and request_id in rows.row_of:
                 row = rows.row_of[request_id]
@@ -192,39 +241,23 @@ class ModelRunner:
                 for part in self.admitting:
                     part.admit(self.device, rank, row, request)
             except RequestError as error:
-                pending.refused[request.request_id] = str(error)
+                refused[request.request_id] = str(error)
         for request_id, block_ids in zip(scheduled.request_ids, scheduled.new_block_ids, strict=True):
             if block_ids is not None:
                 rows.append_blocks(rows.row_of[request_id], block_ids, updates)
-        return updates
+        return updates, refused
 
-    def _dispatch(self, scheduled: SchedulerOutput, updates: list[Updates], pending: PendingStep) -> None:
-        requests = [reader.read(part) for reader, part in zip(self.readers, scheduled.parts, strict=True)]
-        draft_key, forward, _, run = scheduled.programs
-        key = run or forward
-        assert key is not None, "a step with requests has programs"
-        if draft_key is not None:
-            draft = drafting(requests[0], scheduled.max_sampled_tokens)
-            updates, drafts_SK = self._draft(draft_key, draft, updates)
-            if scheduled.masked:
-                pending.drafted = start_copy(drafts_SK), len(draft.num_drafts)
-        pending.buckets = StepBuckets(len(requests) * key.size)
-        packed = self._pack(self.layouts[key.size], requests, updates)
-        program = self._sharing(key, packed)
-        hidden_SD = self._forward(program, packed) if run is None else None
-        if hidden_SD is not None:
-            num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
-            self.device.counts.add(num_tokens, key.size, len(requests))
-        step = Step(scheduled, list(map(RankStep, scheduled.parts, requests)), packed, hidden_SD, program)
-        for finisher in self.finishers:
-            finisher.finish(self.device, step, pending)
-
-    def _draft(self, key: ProgramKey, draft: DraftRequest, updates: list[Updates]) -> tuple[list[Updates], Any]:
-        """Let the drafter draft -> (the block table entries that are still to be written, the drafts)."""
+    def _draft(
+        self, scheduled: SchedulerOutput, requests: StepRequests, updates: list[Updates]
+    ) -> tuple[list[Updates], tuple[Any, int] | None]:
+        """Let the drafter draft -> (the block table entries that are still to be written, what the host reads of the
+        drafts, for so many rows: those of a masked step alone)."""
+        key, draft = scheduled.programs.draft, drafting(requests, scheduled.max_sampled_tokens)
         layout, packed = self.drafter.layouts.get(key.size), None
         if layout is not None:
             packed, updates = self._pack(layout, [draft.newest], updates), [[]]
-        return updates, self.drafter.propose(self.device, key, draft, packed)
+        drafts_SK = self.drafter.propose(self.device, key, draft, packed)
+        return updates, (start_copy(drafts_SK), len(draft.num_drafts)) if scheduled.masked else None
 
     def _pack(self, layout: StepLayout, requests: Sequence[StepRequests], updates: list[Updates]) -> np.ndarray:
         """The array of a step; block table entries that do not fit into it are written ahead."""
@@ -234,23 +267,12 @@ class ModelRunner:
         return packed[0] if len(packed) == 1 else np.concatenate(packed)
 
     def _sharing(self, key: ProgramKey, packed: np.ndarray) -> ProgramKey:
-        """The program that reads once what rows share, if there is one apart, some rows do, and it is compiled."""
-        layout = self.layouts[key.size]
-        if not layout.has_two_programs:
-            return key
-        shared = ProgramKey(key.kind + SHARED, key.size)
+        """The program that reads once what rows share, if some rows do and it is compiled."""
+        layout, shared = self.layouts[key.size], ProgramKey(key.kind + SHARED, key.size)
         if shared not in self.device.programs.builders:
             return key
         shares = any(layout.split(each).shared.any() for each in np.split(packed, len(self.ranks)))
         return shared if shares and self.device.programs.is_ready(shared) else key
-
-    def _forward(self, key: ProgramKey, packed: np.ndarray) -> Any:
-        """The hidden states of the tokens that sample."""
-        device, state = self.device, self.device.state
-        state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(
-            key, device.params, state.kv, state.tables, state.rows, state.hidden, packed
-        )
-        return hidden_SD
 
     def _write_tables(self, updates: list[Updates]) -> list[Updates]:
         """Write a chunk of each rank's block table entries ahead of the step, and return the rest."""

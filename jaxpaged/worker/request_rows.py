@@ -20,6 +20,7 @@ class RequestRows:
     """Host side of the rows: who owns which, and what the host knows of each.
 
     num_known_R: tokens that the host uploaded; later ones were sampled here and are on the device.
+    num_scored: how many rows want log probabilities of their prompts.
     stop_ids_RJ: tokens that end the request, padded with -1.
     num_blocks_GR: entries of the block table on the device, per KV group.
     shared: which rows hold the same blocks, per KV group; empty where attention does not ask.
@@ -33,6 +34,7 @@ class RequestRows:
         self.num_known_R = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
+        self.num_scored = 0
         self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
         self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
         self.shared = shared
@@ -58,6 +60,7 @@ class RequestRows:
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
         self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
+        self.num_scored += int(self.prompt_logprobs_R[row])
         stop_ids = (request.sampling_params.stop_token_ids or ())[:NUM_STOP_IDS]
         self.stop_ids_RJ[row] = -1
         self.stop_ids_RJ[row, : len(stop_ids)] = stop_ids
@@ -72,6 +75,7 @@ class RequestRows:
         row = self.row_of.pop(request_id, None)
         if row is not None:
             self.token_ids[row] = None
+            self.num_scored -= int(self.prompt_logprobs_R[row])
             self.prompt_logprobs_R[row] = False
             for group in self.shared:
                 group.end(row)

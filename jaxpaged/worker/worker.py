@@ -32,7 +32,7 @@ from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cac
 from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from jaxpaged.worker.memory import reserve_of
-from jaxpaged.worker.model_runner import Drafter, Finisher, ModelRunner
+from jaxpaged.worker.model_runner import Drafter, ModelRunner, OutputStage
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
 from jaxpaged.worker.programs.compiled import (
@@ -49,10 +49,10 @@ from jaxpaged.worker.programs.program_index import open_index
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import SharedBlocks
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
-from jaxpaged.worker.step.finishers import PromptScorer, Sampler
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.packed import SHARED
-from jaxpaged.worker.step.pooling import PoolFinisher, programs_for
+from jaxpaged.worker.step.pooling import Pooler, programs_for
+from jaxpaged.worker.step.sampler import Sampler
 from jaxpaged.worker.weights import Weights, free, return_freed_pages
 
 logger = logging.getLogger(__name__)
@@ -251,17 +251,16 @@ class Worker:
             RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared())
             for _ in range(self.config.parallel.num_ranks)
         ]
-        finishers: tuple[Finisher, ...] = (PoolFinisher(),)
+        output_stage: OutputStage = Pooler()
         drafter: Drafter | None = None
         if not self.pools:
-            sampler = Sampler(rows, programs.row_state, self.engine_spec.custom, programs.runs)
-            finishers = PromptScorer(rows), sampler
+            output_stage = sampler = Sampler(rows, programs.row_state, self.engine_spec.custom, programs.runs)
             if self.engine_spec.draft is not None:
                 drafter = ModelDrafter(sampler, programs.draft_runs)
             elif self.engine_spec.num_drafts:
                 drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
         after_step = self.balancer.step_dispatched if self.balancer is not None else None
-        return ModelRunner(self.device, rows, programs.layouts, finishers, drafter, after_step)
+        return ModelRunner(self.device, rows, programs.layouts, output_stage, drafter, after_step)
 
     def _make_balancer(self) -> ExpertBalancer | None:
         """What moves experts between devices, if they are to be moved."""

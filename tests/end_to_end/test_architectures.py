@@ -85,7 +85,7 @@ def generate(scheduler, executor, prompts, max_tokens):
     while scheduler.has_unfinished_requests():
         scheduled = scheduler.schedule()
         if scheduled.request_ids:
-            in_flight.append((scheduled, executor.execute(scheduled)))
+            in_flight.append((scheduled, executor.execute_model(scheduled)))
         if len(in_flight) == 2 or not scheduled.request_ids:
             scheduled, pending = in_flight.pop(0)
             for output in scheduler.update_from_output(scheduled, pending.result()):

@@ -85,7 +85,7 @@ def test_a_head_drafts_what_its_definition_says_whatever_came_before(headed):
     core = core_of(engine, ForcedLengths(lambda: MOST), async_scheduling=False)
     runner = core.executor.worker.runner
     listener = Listener(runner.drafter, core)
-    runner.drafter, runner.admitting = listener, (listener, *runner.finishers)
+    runner.drafter, runner.admitting = listener, (listener, runner.output_stage)
     for level in (1, 2):
         answers_of(core, greedy_requests(10, 30))
         core.sleep(level, mode="wait")

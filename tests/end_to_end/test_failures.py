@@ -72,9 +72,9 @@ def test_the_old_kv_cache_is_gone_before_a_new_one_is_made(llm, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "new_state", new_state)
-        for stage in ("_pack", "finish"):  # the first leaves the state as it was, the second has donated it
+        for stage in ("_pack", "dispatch"):  # the first leaves the state as it was, the second has donated it
             with monkeypatch.context() as once:
-                once.setattr(worker.runner if stage == "_pack" else worker.runner.finishers[0], stage, explode)
+                once.setattr(worker.runner if stage == "_pack" else worker.runner.output_stage, stage, explode)
                 assert texts(llm, ["Hello"])[0][0] == "error"
     assert len(seen) == 2
     assert max(seen) <= before - size, "two KV caches at a time are more memory than a device has"

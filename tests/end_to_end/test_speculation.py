@@ -174,7 +174,7 @@ def test_the_draft_at_any_place_may_be_wrong(engine, wrong_at):
     runner = core.executor.worker.runner
     true = {name: tokens for name, (tokens, *_) in expected.items()}
     prophet = Prophet(core, true, wrong_at)
-    runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
+    runner.drafter, runner.admitting = prophet, (prophet, runner.output_stage)
     answers = answers_of(core, requests)
     for name, answer in answers.items():
         assert joined(answer) == expected[name]
@@ -190,7 +190,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there(engine):
     core = core_of(engine, ForcedLengths(lambda: MOST), async_scheduling=False)
     runner = core.executor.worker.runner
     prophet = Prophet(core, {"r0": tokens}, MOST)
-    runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
+    runner.drafter, runner.admitting = prophet, (prophet, runner.output_stage)
     place = next(i for i in range(2, 30) if tokens[i] not in tokens[:i] and (i - 1) % (MOST + 1) not in (0, MOST))
     request.sampling_params.stop_token_ids = [tokens[place]]
     got, (reason, stop), _ = joined(answers_of(core, [request])["r0"])
@@ -224,7 +224,7 @@ def answers_beside_a_grammar(engine, lengths, true=None, wrong_at=None):
     core = core_of(engine, lengths, async_scheduling=true is None)
     if true is not None:
         runner, prophet = core.executor.worker.runner, Prophet(core, true, wrong_at)
-        runner.drafter, runner.admitting = prophet, (prophet, *runner.finishers)
+        runner.drafter, runner.admitting = prophet, (prophet, runner.output_stage)
     manager, requests = core._scheduler.structured_output_manager, requests_of(21)
     manager._known_grammars = SimpleNamespace(num_words=VOCAB // 32 + 1)
     for request in requests:

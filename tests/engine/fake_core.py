@@ -67,7 +67,7 @@ class CountingExecutor:
         self.asleep: set[str] = set()
         self.profiling = False
 
-    def execute(self, scheduled: SchedulerOutput) -> Done:
+    def execute_model(self, scheduled: SchedulerOutput) -> Done:
         assert not self.asleep
         self.steps += 1
         for new in scheduled.new_requests:

@@ -122,7 +122,7 @@ class FakeExecutor:
             raise answer
         return answer
 
-    def execute(self, scheduled: SchedulerOutput) -> Done:
+    def execute_model(self, scheduled: SchedulerOutput) -> Done:
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens) > 0
         assert max(scheduled.max_sampled_tokens) in {0, scheduled.num_steps}
         assert self.parts == {"weights", "kv_cache"}, "it sleeps"

@@ -61,8 +61,8 @@ def test_the_next_step_is_dispatched_before_the_last_one_is_awaited():
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_any_number_of_steps_may_be_in_flight(depth, num_steps):
     core, executor = make(num_scheduler_steps=num_steps, max_num_seqs=2)
-    core._depth, execute, pending = depth, executor.execute, []
-    executor.execute = lambda scheduled: pending.append(len(core._in_flight)) or execute(scheduled)
+    core._depth, execute, pending = depth, executor.execute_model, []
+    executor.execute_model = lambda scheduled: pending.append(len(core._in_flight)) or execute(scheduled)
     expected = {}
     for i, max_tokens in enumerate((4, 30, 23)):
         core.add_request(request(f"r{i}", [20 + i] * 5, max_tokens, stop_token_ids=[40]))
@@ -179,7 +179,7 @@ def test_an_interrupt_while_dispatching_fails_the_step(monkeypatch):
         core.add_request(request(name))
     core.step()
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "execute", interrupt)
+        patch.setattr(executor, "execute_model", interrupt)
         with pytest.raises(KeyboardInterrupt):
             core.step()
     assert run(core)[1] == {"a": ("error", "the step failed: KeyboardInterrupt"), "b": ("length", None)}

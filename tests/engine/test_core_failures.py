@@ -59,20 +59,17 @@ class Failing:
         value = function(*arguments, **options)
         if fails:
             raise self.error
-        return FailingStep(self, value) if name == "execute" else value
+        return FailingStep(self, value) if name in ("execute_model", "sample_tokens") else value
 
 
 class FailingStep:
-    """A dispatched step, whose methods count and fail like those of the executor."""
+    """A dispatched step, whose result counts and fails like the methods of the executor."""
 
     def __init__(self, executor, step):
         self.executor, self.step = executor, step
 
     def result(self):
         return self.executor.call("result", self.step.result)
-
-    def draw(self, masks):
-        self.executor.call("draw", self.step.draw, masks)
 
 
 def plain_requests():
@@ -161,11 +158,11 @@ def calls_of(name):
     """(method, number) of every call that computing makes, in a world where none fails."""
     world = undisturbed(name)
     counts = world.executor.num_calls
-    assert counts["execute"] == counts["result"]
+    assert counts["execute_model"] == counts["result"]
     if name != "pooling":
         assert world.core.stats().num_preemptions > 0, "the world is too easy"
     if name.startswith("masks"):
-        assert counts["draw"] > 4 and counts["can_run"] > 0
+        assert counts["sample_tokens"] > 4 and counts["can_run"] > 0
     if name.endswith("runs"):
         assert counts["max_decode_steps"] > 1
     return [(method, number) for method, count in counts.items() for number in range(count)], world.tokens
@@ -212,9 +209,9 @@ def test_a_call_that_fails_in_any_way_costs_some_requests(name):
 
 def test_who_was_preempted_with_a_token_in_flight_goes_on_when_the_next_dispatch_fails():
     """It loses that token, and draws it again."""
-    calls = [number for method, number in calls_of("single steps")[0] if method == "execute"]
+    calls = [number for method, number in calls_of("single steps")[0] if method == "execute_model"]
     error = RuntimeError("the device is on fire")
-    failed = [check_failure("single steps", "execute", number, error, False) for number in calls]
+    failed = [check_failure("single steps", "execute_model", number, error, False) for number in calls]
     assert max(map(len, failed)) < 5
 
 
@@ -229,7 +226,7 @@ def test_a_device_that_does_not_recover_stops_the_engine_whatever_it_says(error)
 
 
 def test_a_program_that_can_never_be_compiled_stops_the_engine_with_its_own_words():
-    world = World("single steps", "execute", 1, ProgramError("forward of size 8 cannot be compiled: no."))
+    world = World("single steps", "execute_model", 1, ProgramError("forward of size 8 cannot be compiled: no."))
     with pytest.raises(ProgramError, match="^forward of size 8 cannot be compiled: no.$"):
         world.serve(world.requests())
     with pytest.raises(EngineDeadError, match="has stopped.*forward of size 8"):

@@ -70,19 +70,18 @@ class ScriptGrammars:
 class HalfStep:
     """A masked step: only its forward pass has run."""
 
-    def __init__(self, executor, scheduled):
-        self.executor, self.scheduled, self.done = executor, scheduled, None
-
     def drafts(self):
         raise AssertionError("nothing is drafted here")
 
-    def draw(self, masks_SW):
-        self.executor.note("draw", self.scheduled)
-        self.executor.undrawn = None
-        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_sampled_tokens) if most]
-        assert masks_SW.shape == (len(sampling), ScriptGrammars.num_words) and masks_SW.dtype == np.uint32
-        self.executor.masks = dict(zip(sampling, masks_SW))
-        self.done = FakeExecutor.execute(self.executor, self.scheduled)
+    def result(self):
+        raise AssertionError("it has not sampled")
+
+
+class WholeStep:
+    """A masked step that has sampled."""
+
+    def __init__(self, executor, scheduled, done):
+        self.executor, self.scheduled, self.done = executor, scheduled, done
 
     def result(self):
         self.executor.note("result", self.scheduled)
@@ -113,14 +112,22 @@ class MaskedExecutor(FakeExecutor):
         super().recover()
         self.undrawn = None
 
-    def execute(self, scheduled):
+    def execute_model(self, scheduled):
         assert self.undrawn is None, "a step began before the last one drew"
         if scheduled.masked:
             self.note("forward", scheduled)
             self.undrawn = scheduled
-            return HalfStep(self, scheduled)
+            return HalfStep()
         self.masks, self.mask_W = {}, None
-        return super().execute(scheduled)
+        return super().execute_model(scheduled)
+
+    def sample_tokens(self, masks_SW):
+        scheduled, self.undrawn = self.undrawn, None
+        self.note("draw", scheduled)
+        sampling = [name for name, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens) if most]
+        assert masks_SW.shape == (len(sampling), ScriptGrammars.num_words) and masks_SW.dtype == np.uint32
+        self.masks = dict(zip(sampling, masks_SW))
+        return WholeStep(self, scheduled, super().execute_model(scheduled))
 
     def _compute(self, request_id, scheduled, i, output, lines):
         self.mask_W = self.masks.get(request_id)

@@ -21,7 +21,7 @@ class Device(FakeExecutor):
         super().__init__(counting_model(VOCAB), VOCAB, num_blocks, BLOCK)
         self.slots, self.tables, self.wrong = {}, {}, []
 
-    def execute(self, scheduled):
+    def execute_model(self, scheduled):
         fails = self.fail_at.get(len(self.executed))
         for request_id in scheduled.removed_request_ids:
             self.tables.pop(request_id, None)
@@ -29,7 +29,7 @@ class Device(FakeExecutor):
             self.tables[new.request_id] = list(new.block_ids[0])
         for request_id, ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             self.tables[request_id] += [] if ids is None else ids[0]
-        done = super().execute(scheduled)
+        done = super().execute_model(scheduled)
         rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
         for request_id, start, count in rows:
             self._compute_slots(request_id, start, count, fails is not None)

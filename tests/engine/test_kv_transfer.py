@@ -296,7 +296,7 @@ def test_what_a_failed_step_computed_is_never_kept():
     def fail(scheduled):
         raise RuntimeError("out of order")
 
-    core.executor.execute = fail
+    core.executor.execute_model = fail
     assert run(core)["a"][-1].finish_reason == "error"
     assert not transfer.stored and not transfer.unconfirmed
 
@@ -552,7 +552,7 @@ def test_a_lease_outlives_preemption_and_ends_with_a_step_that_fails():
     assert outputs[-1].kv_transfer_params["lease"] == 1 and len(transfer.leases) == 1 and outputs[-1].num_preemptions
     core.add_request(handed_over(PRODUCES, 20, name="b"))
     step(core, heard)
-    core.executor.execute = fail
+    core.executor.execute_model = fail
     assert run(core, heard)["b"][-1].finish_reason == "error" and transfer.taken_back == [2]
 
 

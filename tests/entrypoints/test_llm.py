@@ -118,7 +118,7 @@ def test_a_request_that_fails_while_running_has_its_error_and_others_finish():
 def test_an_interrupt_leaves_no_requests_behind(monkeypatch):
     llm, executor = make()
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "execute", lambda scheduled: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(executor, "execute_model", lambda scheduled: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             llm.generate("the cat", GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()

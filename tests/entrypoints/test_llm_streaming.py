@@ -103,13 +103,13 @@ def test_a_stream_that_the_collector_closes_during_a_step_is_aborted_by_the_next
     llm, executor = make()
     stream = llm.stream([10], params(40))
     next(stream)
-    execute = executor.execute
+    execute = executor.execute_model
 
     def collecting(scheduled):
         stream.close()  # as the garbage collector does, at any time
         return execute(scheduled)
 
-    monkeypatch.setattr(executor, "execute", collecting)
+    monkeypatch.setattr(executor, "execute_model", collecting)
     assert llm.generate([[20]], params(3))[0].outputs[0].token_ids == [21, 22, 23]
     monkeypatch.undo()
     assert is_idle(llm)

@@ -14,7 +14,7 @@ from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError, EngineE
 from jaxpaged.executor import follower as follower_module
 from jaxpaged.executor import group as group_module
 from jaxpaged.executor.follower import Post, follow
-from jaxpaged.executor.group_messages import Alive, Ask, Broken, Draw, Hello, Loaded, Reply, Stop, Want, Welcome
+from jaxpaged.executor.group_messages import Alive, Ask, Broken, Hello, Loaded, Reply, Sample, Stop, Want, Welcome
 from jaxpaged.executor.multiproc import GroupStep, ReadyEverywhere
 from jaxpaged.messages import ProgramKey
 from tests.executor.members import GIVEN, SECRET, Members, hear, in_thread, wait_for
@@ -30,7 +30,7 @@ def test_all_settle_for_the_fewest_blocks(members):
 def test_what_is_told_comes_to_all_in_order(members):
     members.arrive()
     masks = np.arange(6, dtype=np.uint32).reshape(2, 3)
-    members.group.tell(Draw(masks))
+    members.group.tell(Sample(masks))
     members.group.want(ProgramKey("forward", 8), hurry=True)
     members.group.want(ProgramKey("forward", 8), hurry=True)  # they know
     members.group.close()

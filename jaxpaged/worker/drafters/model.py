@@ -27,10 +27,10 @@ from jaxpaged.worker.device import Device
 from jaxpaged.worker.model_runner import DRAFT_KIND, DraftRequest
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
 from jaxpaged.worker.step.decode_loop import decode
-from jaxpaged.worker.step.finishers import Sampler
 from jaxpaged.worker.step.functions import NOTHING, Shapes, StepFunctions
 from jaxpaged.worker.step.input_batch import run_lines
 from jaxpaged.worker.step.packed import RunLayout, StepLayout
+from jaxpaged.worker.step.sampler import Sampler
 
 
 def draft(

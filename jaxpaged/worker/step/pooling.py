@@ -1,4 +1,4 @@
-"""The programs of a pooling engine, with `pool` in place of `sample`, and the finisher that calls them.
+"""The programs of a pooling engine, with `pool` in place of `sample`, and the output stage that calls them.
 
     forward[T]     as it is
     accumulate[T]  hidden, sums, packed -> sums, hidden of the prompts that are complete; not for LAST
@@ -22,7 +22,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.engine_spec import EngineSpec
-from jaxpaged.worker.model_runner import PendingStep, Step
+from jaxpaged.worker.model_runner import StageOutput, Step
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, Builders, EnginePrograms
 from jaxpaged.worker.programs.pipeline import EarlierPrograms
 from jaxpaged.worker.step.expert_moves import move_builders
@@ -137,24 +137,27 @@ class PoolingPrograms(EnginePrograms):
 NOT_NUMBERS = "its hidden states are not finite numbers"
 
 
-class PoolFinisher:
-    """A prompt that is complete gives its vector, not a token. Which tokens count is compiled into the programs.
+class Pooler:
+    """The output stage of an engine that pools. A prompt that is complete gives its vector, not a token. Which tokens
+    count is compiled into the programs.
 
-    `DeviceState.finisher` holds the sums of rows whose prompt takes several steps; None where there are none.
+    `DeviceState.row_state` holds the sums of rows whose prompt takes several steps; None where there are none.
     """
 
     def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """Sums begin at zero where a prompt begins."""
 
-    def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
+    def dispatch(self, device: Device, step: Step, masks_NW: np.ndarray | None = None) -> StageOutput:
+        assert masks_NW is None, "nothing is drawn in an engine that pools"
         key, state, hidden_SD = step.scheduled.programs.finish, device.state, step.hidden_SD
-        if state.finisher is not None:
+        if state.row_state is not None:
             accumulate = ProgramKey("accumulate", step.program.size)
-            state.finisher, hidden_SD = device.call(accumulate, state.hidden, state.finisher, step.packed)
-        if key is not None:
-            ids_of_ranks = [rank.sampling()[0] for rank in step.ranks]
-            pending.buckets.sample_bucket = len(step.ranks) * key.size
-            pending.readings.append(PooledLines(ids_of_ranks, start_copy(device.call(key, device.head, hidden_SD))))
+            state.row_state, hidden_SD = device.call(accumulate, state.hidden, state.row_state, step.packed)
+        if key is None:
+            return StageOutput()
+        ids_of_ranks = [rank.sampling()[0] for rank in step.ranks]
+        pooled = PooledLines(ids_of_ranks, start_copy(device.call(key, device.head, hidden_SD)))
+        return StageOutput([pooled], len(step.ranks) * key.size)
 
 
 @dataclass

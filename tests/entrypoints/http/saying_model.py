@@ -12,22 +12,6 @@ CHECKER = GrammarChecker()
 """One for all tests: the process that it starts takes a second to come up."""
 
 
-class MaskedStep:
-    """A step that is computed once its masks are there."""
-
-    def __init__(self, executor, scheduled):
-        self.executor, self.scheduled, self.done = executor, scheduled, None
-
-    def draw(self, masks_SW):
-        sampling = [name for name, most in zip(self.scheduled.request_ids, self.scheduled.max_sampled_tokens) if most]
-        self.executor.masks = dict(zip(sampling, masks_SW))
-        self.done = FakeExecutor.execute(self.executor, self.scheduled)
-        self.executor.masks = {}
-
-    def result(self):
-        return self.done.result()
-
-
 class SayingExecutor(FakeExecutor):
     """Writes `text` and ends. Where the grammar forbids the next token, it writes the first one that is allowed."""
 
@@ -35,15 +19,24 @@ class SayingExecutor(FakeExecutor):
         super().__init__(counting_model(TOKENIZER.vocab_size), TOKENIZER.vocab_size, num_blocks=2048)
         self.longest_run = 1
         self.masks = {}
-        self.mask = None
+        self.mask = self.unsampled = None
         self.say(text)
 
     def say(self, text):
         """What it says from now on."""
         self.script = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
 
-    def execute(self, scheduled):
-        return MaskedStep(self, scheduled) if scheduled.masked else super().execute(scheduled)
+    def execute_model(self, scheduled):
+        self.unsampled = scheduled
+        return None if scheduled.masked else super().execute_model(scheduled)
+
+    def sample_tokens(self, masks_SW):
+        """A masked step is computed once its masks are there."""
+        scheduled = self.unsampled
+        sampling = [name for name, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens) if most]
+        self.masks = dict(zip(sampling, masks_SW))
+        done, self.masks = super().execute_model(scheduled), {}
+        return done
 
     def _compute(self, request_id, *args):
         self.mask = self.masks.get(request_id)

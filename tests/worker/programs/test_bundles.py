@@ -89,7 +89,7 @@ def answers(config, executor, lengths=None):
     found = {}
     while scheduler.has_unfinished_requests():
         scheduled = scheduler.schedule(executor.max_decode_steps())
-        for output in scheduler.update_from_output(scheduled, executor.execute(scheduled).result()):
+        for output in scheduler.update_from_output(scheduled, executor.execute_model(scheduled).result()):
             found.setdefault(output.request_id, []).append((output.new_token_ids, output.new_logprobs))
     return found
 

@@ -1,12 +1,12 @@
-"""What follows a forward pass in an engine that generates: log probabilities of prompts, and drawn tokens.
+"""The output stage of an engine that generates: it draws tokens, and log probabilities of prompts.
 
-Each is dispatched after the forward pass, or with it in one program (a run of decode steps), and read when the step is
-over. That of an engine that pools is in `pooling.py`.
+Its programs are dispatched after the forward pass, or with it in one program (a run of decode steps), and read when the
+step is over. The output stage of an engine that pools is in `pooling.py`.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxpaged.sampling.logprobs import LogprobOutput
 from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout, pack_masks
 from jaxpaged.worker.device import Device, start_copy
-from jaxpaged.worker.model_runner import PendingStep, Step
+from jaxpaged.worker.model_runner import Reading, StageOutput, Step
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.functions import CORRUPTED, NOT_COMPUTED, PROMPT_LOGPROB_TILE
 from jaxpaged.worker.step.input_batch import run_lines
@@ -53,12 +53,13 @@ class Sampler:
         runs: Mapping[int, RunLayout],
     ):
         self.ranks, self.layout, self.custom, self.runs = ranks, layout, custom, runs
+        self.scorer = PromptScorer(ranks)
         self.tables = [SamplingRows(layout.max_num_seqs) for _ in ranks]
 
     def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         for upload in admit(row, request, self.tables[rank], self.layout, self.custom):
             key, state = ProgramKey(upload.program), device.state
-            state.finisher = device.call(key, state.finisher, self._for_rank(rank, upload.packed))
+            state.row_state = device.call(key, state.row_state, self._for_rank(rank, upload.packed))
 
     def _for_rank(self, rank: int, packed: np.ndarray) -> np.ndarray:
         """An upload for a row, which comes first in it, of one rank: the others write their null rows."""
@@ -68,43 +69,34 @@ class Sampler:
         of_ranks[np.arange(len(self.ranks)) != rank, 0] = self.ranks[0].null_row
         return of_ranks.reshape(-1)
 
-    def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
-        programs = step.scheduled.programs
-        key = programs.run or programs.finish
-        if key is None:
-            return  # nobody's prompt is complete
-        pending.buckets.full_sampler = key.kind not in PLAIN_KINDS
+    def dispatch(self, device: Device, step: Step, masks_NW: np.ndarray | None = None) -> StageOutput:
+        programs, readings = step.scheduled.programs, list[Reading]()
         if programs.run is not None:
-            self._run(device, step, pending, key)
-        elif step.scheduled.masked:
-            pending.draw = partial(self._draw, device, step, pending, key)
-        else:
-            self._draw(device, step, pending, key)
-
-    def _draw(
-        self, device: Device, step: Step, pending: PendingStep, key: ProgramKey, masks_NW: np.ndarray | None = None
-    ) -> None:
+            return self._decode_steps(device, step, programs.run)
+        if max([rows.num_scored for rows in self.ranks]) and (tiles := self.scorer.score(device, step)).by_request:
+            readings.append(tiles)
+        key = programs.finish
+        if key is None:
+            return StageOutput(readings)  # nobody's prompt is complete
         sampling, state = [rank.sampling() for rank in step.ranks], device.state
-        pending.buckets.sample_bucket = len(self.ranks) * key.size
         lines, hidden, num_most = self.lines([rows for _, rows in sampling], key.size), step.hidden_SD, 1
         if key.kind in VERIFY_KINDS.values():
             (rank,) = step.ranks
             num_tokens = rank.num_most()
             lines = verify_lines(lines, rank.requests.ends[rank.requests.samples] - num_tokens, num_tokens)
             hidden, num_most = state.hidden, state.rows.drafts_RK.shape[1] + 1
-        kept = state.finisher if pending.buckets.full_sampler else None
-        masks = ()
-        if masks_NW is not None:
-            masks = (self._pack_masks(masks_NW, step, num_most, key.size),)
+        is_full = key.kind not in PLAIN_KINDS
+        masks = () if masks_NW is None else (self._pack_masks(masks_NW, step, num_most, key.size),)
         state.rows, tokens, kept, logprobs, *num_drafts = device.call(
-            key, device.head, hidden, state.rows, kept, lines, *masks
+            key, device.head, hidden, state.rows, state.row_state if is_full else None, lines, *masks
         )
-        if kept is not None:
-            state.finisher = kept
+        if is_full:
+            state.row_state = kept
         drawn = DrawnTokens([ids for ids, _ in sampling], start_copy(tokens), start_copy(logprobs))
         if num_drafts:
             drawn.num_drafts = start_copy(num_drafts[0])
-        pending.readings.append(drawn)
+        readings.append(drawn)
+        return StageOutput(readings, len(self.ranks) * key.size, is_full)
 
     def _pack_masks(self, masks_NW: np.ndarray, step: Step, num_most: int, size: int) -> np.ndarray:
         """The masks of all ranks, whose lines follow each other."""
@@ -113,24 +105,24 @@ class Sampler:
         pack = partial(pack_masks, num_most=num_most, size=size, vocab_size=self.layout.vocab_size)
         return np.concatenate(list(map(pack, parts, num_most_of)))
 
-    def _run(self, device: Device, step: Step, pending: PendingStep, key: ProgramKey) -> None:
+    def _decode_steps(self, device: Device, step: Step, key: ProgramKey) -> StageOutput:
         """Several decode steps, the forward passes included."""
         sampling, state, layout = [rank.sampling() for rank in step.ranks], device.state, self.runs[key.size]
-        pending.buckets.sample_bucket = len(self.ranks) * layout.num_lines
         lines_SF = self.lines([rows for _, rows in sampling], layout.num_lines)
         lines_of = zip(np.split(lines_SF, len(self.ranks)), step.ranks, self.ranks, sampling, strict=True)
         lines_SC = np.concatenate(
             [run_lines(lines, part.num_most(), own.stop_ids_RJ[rows]) for lines, part, own, (_, rows) in lines_of]
         )
-        kept = state.finisher if pending.buckets.full_sampler else None
-        donated, tokens, logprobs = device.call(
-            step.program, device.params, device.head, (state.kv, state.tables, state.rows, kept), step.packed, lines_SC
+        is_full = key.kind not in PLAIN_KINDS
+        donated = state.kv, state.tables, state.rows, state.row_state if is_full else None
+        (state.kv, state.tables, state.rows, kept), tokens, logprobs = device.call(
+            step.program, device.params, device.head, donated, step.packed, lines_SC
         )
-        state.kv, state.tables, state.rows, kept = donated
-        if kept is not None:
-            state.finisher = kept
+        if is_full:
+            state.row_state = kept
         count, ids = partial(device.counts.add, bucket=key.size, ranks=len(self.ranks)), [ids for ids, _ in sampling]
-        pending.readings.append(DrawnTokens(ids, start_copy(tokens), start_copy(logprobs), count))
+        drawn = DrawnTokens(ids, start_copy(tokens), start_copy(logprobs), count)
+        return StageOutput([drawn], len(self.ranks) * layout.num_lines, is_full)
 
     def lines(self, rows_of_ranks: Sequence[np.ndarray], bucket: int) -> np.ndarray:
         """What some rows of each rank ask for. Positions are counted from 0: where a row is, is known to the device."""
@@ -194,20 +186,18 @@ class PromptScorer:
     def __init__(self, ranks: Sequence[RequestRows]):
         self.ranks = ranks
 
-    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
-        """The row says whether they are wanted."""
-
-    def finish(self, device: Device, step: Step, pending: PendingStep) -> None:
-        tiles = PromptTiles()
+    def score(self, device: Device, step: Step) -> "PromptTiles":
+        """Those that rows of the step want; none for rows that only decode."""
+        tiles: dict[str, list[Tile]] = {}
         for rank, rows in enumerate(self.ranks):
-            if rows.prompt_logprobs_R.any():
-                self._score(device, step, rank, tiles)
-        if tiles.by_request:
-            pending.readings.append(tiles)
+            if rows.num_scored:
+                tiles |= self._score(device, step, rank)
+        return PromptTiles(tiles)
 
-    def _score(self, device: Device, step: Step, rank: int, tiles: "PromptTiles") -> None:
-        """Those of a rank. While a tile of it is computed the others compute one in vain."""
+    def _score(self, device: Device, step: Step, rank: int) -> dict[str, list["Tile"]]:
+        """Those of a rank, by request. While a tile of it is computed the others compute one in vain."""
         rows, (scheduled, requests) = self.ranks[rank], step.ranks[rank]
+        tiles: dict[str, list[Tile]] = {}
         starts = requests.ends - requests.num_scheduled
         for i in np.flatnonzero(rows.prompt_logprobs_R[requests.rows]):
             row, computed = requests.rows[i], int(requests.num_computed[i])
@@ -219,16 +209,20 @@ class PromptScorer:
                 packed[rank, 1, :count] = rows.token_ids[row][first + 1 : first + 1 + count]
                 packed = packed.reshape(-1, PROMPT_LOGPROB_TILE)
                 tile = device.call(ProgramKey("prompt_logprobs"), device.head, device.state.hidden, packed)
-                of_request = tiles.by_request.setdefault(scheduled.request_ids[i], [])
                 own = slice(rank * PROMPT_LOGPROB_TILE, rank * PROMPT_LOGPROB_TILE + count)
-                of_request.append((first + 1, own, start_copy(tile)))
+                tiles.setdefault(scheduled.request_ids[i], []).append((first + 1, own, start_copy(tile)))
+        return tiles
+
+
+Tile = tuple[int, slice, LogprobOutput]
+"""(First token, where its lines lie in the arrays, arrays)."""
 
 
 @dataclass
 class PromptTiles:
-    """(first token, where they lie in the arrays, arrays) of each tile of a request, in order."""
+    """The tiles of each request, in order."""
 
-    by_request: dict[str, list[tuple[int, slice, LogprobOutput]]] = field(default_factory=dict)
+    by_request: Mapping[str, Sequence[Tile]]
 
     def read(self, output: ModelRunnerOutput) -> None:
         for request_id, tiles in self.by_request.items():
