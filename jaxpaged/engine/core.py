@@ -1,30 +1,28 @@
-"""The engine core: schedule, execute, update. Token ids in, token ids out.
+"""The engine core: admit, schedule, execute, update. Token ids in, token ids out.
 
 With asynchronous scheduling a step is scheduled and dispatched before the one ahead of it is awaited, so the device
 never waits for the host. This module knows neither text nor devices.
 """
 
-import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
+from jaxpaged.engine.in_flight import InFlight, StepPacer
 from jaxpaged.engine.kv_transfer import KVTransferDriver
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
-from jaxpaged.engine.outbox import Outbox
+from jaxpaged.engine.output_queue import OutputQueue
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
-from jaxpaged.engine.step_pacer import StepPacer
 from jaxpaged.errors import EngineDeadError, ProgramError, RequestError
-from jaxpaged.executor.base import Executor, KVTransferWorker, PendingOutput
+from jaxpaged.executor.base import Executor, KVTransferWorker
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.messages import (
     EngineCoreOutput,
@@ -45,14 +43,27 @@ COMPILE_WAIT = 0.05
 """Seconds that a step sleeps at most with nothing to do but to wait for a grammar or a program."""
 
 
-@dataclass
-class Step:
-    """A step that was dispatched and not yet awaited. With `needs_masks` only its forward pass was."""
+class Books:
+    """Around what must not fail: after an error in such a block the books are wrong, so the engine stops. Then every
+    such block raises EngineDeadError."""
 
-    scheduled: SchedulerOutput
-    pending: PendingOutput
-    times: tuple[float, float, float]  # schedule begin and end, dispatch end
-    needs_masks: bool = False
+    def __init__(self) -> None:
+        self.death: BaseException | None = None
+        """Why the engine has stopped."""
+
+    def __enter__(self) -> None:
+        if self.death is not None:
+            self.refuse()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.death = error
+            if isinstance(error, Exception):
+                raise EngineDeadError(f"the engine broke down and stops: {error!r}. Start a new one.") from error
+
+    def refuse(self) -> NoReturn:
+        """Raise EngineDeadError: the engine has stopped."""
+        raise EngineDeadError(f"the engine has stopped: {self.death!r}. Start a new one.") from self.death
 
 
 class EngineCore(EngineCoreClient):
@@ -89,29 +100,31 @@ class EngineCore(EngineCoreClient):
             num_ranks=config.parallel.num_ranks,
         )
         self.transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
-        # Steps in flight: one is computed on each stage, and one waits for a device. Nothing depends on this number but
-        # how late a new request begins, and how much is computed in vain behind a request's end.
-        self._depth = config.parallel.pipeline_parallel_size + 1 if config.scheduler.async_scheduling else 1
-        self._in_flight: deque[Step] = deque()
-        self._outbox = Outbox()  # what `step` has not returned yet
-        self._death: BaseException | None = None
+        # One step is computed on each stage, and one waits for a device.
+        depth = config.parallel.pipeline_parallel_size + 1 if config.scheduler.async_scheduling else 1
+        self._in_flight = InFlight(depth)
+        self._pacer = StepPacer(config.scheduler.num_scheduler_steps, depth)
+        self._outputs = OutputQueue()  # what `step` has not returned yet
+        self._books = Books()
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
         self.step_log = StepLog()
-        self._pacer = StepPacer(config.scheduler.num_scheduler_steps, self._depth)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when it can never fit the KV cache, and while its id is in use: until
         `step` has returned the last that another one of this id said, or that one was aborted."""
-        if request.request_id in self._outbox:
+        if request.request_id in self._outputs:
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
-        try:
-            with self._changing_books(refusal=RequestError):
+        refusal = None
+        with self._books:
+            try:
                 self._scheduler.add_request(request)
-        except RequestError:
+            except RequestError as error:  # which changes nothing
+                refusal = error
+        if refusal is not None:
             self.transfer.refuse(request)
-            raise
+            raise refusal
         self.transfer.tell_peers()  # the next step may be far: what another engine lends is kept from now on
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
@@ -121,9 +134,9 @@ class EngineCore(EngineCoreClient):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
-        with self._changing_books():
+        with self._books:
             self._scheduler.abort_requests(request_ids)
-        self._outbox.discard(request_ids)
+        self._outputs.discard(request_ids)
         self.transfer.tell_peers()
 
     def call[R](self, call: CoreCall[R]) -> R:
@@ -131,19 +144,121 @@ class EngineCore(EngineCoreClient):
         return call.answer(self)
 
     def step(self) -> EngineCoreOutputs:
-        """Keep the device busy, then wait for the oldest step and return what it produced.
+        """Admit what is ready, schedule, execute, take the oldest result, update.
 
-        While the engine sleeps, a step only returns what is left from before.
+        The device is kept busy: steps are dispatched until as many are in flight as may be, and then the oldest one is
+        awaited. While the engine sleeps, a step only returns what is left from before.
         """
-        awaited = self._advance() if self._sleep.level is None else None
-        self._publish_events()
-        return EngineCoreOutputs(self._outbox.take(), self.stats(awaited))
+        done = None
+        if self._sleep.level is None:
+            self._admit_ready()
+            while self._in_flight.has_room and self._execute_next():
+                pass
+            done = self._update_from_oldest()
+            if done is None:
+                self._wait_for_work()
+        if self._publishers:
+            self._publish_events()
+        return EngineCoreOutputs(self._outputs.take(), self.stats(done))
+
+    def _admit_ready(self) -> None:
+        """Queue requests whose grammars and programs are compiled, and dispatch keys and values that have come."""
+        if self._scheduler.structured_output_manager.waiting:
+            with self._books:
+                self._outputs.add(self._scheduler.admit_prepared())
+        if self.transfer.is_on:
+            self._move(self.transfer.deliver)
+
+    def _execute_next(self) -> bool:
+        """Schedule a step and dispatch it. False: there is nothing to compute, or it failed."""
+        begin, scheduled = time.perf_counter(), None
+        try:
+            max_steps = self._pacer.num_steps
+            if max_steps > 1:
+                max_steps = min(max_steps, self.executor.max_decode_steps())
+            max_tokens = self.executor.max_step_tokens()
+            with self._books:
+                scheduled = self._scheduler.schedule(max_steps, max_tokens)
+            if self.transfer.is_on:
+                self.transfer.before_step(scheduled.step_id)
+            if not scheduled.total_num_scheduled_tokens:
+                return False
+            end = time.perf_counter()
+            pending = self.executor.execute_model(scheduled)
+            if self.transfer.is_on:
+                self.transfer.save()
+        except BaseException as error:  # an interrupt too leaves the device half way
+            self._recover(error, scheduled)
+            return False
+        self._in_flight.push(scheduled, pending, (begin, end, time.perf_counter()))
+        if scheduled.masked:
+            self._sample_masked()
+        return True
+
+    def _sample_masked(self) -> None:
+        """Let the newest step sample once it is the only one in flight: its masks follow from all tokens before it."""
+        scheduled = self._in_flight.oldest
+        if scheduled is None or not self._in_flight.masks_are_due:
+            return
+        try:
+            drafts = self._in_flight.wait_for_drafts()
+        except Exception as error:
+            self._recover(error, scheduled)
+            return
+        with self._books:
+            manager, requests = self._scheduler.structured_output_manager, self._scheduler.requests
+            masks = manager.grammar_bitmask(scheduled, requests, drafts)
+        try:
+            self._in_flight.sampled(self.executor.sample_tokens(masks))
+        except BaseException as error:
+            self._recover(error, scheduled)
+
+    def _update_from_oldest(self) -> SchedulerOutput | None:
+        """Wait for the oldest step in flight, and tell what it gives. Returns that step, None if there is none.
+
+        When the wait is interrupted the step stays in flight. The forward pass of a masked step runs meanwhile; it
+        samples as soon as it is the only one.
+        """
+        oldest = self._in_flight.oldest
+        if oldest is None:
+            return None
+        if self._in_flight.awaits_masks:
+            self._sample_masked()  # it was interrupted
+            if not self._in_flight:
+                return oldest  # it failed
+        try:
+            done = self._in_flight.wait()
+        except Exception as error:
+            self._recover(error, oldest)
+            return oldest
+        with self._books:
+            outputs = self._scheduler.update_from_output(oldest, done.result)
+            if self.transfer.is_on:
+                outputs = self.transfer.hand_over(outputs)
+            self._outputs.add(outputs)
+        num_unfinished = self._scheduler.get_num_unfinished_requests()
+        record = self.step_log.add(oldest, done.result, num_unfinished, done.times)
+        self._pacer.observe(record)
+        if self.transfer.is_on:
+            self.transfer.observe(record)
+            self._settle_saves()
+        if self._in_flight.awaits_masks:
+            self._sample_masked()
+        return oldest
+
+    def _wait_for_work(self) -> None:
+        """Nothing is in flight: keep what was computed, and wait for grammars, programs, keys and values."""
+        self._move(self.transfer.save_idle)
+        if not self._outputs:
+            with accepted_interrupts():
+                if not self.transfer.wait(COMPILE_WAIT):
+                    self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
 
     def has_work(self) -> bool:
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
         if self._sleep.level is not None:
-            return len(self._outbox) > 0
-        return bool(self._in_flight or self._outbox or self._scheduler.get_num_unfinished_requests())
+            return len(self._outputs) > 0
+        return bool(self._in_flight or self._outputs or self._scheduler.get_num_unfinished_requests())
 
     def save_idle(self) -> bool:
         """While there is no work: go on to keep what was computed besides the device. Whether there is more of that to
@@ -159,10 +274,12 @@ class EngineCore(EngineCoreClient):
 
     def stats(self, awaited: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and KV cache as they are now; step and tokens are those of `awaited`, or of the last step."""
-        with self._changing_books():
-            stats = self._scheduler.make_stats(awaited)
+        if self._books.death is not None:
+            self._books.refuse()
+        stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
-        self.transfer.count_in(stats)
+        if self.transfer.is_on:
+            self.transfer.count_in(stats)
         return stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -174,7 +291,7 @@ class EngineCore(EngineCoreClient):
         """
         self._await_all()
         self._move(self.transfer.save_all)
-        with self._changing_books():
+        with self._books:
             if reset_running_requests:
                 self._scheduler.preempt_all()
                 self._settle_saves()
@@ -201,10 +318,10 @@ class EngineCore(EngineCoreClient):
                 self._finish(self.unfinished())
             self._await_all()
             if mode == "abort":
-                with self._changing_books():
-                    self._outbox.add(self.transfer.hand_over(self._scheduler.abort_requests(self.unfinished())))
+                with self._books:
+                    self._outputs.add(self.transfer.hand_over(self._scheduler.abort_requests(self.unfinished())))
         if level > 0:
-            with self._changing_books():
+            with self._books:
                 self._scheduler.preempt_all()
                 self._settle_saves()
                 self._move(self.transfer.save_all)
@@ -232,7 +349,7 @@ class EngineCore(EngineCoreClient):
 
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
-        with self._changing_books():
+        with self._books:
             return self._scheduler.block_map()
 
     def snapshot(self, since_step: int = 0) -> EngineSnapshot:
@@ -247,7 +364,7 @@ class EngineCore(EngineCoreClient):
         if version != self._weights_version:
             self._await_all()
             self._weights_version = version
-            with self._changing_books():
+            with self._books:
                 self._scheduler.preempt_all()
                 self._settle_saves()
                 self._scheduler.change_weights(version)
@@ -259,10 +376,10 @@ class EngineCore(EngineCoreClient):
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        oldest = self._in_flight[0].scheduled.step_id if self._in_flight else None
-        if self._death is None and self._sleep.level is None:
+        oldest = self._in_flight.oldest
+        if self._books.death is None and self._sleep.level is None:
             try:
-                self.transfer.save_last(oldest)
+                self.transfer.save_last(oldest.step_id if oldest else None)
             except Exception:
                 logger.exception("the newest keys and values are not kept")
         self._in_flight.clear()
@@ -275,132 +392,37 @@ class EngineCore(EngineCoreClient):
     def _publish_events(self) -> None:
         """Tell routers what has entered and left the prefix cache of each rank."""
         for publisher, rank in zip(self._publishers, self._scheduler.ranks):
-            with self._changing_books():
+            with self._books:
                 events = rank.kv_cache_manager.take_events()
             publisher.publish(events)
 
-    def _advance(self, is_taken: bool = True) -> SchedulerOutput | None:
-        """Put what the oldest step gives into the outbox, which `is_taken` then. Returns that step, if there is one."""
-        with self._changing_books():
-            self._outbox.add(self._scheduler.admit_prepared())
-        self._move(self.transfer.deliver)
-        awaited = self._dispatch()
-        if awaited is None and self._in_flight:
-            awaited = self._await_oldest()
-        if awaited is None and not self._in_flight:
-            self._move(self.transfer.save_idle)
-        if awaited is None and not (self._outbox and is_taken):
-            with accepted_interrupts():
-                if not self.transfer.wait(COMPILE_WAIT):
-                    self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
-        return awaited
-
     def _settle_saves(self) -> None:
         """Let what steps have computed be kept besides the device."""
-        oldest = self._in_flight[0].scheduled.step_id if self._in_flight else None
-        self._move(lambda: self.transfer.settle(oldest))
+        oldest = self._in_flight.oldest
+        self._move(lambda: self.transfer.settle(oldest.step_id if oldest else None))
 
     def _move(self, act: Callable[[], list[EngineCoreOutput] | None]) -> None:
         """Dispatch keys and values that come or go, and say what `act` says. What fails in it fails as a step does."""
         try:
-            self._outbox.add(act() or [])
+            self._outputs.add(act() or [])
         except Exception as error:
-            self._fail(error, None)
+            self._recover(error, None)
 
     def _finish(self, request_ids: frozenset[str]) -> None:
-        """Compute until these requests have ended."""
-        while request_ids & self.unfinished():
-            self._advance(is_taken=False)
+        """Compute until these requests have ended. What steps give meanwhile is returned by the next one."""
+        told = OutputQueue()
+        try:
+            while request_ids & self.unfinished():
+                told.add(self.step().outputs)
+        finally:
+            told.add(self._outputs.take())
+            self._outputs = told
 
     def _await_all(self) -> None:
         while self._in_flight:
-            self._await_oldest()
+            self._update_from_oldest()
 
-    def _dispatch(self) -> SchedulerOutput | None:
-        """Schedule and dispatch until as many steps are in flight as may be. Returns what had to be awaited for it."""
-        awaited = self._draw_newest()  # after an interrupt it may still have to
-        while awaited is None and len(self._in_flight) < self._depth:
-            begin, scheduled = time.perf_counter(), None
-            try:
-                limits = self._max_steps(), self.executor.max_step_tokens()
-                with self._changing_books():
-                    scheduled = self._scheduler.schedule(*limits)
-                self.transfer.before_step(scheduled.step_id)
-                if not scheduled.total_num_scheduled_tokens:
-                    return None
-                end = time.perf_counter()
-                pending = self.executor.execute_model(scheduled)
-                self.transfer.save()
-            except BaseException as error:  # an interrupt too leaves the device half way
-                self._fail(error, scheduled)
-                return None
-            times = (begin, end, time.perf_counter())
-            self._in_flight.append(Step(scheduled, pending, times, scheduled.masked))
-            awaited = self._draw_newest()
-        return awaited
-
-    def _draw_newest(self) -> SchedulerOutput | None:
-        """If the newest step needs masks, await those before it, then give it its masks. Returns what was awaited.
-
-        Its forward pass runs meanwhile; the next step must not begin before it has drawn.
-        """
-        awaited = None
-        while self._in_flight and self._in_flight[-1].needs_masks:
-            if len(self._in_flight) == 1:
-                self._draw(self._in_flight[0])
-            else:
-                awaited = self._await_oldest()
-        return awaited
-
-    def _draw(self, step: Step) -> None:
-        """Let a step draw with masks that follow from all tokens before it: it is the oldest in flight."""
-        try:
-            with accepted_interrupts():
-                drafts = step.pending.drafts() if max(step.scheduled.max_sampled_tokens) > 1 else ()
-        except Exception as error:
-            self._fail(error, step.scheduled)
-            return
-        with self._changing_books():
-            masks = self._scheduler.structured_output_manager.grammar_bitmask(
-                step.scheduled, self._scheduler.requests, drafts
-            )
-        try:
-            step.pending = self.executor.sample_tokens(masks)
-            step.needs_masks = False
-        except BaseException as error:
-            self._fail(error, step.scheduled)
-
-    def _max_steps(self) -> int:
-        """How many decode steps the next program may run."""
-        wanted = self._pacer.num_steps
-        return min(wanted, self.executor.max_decode_steps()) if wanted > 1 else 1
-
-    def _await_oldest(self) -> SchedulerOutput:
-        """Wait for the oldest step in flight, which is returned; when that is interrupted, it stays in flight."""
-        step = self._in_flight[0]
-        if step.needs_masks:
-            self._draw(step)
-            if step.needs_masks:
-                return step.scheduled  # it failed
-        begin = time.perf_counter()
-        try:
-            with accepted_interrupts():
-                result = step.pending.result()
-        except Exception as error:
-            self._fail(error, step.scheduled)
-            return step.scheduled
-        ready = time.perf_counter()
-        self._in_flight.popleft()
-        with self._changing_books():
-            self._outbox.add(self.transfer.hand_over(self._scheduler.update_from_output(step.scheduled, result)))
-        times, num_unfinished = (*step.times, begin, ready), self._scheduler.get_num_unfinished_requests()
-        record = self.step_log.add(step.scheduled, result, num_unfinished, times)
-        self._pacer.observe(record)
-        self.transfer.observe(record)
-        self._settle_saves()
-        return step.scheduled
-
-    def _fail(self, error: BaseException, scheduled: SchedulerOutput | None) -> None:
+    def _recover(self, error: BaseException, scheduled: SchedulerOutput | None) -> None:
         """End the requests of a failed step, of those dispatched after it, and all that hold blocks.
 
         What a failed step leaves on the device cannot be trusted, so the device starts afresh; requests that hold
@@ -408,37 +430,21 @@ class EngineCore(EngineCoreClient):
         ProgramError: no step can be computed any more.
         """
         if isinstance(error, ProgramError):
-            self._death = error
-        if self._death is not None:
+            self._books.death = error
+        if self._books.death is not None:
             raise error
         self._in_flight.clear()
         self.transfer.revoke()
         reason = f"the step failed: {str(error) or type(error).__name__}"
         logger.error("%s; its requests end with an error", reason, exc_info=error)
-        with self._changing_books():
+        with self._books:
             if scheduled is not None:
-                self._outbox.add(self._scheduler.fail_requests(scheduled, reason))
+                self._outputs.add(self._scheduler.fail_requests(scheduled, reason))
             left = [request.request_id for request in self._scheduler.running]
             reason = f"its cached keys and values were lost when {reason}"
-            self._outbox.add(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
+            self._outputs.add(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
             self._scheduler.forget_steps()
             self._scheduler.lose_content()
             self.executor.recover()
         if not isinstance(error, Exception):
             raise error
-
-    @contextlib.contextmanager
-    def _changing_books(self, refusal: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """Around what must not fail: any error in it but a `refusal`, which changes nothing, means that the books are
-        wrong from then on, and the engine has stopped."""
-        if self._death is not None:
-            raise EngineDeadError(f"the engine has stopped: {self._death!r}. Start a new one.") from self._death
-        try:
-            yield
-        except refusal:
-            raise
-        except BaseException as error:
-            self._death = error
-            if not isinstance(error, Exception):
-                raise
-            raise EngineDeadError(f"the engine broke down and stops: {error!r}. Start a new one.") from error

@@ -109,7 +109,8 @@ class LLMEngine(EngineControl):
             with held_interrupts():
                 core_outputs = self._core.step()
                 processed = self._output_processor.process(core_outputs.outputs)
-                self._core.abort_requests(processed.ids_to_abort)
+                if processed.ids_to_abort:
+                    self._core.abort_requests(processed.ids_to_abort)
                 self.metrics.record_step(core_outputs.stats, processed.num_tokens)
                 results, self._unreturned = [*self._unreturned, *processed.request_outputs], []
                 return results

@@ -8,8 +8,8 @@ program that drafts them.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import compress
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -79,13 +79,12 @@ class StageOutput(NamedTuple):
     full_sampler: bool = False
 
 
-@dataclass(frozen=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """A dispatched step: only its `readings` read arrays back."""
 
     step_id: int
     readings: Sequence[Reading] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = MappingProxyType({})
     buckets: StepBuckets | None = None
     activity: Activity | None = None  # that hears when the step has ended
     drafted: tuple[Any, int] | None = None  # of a masked step with drafts: these, on their way to the host, for n rows
@@ -222,7 +221,7 @@ class ModelRunner:
         readings, sample_bucket, full_sampler = self.output_stage.dispatch(self.device, step, masks_NW)
         assert begun.buckets is not None
         buckets = msgspec.structs.replace(begun.buckets, sample_bucket=sample_bucket, full_sampler=full_sampler)
-        return replace(begun, readings=readings, buckets=buckets)
+        return begun._replace(readings=readings, buckets=buckets)
 
     def _update_rows(self, rank: int, scheduled: SchedulerOutput) -> tuple[Updates, dict[str, str]]:
         """Take rows and give rows of a rank -> (block table entries that the step brings, requests that are refused and

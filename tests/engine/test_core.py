@@ -61,7 +61,7 @@ def test_the_next_step_is_dispatched_before_the_last_one_is_awaited():
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_any_number_of_steps_may_be_in_flight(depth, num_steps):
     core, executor = make(num_scheduler_steps=num_steps, max_num_seqs=2)
-    core._depth, execute, pending = depth, executor.execute_model, []
+    core._in_flight.depth, execute, pending = depth, executor.execute_model, []
     executor.execute_model = lambda scheduled: pending.append(len(core._in_flight)) or execute(scheduled)
     expected = {}
     for i, max_tokens in enumerate((4, 30, 23)):

@@ -17,7 +17,7 @@ GROWING = ("new_token_ids", "new_logprobs")
 OTHERS = tuple(name for name in EngineCoreOutput.__struct_fields__[1:] if name not in (*NEWEST, *GROWING))
 
 
-class Outbox:
+class OutputQueue:
     """Outputs in the order in which their requests first had something to say."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Outbox:
         return any(output.request_id == request_id for output in self._outputs)
 
     def add(self, outputs: list[EngineCoreOutput]) -> None:
-        """What came next, at most one output of each request. The list is the outbox's own from now on."""
+        """What came next, at most one output of each request. The list is the queue's own from now on."""
         if not self._outputs:
             self._outputs = outputs
             return
