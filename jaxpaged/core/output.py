@@ -25,56 +25,23 @@ Ended = list[tuple[Request, EngineCoreOutput]]
 """Requests that have ended or failed, each with the output that has its finish reason."""
 
 
-# ---- steps in flight -------------------------------------------------------------------------------
+def count_back(requests: Mapping[str, Request], scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Where a step gave fewer tokens than it might have, its requests have computed fewer, too, and wait for fewer.
 
-
-class StepsInFlight:
-    """Scheduled steps, oldest first, from `add` until their output is taken or they are revoked.
-
-    Requests are kept as objects, by their ids in the step: an id may be used again.
+    Raises EngineError when the output lacks a request, or has one too many.
     """
-
-    def __init__(self):
-        self._steps: dict[int, tuple[Mapping[str, Request], SchedulerOutput]] = {}
-
-    def add(self, requests: Mapping[str, Request], scheduled: SchedulerOutput) -> None:
-        self._steps[scheduled.step_id] = requests, scheduled
-
-    def take(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Mapping[str, Request] | None:
-        """The requests of a step whose output is here; None when the step was empty, or revoked.
-
-        Raises EngineError when the output belongs to another step or lacks tokens, or when requests still wait
-        for an older step.
-        """
-        step_id = scheduled.step_id
-        if output.step_id != step_id:
-            raise EngineError(
-                f"the output of step {output.step_id} came for step {step_id}. The executor must return outputs in "
-                "the order of the steps."
-            )
-        while self._steps and (oldest := next(iter(self._steps))) < step_id:
-            self._drop_failed_step(oldest)
-        requests, _ = self._steps.pop(step_id, (None, None))
-        num_given = sum(map(len, output.sampled_token_ids)) if output.pooled is None else len(output.pooled)
-        if requests is not None and num_given != sum(scheduled.max_sampled_tokens):
-            check_sampled(scheduled, output)
-            if output.pooled is None:
-                take_back(requests, scheduled, output)
-        return requests
-
-    def _drop_failed_step(self, step_id: int) -> None:
-        """A step without output must have been reported as failed, request by request."""
-        requests, _ = self._steps.pop(step_id)
-        alive = [request.request_id for request in requests.values() if not request.is_finished]
-        if alive:
-            raise EngineError(
-                f"no output came for step {step_id}, in which {alive[:5]} took part. The executor must return "
-                "outputs in the order of the steps, or report the step as failed."
-            )
-
-    def revoke(self, first_step_id: int) -> list[tuple[Mapping[str, Request], SchedulerOutput]]:
-        """Forget all steps from `first_step_id` on, and return them."""
-        return [self._steps.pop(step_id) for step_id in list(self._steps) if step_id >= first_step_id]
+    num_given = sum(map(len, output.sampled_token_ids)) if output.pooled is None else len(output.pooled)
+    if num_given == sum(scheduled.max_sampled_tokens):
+        return
+    check_sampled(scheduled, output)
+    if output.pooled is not None:
+        return
+    tokens = dict(zip(output.request_ids, output.sampled_token_ids, strict=True))
+    for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens):
+        request, num_missing = requests[request_id], most - len(tokens.get(request_id, ()))
+        request.num_tokens_with_placeholders -= num_missing
+        if request.status is RequestStatus.RUNNING:  # a preempted one has computed nothing
+            request.num_computed_tokens -= num_missing
 
 
 def check_sampled(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
@@ -86,19 +53,6 @@ def check_sampled(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None
             f"step {scheduled.step_id} was to sample for {len(sampled)} requests, but its output has "
             f"{len(output.request_ids)}; missing {sorted(missing)[:5]}, not asked for {sorted(unasked)[:5]}."
         )
-
-
-def take_back(requests: Mapping[str, Request], scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """A request that got fewer tokens than it might have has computed fewer, too, and waits for fewer."""
-    tokens = dict(zip(output.request_ids, output.sampled_token_ids, strict=True))
-    for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens):
-        request, num_missing = requests[request_id], most - len(tokens.get(request_id, ()))
-        request.num_tokens_with_placeholders -= num_missing
-        if request.status is RequestStatus.RUNNING:  # a preempted one has computed nothing
-            request.num_computed_tokens -= num_missing
-
-
-# ---- tokens ------------------------------------------------------------------------------------------
 
 
 def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> tuple[list[EngineCoreOutput], Ended]:

@@ -15,12 +15,12 @@ from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.kv_cache.block_map import map_blocks
 from jaxpaged.core.kv_cache.manager import KVCacheManager
-from jaxpaged.core.output import StepsInFlight, collect_prompt_logprobs, fault_of, take_tokens
+from jaxpaged.core.output import collect_prompt_logprobs, count_back, fault_of, take_tokens
 from jaxpaged.core.rank import MultiStep, Rank
 from jaxpaged.core.request import Request, check_request
 from jaxpaged.core.speculative import DraftLengths
 from jaxpaged.core.structured_output import StructuredOutputManager
-from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.errors import ConfigError, EngineError, RequestError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import (
     EngineCoreOutput,
@@ -80,7 +80,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all that are unfinished
         self.structured_output_manager = StructuredOutputManager(grammars, can_run)
         self.draft_lengths = DraftLengths(num_drafts, self._stats, token_buckets) if num_drafts else None
-        self._steps = StepsInFlight()
+        # Steps in flight, oldest first, by their ids. Requests are kept as objects, since an id may be used again.
+        self._in_flight: dict[int, tuple[dict[str, Request], SchedulerOutput]] = {}
         self._num_arrivals = 0
 
     # ---- intake and questions ------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Scheduler:
             requests = self.ranks[0].last_requests
             for rank in self.ranks[1:]:
                 requests = requests | rank.last_requests
-            self._steps.add(requests, scheduled)
+            self._in_flight[scheduled.step_id] = requests, scheduled
             if self.structured_output_manager.bound:
                 scheduled.masked = self.structured_output_manager.need_masks(requests, scheduled)
             if self.draft_lengths is not None:
@@ -185,9 +186,10 @@ class Scheduler:
         Results of requests that ended meanwhile are dropped. Raises EngineError when the output does not belong
         to the oldest step in flight.
         """
-        requests = self._steps.take(scheduled, output)
+        requests = self._take_step(scheduled, output)
         if requests is None:
             return []
+        count_back(requests, scheduled, output)
         for rank in self.ranks:
             rank.kv_cache_manager.confirm(scheduled.step_id)
         if output.corrupted:  # those that ended before are counted already
@@ -207,6 +209,27 @@ class Scheduler:
             if not requests[request_id].is_finished:
                 results.append(self._fail(requests[request_id], *fault_of(requests[request_id], reason)))
         return results
+
+    def _take_step(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, Request] | None:
+        """The requests of a step whose output is here; None when the step was empty, or revoked.
+
+        Raises EngineError when the output belongs to another step, or when requests still wait for an older one: a
+        step without output must have been reported as failed, request by request.
+        """
+        if output.step_id != scheduled.step_id:
+            raise EngineError(
+                f"the output of step {output.step_id} came for step {scheduled.step_id}. The executor must return "
+                "outputs in the order of the steps."
+            )
+        while self._in_flight and (oldest := next(iter(self._in_flight))) < scheduled.step_id:
+            requests, _ = self._in_flight.pop(oldest)
+            if alive := [request.request_id for request in requests.values() if not request.is_finished]:
+                raise EngineError(
+                    f"no output came for step {oldest}, in which {alive[:5]} took part. The executor must return "
+                    "outputs in the order of the steps, or report the step as failed."
+                )
+        step = self._in_flight.pop(scheduled.step_id, None)
+        return None if step is None else step[0]
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, whatever it is doing. Its results in flight will be dropped."""
@@ -245,7 +268,8 @@ class Scheduler:
         for rank in self.ranks:
             rank.kv_cache_manager.revoke(first_step_id)
         revoked: dict[Request, None] = {}
-        for requests, scheduled in self._steps.revoke(first_step_id):
+        for step_id in [each for each in self._in_flight if each >= first_step_id]:
+            requests, scheduled = self._in_flight.pop(step_id)
             revoked.update(dict.fromkeys(requests.values()))
             for rank, part in zip(self.ranks, scheduled.parts, strict=True):
                 rank.removed_request_ids += part.removed_request_ids  # the runner may not have got that far

@@ -141,7 +141,7 @@ class World:
     def check_rest(self):
         scheduler = self.core._scheduler
         scheduler.check_integrity()
-        assert not scheduler.requests and not scheduler._steps._steps and not self.core._in_flight
+        assert not scheduler.requests and not scheduler._in_flight and not self.core._in_flight
         pool = scheduler.kv_cache_manager.pools[0]
         assert pool.num_free_blocks == pool.num_usable_blocks
 

@@ -79,6 +79,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, record_events: bool = False):
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
+        self.num_usable_blocks = num_blocks - 1  # all but the null block
         self._free = FreeBlockList(self.blocks[1:])
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._duplicates: dict[bytes, list[KVCacheBlock]] = {}
@@ -86,11 +87,6 @@ class BlockPool:
         self.last_given = 0  # the largest id that was ever given out: blocks after it are as new
         self.record_events = record_events
         self.events: list[KVCacheEvent] = []
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
-        return len(self.blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:

@@ -81,6 +81,7 @@ class KVCacheManager:
     ):
         self.pools = tuple(BlockPool(n, record_events=enable_kv_cache_events) for n in kv_cache_config.num_blocks)
         self._block_bytes = [layout.block_bytes(num_shards=1) for layout in kv_cache_config.pools]
+        self._usable_bytes = sum(pool.num_usable_blocks * size for pool, size in zip(self.pools, self._block_bytes))
         self.groups = CacheGroups(kv_cache_config.groups, self.pools, max_num_batched_tokens)
         self.num_groups = len(self.groups)
         self._group_list = self.groups.groups
@@ -102,8 +103,8 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of the bytes of all usable blocks that somebody holds, 0..1."""
-        held = sum(pool.num_held_blocks * size for pool, size in zip(self.pools, self._block_bytes))
-        return held / sum(pool.num_usable_blocks * size for pool, size in zip(self.pools, self._block_bytes))
+        held = [pool.num_held_blocks * size for pool, size in zip(self.pools, self._block_bytes)]
+        return sum(held) / self._usable_bytes
 
     # ---- admission -----------------------------------------------------------------------------
 
