@@ -177,10 +177,10 @@ class CacheConfig:
     )
     kv_transfer_config: dict[str, Any] = option(
         {},
-        "the same as vLLM's JSON: kv_connector OffloadingConnector, LMCacheConnectorV1, LMCacheMPConnector, "
-        "MultiConnector or one's own, kv_role kv_both, kv_load_failure_policy recompute or fail, "
-        "kv_connector_extra_config with cpu_bytes_to_use, ...; without a connector its kv_role is the option of that "
-        "name",
+        "vLLM's JSON: kv_connector OffloadingConnector, LMCacheConnectorV1, LMCacheMPConnector, NixlConnector, "
+        "SharedStorageConnector, MultiConnector or one's own (my_package.module:MyConnector), kv_role kv_both, "
+        "kv_load_failure_policy recompute or fail, kv_connector_extra_config with cpu_bytes_to_use, ...; without a "
+        "connector its kv_role is the option of that name",
     )
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class KVGroupLayout(msgspec.Struct, frozen=True):
 
 class KVPoolLayout(msgspec.Struct, frozen=True):
     """One pool of blocks, of some groups: how many pieces a copy off the device has, and the bytes of each size. A
-    piece is the smallest run of tokens that both blocks and pages end with (`kv_store/cut.py`)."""
+    piece is the smallest run of tokens that both blocks and pages end with (`kv_store/pieces.py`)."""
 
     group_idxs: tuple[int, ...]
     copy_sizes: tuple[int, ...]

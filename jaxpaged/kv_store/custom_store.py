@@ -14,13 +14,11 @@ a time. Whatever they raise is a miss, or a page that was not kept, and the stor
 page that comes is checked. `tests/kv_store/example_connector.py` is a whole one, in a file of SQLite.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import Buffer, bytes_of
-from jaxpaged.kv_store.connectors import installed_connectors
 from jaxpaged.kv_store.page import PageKey
 from jaxpaged.kv_store.remote_store import RemoteTier
 
@@ -35,23 +33,24 @@ class PageStore(Protocol):
     def close(self) -> None: ...
 
 
-def open_store(name: str, module: str | None, config: Mapping[str, Any], namespace: str) -> PageStore:
-    """Make the store. Raises ConfigError where that cannot be done."""
+METHODS = ("exist", "get", "put", "delete", "close")
+
+
+def open_store(name: str, made: Any, config: Mapping[str, Any], namespace: str) -> PageStore:
+    """Make the store of a class, or of whatever else makes one. Raises ConfigError where that cannot be done."""
     try:
-        if module is not None:
-            made = getattr(importlib.import_module(module), name)
-        else:
-            made = installed_connectors()[name].load()
         store: PageStore = made(config, namespace)
     except ConfigError:
         raise
-    except Exception as error:  # it is another's code
+    except Exception as error:  # it is a stranger's code
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"the kv_connector {name!r} cannot be opened: {reason}.") from error
-    missing = [each for each in ("exist", "get", "put", "delete", "close") if not callable(getattr(store, each, None))]
+        raise ConfigError(
+            f"the kv_connector {name!r} cannot be opened with kv_connector_extra_config {dict(config)!r}: {reason}."
+        ) from error
+    missing = [each for each in METHODS if not callable(getattr(store, each, None))]
     if missing:
         raise ConfigError(
-            f"the kv_connector {name!r} has no method {', '.join(missing)}; kv_store/custom_store.py has them all."
+            f"the kv_connector {name!r} has no method {', '.join(missing)}. A store has {', '.join(METHODS)}."
         )
     return store
 

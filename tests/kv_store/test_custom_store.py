@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.connectors import GROUP, check_connector
+from jaxpaged.kv_store.connector_options import GROUP, check_stranger, load_class
 from jaxpaged.kv_store.custom_store import CustomTier, open_store
 from jaxpaged.kv_store.tier import Lookup
 from tests.kv_store import example_connector
@@ -18,7 +18,7 @@ MODULE = "tests.kv_store.example_connector"
 
 
 def tier_over(file, **config):
-    store = open_store("SQLite", MODULE, {"file": str(file), **config}, SPACE)
+    store = open_store("SQLite", example_connector.SQLite, {"file": str(file), **config}, SPACE)
     return closing(CustomTier("SQLite", store, SPACE))
 
 
@@ -36,10 +36,10 @@ def test_the_example_is_short_and_is_shared(tmp_path):
 def test_it_is_found_by_its_entry_point(tmp_path, monkeypatch):
     entry = EntryPoint("Mine", f"{MODULE}:SQLite", GROUP)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry] if group == GROUP else [])
-    check_connector("Mine", None, ())
-    open_store("Mine", None, {"file": str(tmp_path / "x")}, SPACE).close()
-    with pytest.raises(ConfigError, match="There are Mine;"):
-        check_connector("Yours", None, ())
+    check_stranger("Mine", None)
+    assert load_class("Mine", None) is example_connector.SQLite
+    with pytest.raises(ConfigError, match="MultiConnector, Mine;"):
+        check_stranger("Yours", None)
 
 
 def test_what_it_does_wrong_is_a_miss(caplog):
@@ -66,7 +66,8 @@ def test_what_cannot_be_opened_is_said(tmp_path):
         ("SQLite", MODULE, {}, "KeyError: 'file'"),
         ("SQLight", MODULE, {}, "AttributeError"),
         ("SQLite", "no.such.module", {}, "No module named"),
-        ("PurePath", "pathlib", "x", "cannot be opened|has no method"),
+        ("PurePath", "pathlib", {}, "cannot be opened|has no method"),
+        ("tests.kv_store.example_connector:SQLight", None, {}, "AttributeError"),
     ):
         with pytest.raises(ConfigError, match=words):
-            open_store(name, module, config, "x")
+            open_store(name, load_class(name, module), config, "x")

@@ -4,9 +4,11 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_store.options import KVOffload, TierWish, offload_of
+from jaxpaged.kv_store.connector_options import CONNECTORS, INSTEAD
+from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.kv_store.peering import Peering
 from jaxpaged.kv_store.secrets import read_secrets
+from jaxpaged.kv_store.tier_options import TierWish
 
 CONNECTOR = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
@@ -34,7 +36,7 @@ OWN = {"kv_connector": "SQLite", "kv_connector_module_path": "tests.kv_store.exa
 
 def test_ones_own_connector_comes_behind_the_tiers_and_several_in_their_order():
     config = {"file": "x"}
-    own = TierWish("own", "SQLite", module=OWN["kv_connector_module_path"], config=config)
+    own = TierWish("custom", "SQLite", module=OWN["kv_connector_module_path"], config=config)
     host, disk = TierWish("host", capacity=4096), TierWish("disk", "/d", 1 << 30)
     single = {**OWN, "kv_connector_extra_config": config}
     assert offload(None, single).tiers == (own,)
@@ -49,6 +51,33 @@ def test_ones_own_connector_comes_behind_the_tiers_and_several_in_their_order():
     assert offload(None, both) == KVOffload((own, host), "fail")
     both["kv_connector_extra_config"] = {"connectors": [single, CONNECTOR]}
     assert offload("disk=/d:1G", both).tiers == (own, disk)
+
+
+VLLMS = {
+    *("ExampleConnector", "ExampleHiddenStatesConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "NixlConnector"),
+    *("NixlPullConnector", "NixlPushConnector", "MultiConnector", "HiSparseConnector", "MoRIIOConnector"),
+    *("OffloadingConnector", "DecodeBenchConnector", "MooncakeConnector", "MooncakeStoreConnector"),
+    *("FlexKVConnectorV1", "SimpleCPUOffloadConnector", "HF3FSKVConnector"),
+    *("SharedStorageConnector", "P2pNcclConnector"),
+}
+"""The names that its registry has, and had."""
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def test_vllms_names_stand_for_what_does_their_work_here():
+    host = TierWish("host", capacity=1 << 20)
+    small = {"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+    assert offload(None, {"kv_connector": "SimpleCPUOffloadConnector", **small}).tiers == (host,)
+    for name in ("SharedStorageConnector", "ExampleConnector"):
+        at = {"kv_connector": name, "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
+        assert offload("host=1M", at).tiers == (host, TierWish("disk", "/kv", 16 << 30))
+    default = TierWish("host", capacity=1 << 30)
+    peering = Peering("kv_both")
+    assert offload(None, NIXL) == KVOffload((default,), peering=peering)
+    assert offload(None, several(NIXL, {**CONNECTOR, **small})) == KVOffload((host,), peering=peering)
+    assert offload(None, several(OWN, {**NIXL, "kv_role": "kv_producer"})).tiers[0] == default
+    assert offload(None, {"kv_connector": "my.module:Mine"}).tiers == (TierWish("custom", "my.module:Mine"),)
+    assert VLLMS - {*CONNECTORS} - {*INSTEAD} == set()
 
 
 def several(*connectors, **more):
@@ -156,7 +185,7 @@ def test_pages_have_as_many_tokens_as_is_said():
         (None, {**OWN, "kv_connector_extra_config": 3}, "an object"),
         (None, {"kv_connector": "OffloadingConector"}, "OffloadingConnector.*entry point"),
         (None, {**OWN, "kv_connector_module_path": 3}, "must be names"),
-        (None, {**CONNECTOR, "kv_connector_module_path": "x"}, "kv_connector_module_path 'x'"),
+        (None, {**CONNECTOR, "kv_connector_module_path": "x"}, "kv_connector_module_path, 'x'"),
         ("redis=http://h", {}, "redis=redis://HOST:PORT"),
         ("s3=s3://", {}, "s3=s3://BUCKET"),
         ("redis=redis://h?tll=1", {}, "tll"),
@@ -164,12 +193,16 @@ def test_pages_have_as_many_tokens_as_is_said():
         ("s3=s3://b?endpoint=h:1", {}, "endpoint='h:1'"),
         (None, CONNECTOR, "no place"),
         (None, {**CONNECTOR, "kv_role": "kv_producer"}, "kv_producer"),
-        (None, {"kv_connector": "NixlConnector"}, "NixlConnector"),
-        (None, {"kv_connector": "NixlPullConnector", "kv_role": "kv_both"}, "over TCP.*keep kv_role"),
-        (None, several(CONNECTOR, {"kv_connector": "NixlConnector", "kv_role": "kv_both"}), "over TCP.*keep kv_role"),
-        (None, {"kv_connector": "MooncakeStoreConnector"}, "redis=redis://HOST:PORT.*give kv_offload"),
-        (None, {"kv_connector": "SharedStorageConnector"}, "the tier disk=PATH:SIZE.*give kv_offload"),
-        (None, several(OWN, {"kv_connector": "ExampleConnector"}), "the tier disk=PATH:SIZE"),
+        (None, {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}, "over TCP.*--kv-role alone"),
+        (None, several(CONNECTOR, {"kv_connector": "NixlPushConnector"}), "none are pushed"),
+        (None, {**NIXL, "kv_connector_extra_config": {"backends": ["UCX"]}}, "NixlConnector can hold nothing"),
+        (None, {**NIXL, "kv_role": "both"}, "kv_role 'both'"),
+        (None, several(NIXL, {**NIXL, "kv_role": "kv_producer"}), "2 roles"),
+        (None, {"kv_connector": "MooncakeStoreConnector"}, "redis=redis://HOST:PORT"),
+        (None, {"kv_connector": "SharedStorageConnector"}, "shared_storage_path None; it must be a folder"),
+        (None, several(OWN, {"kv_connector": "HF3FSKVConnector"}), "disk=PATH:SIZE"),
+        (None, {"kv_connector": "my.module:Mine", "kv_connector_module_path": "x"}, "Leave the latter out"),
+        (None, {"kv_connector": "my.module:"}, "one's own is 'module:Class'"),
         (None, {**CONNECTOR, "kv_rolle": "kv_both"}, "kv_rolle"),
         ("host=1G", {**CONNECTOR, "kv_load_failure_policy": "retry"}, "retry"),
         (None, {**CONNECTOR, "kv_connector_extra_config": {"cpu_bytes_to_use": -1}}, "cpu_bytes_to_use"),
@@ -210,8 +243,7 @@ def test_roles():
     assert of_json.role == "kv_consumer" and of_json.load_failure_policy == "fail"
     for words, options in {
         "must be one of kv_producer": {"kv_role": "producer"},
-        "Leave kv_connector out, and keep kv_role": {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
-        "Give one of them": {"kv_role": "kv_both", "kv_transfer_config": {"kv_role": "kv_producer"}},
+        "Give one of them": {"kv_role": "kv_producer", "kv_transfer_config": NIXL},
         "HOST:PORT": {"kv_role": "kv_both", "kv_address": "everywhere"},
         "kv_lease_seconds": {"kv_lease_seconds": 0.0},
         "has nothing to do with other engines": {"kv_address": "127.0.0.1:1"},

@@ -11,7 +11,8 @@ import pytest
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, pool_layouts
-from jaxpaged.kv_store.options import KVOffload, TierWish
+from jaxpaged.kv_store.options import KVOffload
+from jaxpaged.kv_store.tier_options import TierWish
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.worker.cache.kinds import tensor_struct

@@ -16,8 +16,9 @@ from jaxpaged.kv_store.lmcache.redis_store import RedisChunkStore
 from jaxpaged.kv_store.lmcache.settings import DEFAULT_CHUNK_SIZE, ChunkSettings
 from jaxpaged.kv_store.lmcache.store import ChunkStore
 from jaxpaged.kv_store.lmcache.tier import LMCacheTier
-from jaxpaged.kv_store.options import EXACT, TierWish
+from jaxpaged.kv_store.options import EXACT
 from jaxpaged.kv_store.secrets import Secrets
+from jaxpaged.kv_store.tier_options import TierWish
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.kv_transfer.forms import PageForm
 

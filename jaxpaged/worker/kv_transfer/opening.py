@@ -7,17 +7,19 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_store.connector_options import load_class
 from jaxpaged.kv_store.consumer import KVConsumer
 from jaxpaged.kv_store.custom_store import CustomTier, open_store
 from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
-from jaxpaged.kv_store.options import EXACT, KVOffload, TierWish
+from jaxpaged.kv_store.options import EXACT, KVOffload
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
 from jaxpaged.kv_store.producer import KVProducer
 from jaxpaged.kv_store.redis_tier import RedisTier
 from jaxpaged.kv_store.s3 import S3Tier
 from jaxpaged.kv_store.secrets import Secrets, read_secrets
 from jaxpaged.kv_store.tier import Tier
+from jaxpaged.kv_store.tier_options import TierWish
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import DecoderConfig, facts_text
@@ -125,8 +127,9 @@ def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any
     if wish.kind == "redis":
         login = secrets.redis_username, secrets.redis_password
         return RedisTier(wish.place, space, secret=secret, ttl_s=wish.ttl_s, login=login)
-    if wish.kind == "own":
-        return CustomTier(wish.place, open_store(wish.place, wish.module, wish.config, space), space, secret)
+    if wish.kind == "custom":
+        store = open_store(wish.place, load_class(wish.place, wish.module), wish.config, space)
+        return CustomTier(wish.place.rpartition(":")[2], store, space, secret)
     if wish.kind == "s3":
         return S3Tier(wish.place, space, secret=secret, endpoint=wish.endpoint)
     disk = DiskTier(wish.place, wish.capacity, space, facts=facts, secret=secret, around_cache=not is_first)

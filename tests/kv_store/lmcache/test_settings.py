@@ -5,7 +5,8 @@ import pytest
 from jaxpaged.config.sections import CacheConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.lmcache.settings import ChunkSettings
-from jaxpaged.kv_store.options import TierWish, offload_of
+from jaxpaged.kv_store.options import offload_of
+from jaxpaged.kv_store.tier_options import TierWish
 
 
 @pytest.fixture(autouse=True)
