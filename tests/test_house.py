@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,16 @@ LONG: dict[str, str] = {
     "jaxpaged/proto/jaxpaged_pb2_grpc.py::add_InferenceServicer_to_server": "the same",
 }
 
+# Circles of files that are still there, each by its files below the root. This list only shrinks.
+KNOWN_CIRCLES = tuple(
+    frozenset(f"jaxpaged/{name}.py" for name in names.split())
+    for names in (
+        "core/kv_cache/manager core/kv_transfer/chunks core/kv_transfer/page_events core/kv_transfer/pieces "
+        "core/kv_transfer/transfers",
+        "engine/core engine/core_calls engine/core_client",
+    )
+)
+
 # What pip calls a distribution, where it is not the name of the module.
 DISTRIBUTIONS = {
     "google": "protobuf",
@@ -137,6 +147,65 @@ def imported_modules(path: str, tree: ast.AST) -> Iterator[str]:
             module = ".".join([*base, *filter(None, [node.module])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
         pending.extend(ast.iter_child_nodes(node))
+
+
+def imported_files(path: str, tree: ast.AST, files: Collection[str]) -> set[str]:
+    """Which of `files` a file imports anywhere: lazily and for the type checker too."""
+    found = set()
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            base = Path(path).parts[: -node.level] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name == "jaxpaged.__version__":  # the package is there before any of its modules
+                continue
+            place = name.replace(".", "/")
+            parent = place.rpartition("/")[0]
+            options = (f"{place}.py", f"{place}/__init__.py", f"{parent}.py", f"{parent}/__init__.py")
+            found.update([each for each in options if each in files][:1])
+    return found - {path}
+
+
+def circles(imports: Mapping[str, Collection[str]]) -> list[frozenset[str]]:
+    """The strongly connected components of more than one file (Tarjan, "Depth-first search", 1972)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[frozenset[str]] = []
+
+    def visit(file: str) -> None:
+        numbers[file] = lowest[file] = len(numbers)
+        stack.append(file)
+        for other in imports.get(file, ()):
+            if other not in numbers:
+                visit(other)
+            if other in stack:
+                lowest[file] = min(lowest[file], lowest[other])
+        if lowest[file] == numbers[file]:
+            circle = frozenset(stack[stack.index(file) :])
+            del stack[stack.index(file) :]
+            if len(circle) > 1:
+                found.append(circle)
+
+    for file in sorted(imports):
+        if file not in numbers:
+            visit(file)
+    return found
+
+
+def circle_problems(found: Collection[frozenset[str]], known: Collection[frozenset[str]]) -> Iterator[str]:
+    """Files that cannot be read one after the other. A known circle may lose files, never gain one."""
+    for circle in found:
+        if not any(circle <= each for each in known):
+            files = ", ".join(sorted(circle))
+            yield f"{files} import each other. Move what both need into one of them, or hand it in as an argument."
+    for each in known:
+        if not any(circle <= each for circle in found):
+            yield f"{', '.join(sorted(each))} are no circle any more. Take them out of KNOWN_CIRCLES."
 
 
 def layer_of(path: str) -> str:
@@ -322,6 +391,12 @@ def test_layers_import_downwards_only_and_the_host_side_never_imports_jax():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in layer_problems(path, tree))
 
 
+def test_no_files_import_each_other():
+    trees = dict(sources("jaxpaged", "pallas_kernels"))
+    imports = {path: imported_files(path, tree, trees.keys()) for path, tree in trees.items()}
+    report(circle_problems(circles(imports), KNOWN_CIRCLES))
+
+
 def test_tools_are_imported_where_they_are_used_only():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in early_problems(path, tree))
 
@@ -482,6 +557,19 @@ def test_a_long_function_is_found_but_its_docstring_does_not_count():
     assert list(length_problems("x.py", ast.parse("def f():\n" + body), 1))
     documented = 'def f():\n    """' + "words\n" * 100 + '"""\n' + "    x = 1\n" * 10
     assert not list(length_problems("x.py", ast.parse(documented), 1))
+
+
+def test_a_circle_is_found_and_a_known_one_may_only_shrink():
+    early, late, typed = "import p.b", "def f():\n    from p import c", "if TYPE_CHECKING:\n    from p.a import A"
+    sources = {"p/a.py": early, "p/b.py": late, "p/c.py": typed, "p/d.py": "from . import a"}
+    imports = {path: imported_files(path, ast.parse(text), sources.keys()) for path, text in sources.items()}
+    (circle,) = circles(imports)
+    assert circle == {"p/a.py", "p/b.py", "p/c.py"}
+    assert list(circle_problems([circle], []))
+    assert not list(circle_problems([circle], [circle]))
+    assert not list(circle_problems([circle - {"p/c.py"}], [circle]))
+    assert list(circle_problems([circle], [circle - {"p/c.py"}]))
+    assert list(circle_problems([], [circle]))
 
 
 def test_a_tool_that_is_imported_early_is_found():

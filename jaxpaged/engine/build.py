@@ -20,7 +20,6 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import load_tokenizer
-from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.tracing import check_tracing
 from jaxpaged.engine.pooling.pooler import load_pooler_defaults
 from jaxpaged.engine.process.wire import CoreFacts, Reports
@@ -72,8 +71,11 @@ def make_output_folder(folder: Path) -> None:
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder.") from None
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLMEngine:
-    """Load what `config` names and start an engine in this process. `progress` hears how far loading is.
+def build_parts(
+    config: EngineConfig, progress: Progress | None = None
+) -> tuple[EngineConfig, InputProcessor, EngineCore]:
+    """Load what `config` names: the resolved options, the front end and the core of an engine in this process.
+    `progress` hears how far loading is.
 
     Raises ConfigError, CheckpointError or CapacityError.
     """
@@ -86,7 +88,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> LLME
         core = EngineCore(config, executor, grammars, publishers, executor.kv_transfer)
     if executor.kv_transfer is not None:
         shut_down_at_exit(core)
-    return LLMEngine(config, input_processor, core)
+    return config, input_processor, core
 
 
 def shut_down_at_exit(core: EngineCore) -> None:
@@ -171,7 +173,7 @@ def open_group(config: EngineConfig, reports: Reports) -> "Group | None":
     """The processes that compute with this one, once they have joined; None if it computes alone."""
     if config.parallel.num_processes == 1:
         return None
-    from jaxpaged.engine.process.follower_process import gather_group  # with sockets and their keys
+    from jaxpaged.engine.process.gathering import gather_group  # with sockets and their keys
 
     return gather_group(config, reports.progress, reports.fail)
 

@@ -46,9 +46,9 @@ class LLMEngine(EngineControl):
 
         Raises ConfigError, CheckpointError or CapacityError.
         """
-        from jaxpaged.engine.build import build_engine  # it imports jax
+        from jaxpaged.engine.build import build_parts  # it imports jax
 
-        return build_engine(config, progress)
+        return cls(*build_parts(config, progress))
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, progress: Progress | None = None) -> "LLMEngine":

@@ -24,6 +24,10 @@ INPUTS = 64
 """The number of inputs is a multiple of it."""
 ZERO = 8
 """The value that stands for zero."""
+TILE_ROWS = 8
+"""Rows of x that `cpu` multiplies at once with an output's weights."""
+RECORDS = {"pairs": 2, "quads": 4}
+"""Records that `cpu` makes of bfloat16 rows, in place of a type, and how many groups each has."""
 
 
 def backends(platform: str, x_TD: Any = None, packed_FB: Any = None, scale_FC: Any = None) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxpaged.engine.process.follower_process import free_port
+from jaxpaged.engine.process.gathering import free_port
 from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError, EngineError
 from jaxpaged.executor import follower as follower_module
 from jaxpaged.executor import group as group_module

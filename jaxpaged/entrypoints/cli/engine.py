@@ -37,9 +37,9 @@ class Engine(Protocol):
 def open_engine(options: Mapping[str, Any], progress: Progress) -> Engine:
     """Load the model and start an engine. Raises ConfigError, CheckpointError or CapacityError."""
     from jaxpaged.config import EngineConfig
-    from jaxpaged.engine.build import build_engine
+    from jaxpaged.engine.llm_engine import LLMEngine
 
-    return build_engine(EngineConfig.from_options(**options), progress)
+    return LLMEngine.from_config(EngineConfig.from_options(**options), progress)
 
 
 def start(args: argparse.Namespace) -> tuple[Engine, ProgressLine]:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     set_up_logging("debug" if args.debug else options.log_level, options.log_format)
     if of_engine.get("node_rank"):
         from jaxpaged.config import EngineConfig
-        from jaxpaged.engine.process.follower_process import follow_other_host
+        from jaxpaged.engine.process.gathering import follow_other_host
 
         follow_other_host(EngineConfig.from_options(**of_engine))
         return 0

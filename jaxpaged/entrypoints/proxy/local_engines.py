@@ -19,7 +19,14 @@ from jaxpaged.errors import UsageError
 
 OWN_FLAGS = ("--host", "--port", "--uds", "--kv-role")
 """What each engine is given here."""
-PROGRAM = "from jaxpaged.entrypoints.proxy.local_engines import serve_while_wanted; serve_while_wanted()"
+PROGRAM = """
+import sys
+from jaxpaged.entrypoints.cli import main
+from jaxpaged.entrypoints.proxy.local_engines import end_with_input
+
+end_with_input()
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
 STOP_SECONDS = 90.0
 """How long an engine has to end, before it is killed."""
 RESTART_SECONDS, MOST_RESTART_SECONDS = 1.0, 60.0
@@ -150,15 +157,12 @@ def local_engines(kinds: str, arguments: Sequence[str]) -> Iterator[tuple[list[s
 # ---- in the process of an engine -------------------------------------------------------------------
 
 
-def serve_while_wanted() -> None:
-    """`jaxpaged serve` with the arguments of this process, until standard input ends, or a signal comes."""
-    from jaxpaged.entrypoints.cli import main
+def end_with_input() -> None:
+    """Send this process SIGTERM when its standard input ends."""
 
-    threading.Thread(target=_end_with_input, name="end with input", daemon=True).start()
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    def wait() -> None:
+        while os.read(0, 1 << 12):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
 
-
-def _end_with_input() -> None:
-    while os.read(0, 1 << 12):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Thread(target=wait, name="end with input", daemon=True).start()

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench.client_text import ClientText
 from jaxpaged.tools.bench.dataset_files import json_lines, json_list
-from jaxpaged.tools.bench.dataset_flags import FROM_FILES
+from jaxpaged.tools.bench.flags import FROM_FILES
 from jaxpaged.tools.bench.random_text import RandomText
 from jaxpaged.tools.bench.requests import BenchRequest
 from jaxpaged.tools.bench.traces import burstgpt_requests, trace_requests

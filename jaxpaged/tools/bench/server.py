@@ -20,9 +20,8 @@ from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
 from jaxpaged.tools.bench.backends import Asked, Backend, GrpcBackend, HttpBackend
 from jaxpaged.tools.bench.client_text import ClientText, load_client_text
-from jaxpaged.tools.bench.dataset_flags import MADE_UP
+from jaxpaged.tools.bench.flags import HTTP_ENDPOINTS, MADE_UP, SAMPLING
 from jaxpaged.tools.bench.requests import BenchRequest, Outcome
-from jaxpaged.tools.bench.serve import HTTP_ENDPOINTS, SAMPLING
 
 COMMAND = "jaxpaged bench"
 TEST_PROMPT = "Hello"

@@ -30,10 +30,10 @@ def first_token(engine: Any) -> None:
 def measure(origin: float, options: dict[str, Any]) -> dict[str, Any]:
     """Start an engine as the command line does, up to the point at which it serves ordinary requests at full speed."""
     from jaxpaged.config import EngineConfig
-    from jaxpaged.engine.build import build_engine
+    from jaxpaged.engine.llm_engine import LLMEngine
 
     begin = time.time()
-    engine = build_engine(EngineConfig.from_options(**options))
+    engine = LLMEngine.from_config(EngineConfig.from_options(**options))
     first_token(engine)
     told = {"first_token_time": time.time() - origin}
     while True:

@@ -1,6 +1,6 @@
 """`jaxpaged bench sweep`: `bench serve` at several loads, a table of all, and a picture of latency against load.
 
-This module knows flags; what is done with them is in `sweeping.py`.
+This module knows flags; what is done with them is in `sweep_run.py`.
 """
 
 import argparse
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.cli.values import comma_separated, number, whole_number
-from jaxpaged.tools.bench.serve import add_run_flags, add_server_flags, check_extras
+from jaxpaged.tools.bench.flags import add_run_flags, add_server_flags, check_extras
 
 EPILOG = """\
 Without --request-rates and --max-concurrencies the loads are found: one request at a time, all at once, and
@@ -64,6 +64,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report. Returns the exit status."""
     check_extras(args.backend)
     from jaxpaged.entrypoints.cli.serve import run_loop
-    from jaxpaged.tools.bench.sweeping import bench_sweep
+    from jaxpaged.tools.bench.sweep_run import bench_sweep
 
     return run_loop(bench_sweep(args))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.errors import UsageError
-from jaxpaged.tools.bench.dataset_flags import add_dataset_flags
+from jaxpaged.tools.bench.flags import add_dataset_flags
 from jaxpaged.tools.bench.offline import (
     add_generation_flags,
     add_offline_flags,

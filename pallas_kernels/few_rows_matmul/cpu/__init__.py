@@ -32,17 +32,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import few_rows_matmul as op
-from pallas_kernels.few_rows_matmul import reference
+from pallas_kernels.few_rows_matmul import BLOCK_ROWS, TILE_ROWS, reference
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs, this_machine
 from pallas_kernels.shapes import ceil_div, same_rest
 
 OP = "few_rows_matmul"
-TILE_ROWS = 6
-"""Rows that meet outputs' weights at once: two outputs, so that of 16 registers 12 are sums, or four where there are
-32. With 8 rows and one output, bfloat16 took 1.1 to 1.6 times as long."""
-BLOCK_ROWS = 16
-"""Rows whose inputs share a register of 64 bytes."""
 MOST_ROWS = {"bfloat16": 64, "int8": 128, "int16": math.inf}
 """For tiles. Where there are no blocks it is XLA that multiplies more, and is as good: those are bound by arithmetic.
 Of int8 a token has two."""

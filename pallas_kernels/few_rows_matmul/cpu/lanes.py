@@ -11,8 +11,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from pallas_kernels.few_rows_matmul import LOW_STEPS
-from pallas_kernels.few_rows_matmul.cpu import BLOCK_ROWS
+from pallas_kernels.few_rows_matmul import BLOCK_ROWS, LOW_STEPS
 from pallas_kernels.llvm.builder import F32, I16, I32, LINE_BYTES, PTR, VOID, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, bfloat16_bits, float32s, spread, turned
 from pallas_kernels.llvm.row_tiles import CHUNK, chunks_of, outputs_of

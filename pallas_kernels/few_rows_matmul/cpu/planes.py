@@ -7,8 +7,7 @@ numbers the next one, so that a tile of two blocks has all of 16 rows.
 
 from llvmlite import ir
 
-from pallas_kernels.few_rows_matmul import LARGEST, LOW_STEPS
-from pallas_kernels.few_rows_matmul.cpu import BLOCK_ROWS
+from pallas_kernels.few_rows_matmul import BLOCK_ROWS, LARGEST, LOW_STEPS
 from pallas_kernels.few_rows_matmul.cpu.lanes import CHUNK_BLOCKS, I8, REGISTER_BYTES, WORD_BYTES
 from pallas_kernels.llvm.builder import F32, I32, LINE_BYTES, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import INFINITE, magnitude_bits, read_bfloat16, spread, turned

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from pallas_kernels.few_rows_matmul.cpu import TILE_ROWS
+from pallas_kernels.few_rows_matmul import TILE_ROWS
 from pallas_kernels.llvm.builder import F32, I16, I32, BFloat16, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import add_pair_products, float32s, multiply_add, read_bfloat16
 from pallas_kernels.llvm.machine import Machine, has_dot, has_pairs

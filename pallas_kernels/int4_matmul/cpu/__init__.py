@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.int4_matmul import GROUP, reference
+from pallas_kernels.int4_matmul import GROUP, RECORDS, TILE_ROWS, reference
 from pallas_kernels.llvm.code import register
 from pallas_kernels.llvm.machine import Machine, has_dot, this_machine
 from pallas_kernels.shapes import same_rest
@@ -34,10 +34,6 @@ from pallas_kernels.shapes import same_rest
 OP = "int4_matmul"
 MOST_ROWS = 32
 """Of float32. With more it is faster to write the weight and to let XLA multiply."""
-TILE_ROWS = 8
-"""Rows of x that meet an output's weights at once."""
-RECORDS = {"pairs": 2, "quads": 4}
-"""In place of a type: bfloat16 rows as `rows` makes records of them, each of so many groups."""
 UNPACKED = "unpacked"
 _TYPES = ("bfloat16", "float32")
 

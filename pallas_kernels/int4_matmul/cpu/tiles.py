@@ -10,8 +10,7 @@ from typing import Protocol
 
 from llvmlite import ir
 
-from pallas_kernels.int4_matmul import GROUP, INPUTS, ZERO
-from pallas_kernels.int4_matmul.cpu import RECORDS, TILE_ROWS
+from pallas_kernels.int4_matmul import GROUP, INPUTS, RECORDS, TILE_ROWS, ZERO
 from pallas_kernels.int4_matmul.cpu.rows import LANES, corrections_at, steps_at
 from pallas_kernels.llvm.builder import I16, I32, Builder, declare, splat, whole
 from pallas_kernels.llvm.functions import float32s, multiply_add, spread

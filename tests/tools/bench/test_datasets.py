@@ -7,8 +7,8 @@ import pytest
 from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench.client_text import ClientText, load_client_text
-from jaxpaged.tools.bench.dataset_flags import add_dataset_flags
 from jaxpaged.tools.bench.datasets import sample_requests
+from jaxpaged.tools.bench.flags import add_dataset_flags
 
 
 @pytest.fixture(scope="module")

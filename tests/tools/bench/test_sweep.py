@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jaxpaged.entrypoints.cli import FAILURE, USAGE
-from jaxpaged.tools.bench.sweeping import load_of, reached, table, values_between
+from jaxpaged.tools.bench.sweep_run import load_of, reached, table, values_between
 from jaxpaged.tools.pictures.load_plot import draw_load
 from tests.tools.bench.conftest import answer
 

@@ -3,7 +3,7 @@ import pytest
 
 from jaxpaged.errors import UsageError
 from jaxpaged.messages import KVBlockMap
-from jaxpaged.tools.pictures.block_map import NULL_BLOCK, BlockMap, character_of
+from jaxpaged.tools.pictures.block_map import NULL_BLOCK, BlockMap, character_of, draw_blocks
 from tests.tools.pictures.records import llm_under_way, overprinted, without_matplotlib
 
 
@@ -31,13 +31,13 @@ def test_lines_are_as_wide_as_asked_and_many_blocks_share_a_character():
 def test_what_block_0_is_and_where_counting_begins_is_said():
     blocks = block_map([0, 1, -1])
     assert NULL_BLOCK in blocks.text().splitlines() and NULL_BLOCK in blocks._repr_html_()
-    assert blocks._figure().axes[0].get_xlabel() == NULL_BLOCK
+    assert draw_blocks(blocks).axes[0].get_xlabel() == NULL_BLOCK
 
 
 @pytest.mark.parametrize("num_blocks", [1, 40, 5000])
 def test_no_text_of_a_picture_lies_over_another(num_blocks):
     names = [f"a-request-with-a-name-of-{i}" for i in range(12)]
-    pairs, beyond = overprinted(block_map([i % 14 - 2 for i in range(num_blocks)], request_ids=names)._figure())
+    pairs, beyond = overprinted(draw_blocks(block_map([i % 14 - 2 for i in range(num_blocks)], request_ids=names)))
     assert not pairs and not beyond
 
 
@@ -64,7 +64,7 @@ def test_html_colours_every_block_and_escapes_names():
 
 def test_the_picture_labels_block_ids_and_explains_its_colours(tmp_path):
     blocks = llm_under_way().blocks()
-    figure = blocks._figure()
+    figure = draw_blocks(blocks)
     assert figure.axes[0].get_ylabel() == "block id"
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == [f"{character_of(kind)}   {label}" for kind, label in blocks.legend()]

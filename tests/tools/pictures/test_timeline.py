@@ -5,8 +5,7 @@ import pytest
 
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.pictures.chrome_trace import trace_events
-from jaxpaged.tools.pictures.timeline import Timeline
-from jaxpaged.tools.pictures.timeline_plot import bars_of, close_up_range, edges_of, readable_limit
+from jaxpaged.tools.pictures.timeline import Timeline, bars_of, close_up_range, draw_timeline, edges_of, readable_limit
 from tests.tools.pictures.records import llm_after, overprinted, record, without_matplotlib
 
 TIMES = ("schedule_begin", "schedule_end", "dispatch_end", "wait_begin", "result_ready", "update_end")
@@ -29,7 +28,7 @@ def test_waiting_for_a_program_is_a_part_of_its_own():
     bars = {e["name"]: (e["ts"], e["dur"]) for e in trace_events(timeline.records) if e["ph"] == "X"}
     assert bars["compile 1"] == (1e6, 1.5e6) and bars["dispatch 1"] == (2.5e6, 0.5e6)
     assert bars["step 1"] == (2.5e6, 5.5e6)
-    parts = timeline._figure().axes[1]
+    parts = draw_timeline(timeline).axes[1]
     assert "waiting for a program" in [text.get_text() for text in parts.get_legend().get_texts()]
 
 
@@ -41,7 +40,7 @@ def test_no_text_of_a_picture_lies_over_another(num_steps, slowest):
     for i, begin in zip(range(num_steps), times):
         ends = dict(zip(TIMES, [begin + part * 1e-4 for part in range(6)]))
         records.append(record(10**6 + i, tokens=10 ** (i % 5), bucket=10**5, num_steps=1, program_wait=1e-5, **ends))
-    pairs, beyond = overprinted(Timeline(records)._figure())
+    pairs, beyond = overprinted(draw_timeline(Timeline(records)))
     assert not pairs and not beyond
 
 
@@ -93,7 +92,7 @@ def test_a_run_of_decode_steps_counts_padding_per_step():
     assert ("steps", "5 in 30.00 s, several at a time: 3 dispatches") in summary.lines()
     counts = [event["args"] for event in trace_events(timeline.records) if event["ph"] == "C"]
     assert counts[1:] == [{"scheduled": 9 / 4, "padding": 23 / 4}, {"scheduled": 0, "padding": 0}]
-    assert timeline._figure().axes[0].get_ylabel() == "tokens per step"
+    assert draw_timeline(timeline).axes[0].get_ylabel() == "tokens per step"
 
 
 def test_the_steps_of_an_engine_account_for_its_tokens():
@@ -121,7 +120,7 @@ def test_a_picture_is_written_in_the_form_that_its_name_asks_for(tmp_path, suffi
 
 
 def test_the_picture_names_its_axes_and_colours():
-    figure = llm_after().timeline()._figure()
+    figure = draw_timeline(llm_after().timeline())
     tokens, parts, close_up = figure.axes
     assert tokens.get_ylabel() == "tokens per step"
     assert parts.get_ylabel() == "ms per step"

@@ -1,6 +1,6 @@
 """A server at several loads: which loads, the runs, and what is written of them.
 
-One run is the business of `serving.py`, the picture that of `pictures/load_plot.py`.
+One run is the business of `serve_run.py`, the picture that of `pictures/load_plot.py`.
 """
 
 import argparse
@@ -21,8 +21,7 @@ from jaxpaged.tools.bench.datasets import check_dataset, sample_requests
 from jaxpaged.tools.bench.metrics import DEFAULT_METRICS
 from jaxpaged.tools.bench.offline import check_at_least
 from jaxpaged.tools.bench.requests import BenchRequest
-from jaxpaged.tools.bench.server import COMMAND, Server, open_server
-from jaxpaged.tools.bench.serving import (
+from jaxpaged.tools.bench.serve_run import (
     FAILURE,
     INTERRUPTED,
     Load,
@@ -32,6 +31,7 @@ from jaxpaged.tools.bench.serving import (
     result_of,
     warm_up,
 )
+from jaxpaged.tools.bench.server import COMMAND, Server, open_server
 from jaxpaged.tools.bench.traffic import Traffic
 from jaxpaged.tools.pictures import canvas
 

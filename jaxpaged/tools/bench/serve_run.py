@@ -19,9 +19,9 @@ from jaxpaged.entrypoints.cli.server_answers import ServerError
 from jaxpaged.entrypoints.cli.terminal import complain
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
-from jaxpaged.tools.bench.dataset_flags import TIMED
 from jaxpaged.tools.bench.datasets import check_dataset, sample_requests
 from jaxpaged.tools.bench.device_recording import recording
+from jaxpaged.tools.bench.flags import TIMED
 from jaxpaged.tools.bench.load import Run, run_load
 from jaxpaged.tools.bench.metrics import limits_of, metrics_named, percentiles_of, serving_result
 from jaxpaged.tools.bench.requests import BenchRequest
