@@ -11,8 +11,7 @@ from transformers import AutoConfig
 
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
-from jaxpaged.models.config import facts_text, load_hf_config
-from jaxpaged.models.config_fields import HARMLESS_FIELDS, READ_BY_OTHERS
+from jaxpaged.models.config import HARMLESS_FIELDS, READ_BY_OTHERS, facts_text, load_hf_config
 from jaxpaged.models.registry import MODELS, model_for
 from tests.models.checkpoints import (
     COHERE,

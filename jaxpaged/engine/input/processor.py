@@ -7,19 +7,17 @@ whether the request fits the KV cache, nor when it will run.
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from jaxpaged.engine.input.bad_words import words_in_tokens
 from jaxpaged.engine.input.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.long_text import Truncation, checked_length, enough_text
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.input.prompts import Prompt
-from jaxpaged.engine.input.thinking_markers import budget_tokens, leaves_open, thinking_token_ids
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
@@ -416,3 +414,54 @@ def checked_cache_salt(salt: Any) -> str | None:
         )
     check_unicode("cache_salt", salt)
     return salt
+
+
+BORDERS = ("\n", "(")
+"""Texts behind which a word is written as it is, by tokenizers that put a space before the first word of a text."""
+
+
+def words_in_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """Every word as it is written inside a text, with and without a space before it."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        for written in (bare, f" {bare}"):
+            sequences[tuple(ids_inside(tokenizer, written))] = None
+    return [list(ids) for ids in sequences]
+
+
+def ids_inside(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text that is not the first: those behind a border, where that stays a token of its own."""
+    for border in BORDERS:
+        before = tokenizer.encode(border, add_special_tokens=False)
+        ids = tokenizer.encode(border + text, add_special_tokens=False)
+        if before and ids[: len(before)] == before and len(ids) > len(before):
+            return ids[len(before) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+
+
+def thinking_token_ids(added_tokens: Mapping[int, str]) -> tuple[int, int] | None:
+    """The tokens that begin and end thinking. `added_tokens` are those outside the vocabulary's model."""
+    ids = {text: token_id for token_id, text in added_tokens.items()}
+    return next(((ids[start], ids[end]) for start, end in PAIRS if start in ids and end in ids), None)
+
+
+def leaves_open(token_ids: Sequence[int], start_id: int, end_id: int) -> bool:
+    """Whether a model that goes on behind these tokens is thinking."""
+    markers = (token_id for token_id in reversed(token_ids) if token_id in (start_id, end_id))
+    return next(markers, end_id) == start_id
+
+
+def budget_tokens(budget: int, found: tuple[int, int] | None) -> tuple[int, int]:
+    """The same for a request with a budget. Raises RequestError when there are none."""
+    if found is None:
+        pairs = ", ".join(" and ".join(pair) for pair in PAIRS)
+        raise RequestError(
+            f"thinking_token_budget is {budget}, but the vocabulary has no tokens that begin and end thinking, such as "
+            f"{pairs}. Leave it out.",
+            "thinking_token_budget",
+        )
+    return found

@@ -1,7 +1,6 @@
 """Counters go on where a core that is gone left them."""
 
-from jaxpaged.engine.observability.carried import CarriedCounts
-from jaxpaged.engine.observability.metrics import EngineMetrics
+from jaxpaged.engine.observability.metrics import CarriedCounts, EngineMetrics
 from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogram
 from jaxpaged.messages import SchedulerStats
 
