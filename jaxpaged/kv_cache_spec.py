@@ -55,6 +55,9 @@ class CacheSpec(Protocol):
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """Blocks that a request must have at most, while its first `num_tokens` are computed in such steps."""
 
+    def with_drafts(self, num_drafts: int) -> "CacheSpec":
+        """The same where so many of a row's newest tokens may be taken back."""
+
     def context_copies(self, num_devices: int) -> int:
         """How many of the devices have the same tokens of the same heads, so that each may have a part of them in place
         of a copy; 0 where a context is never split."""
@@ -143,6 +146,9 @@ class AttentionSpec:
         seen = num_tokens if self.most_seen is None else min(num_tokens, self.most_seen - 1 + max_step_tokens)
         return blocks_for_tokens(seen, self.block_size) + (seen < num_tokens)
 
+    def with_drafts(self, num_drafts: int) -> "AttentionSpec":
+        return self
+
     def context_copies(self, num_devices: int) -> int:
         """Only contexts of layers that see all tokens are split."""
         return self.head_copies if self.most_seen is None else 0
@@ -215,6 +221,9 @@ class LatentSpec:
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return blocks_for_tokens(num_tokens, self.block_size)
 
+    def with_drafts(self, num_drafts: int) -> "LatentSpec":
+        return self
+
     def context_copies(self, num_devices: int) -> int:
         return num_devices if self.is_attended else 0
 
@@ -231,32 +240,46 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class StateArray:
-    """One array of a recurrent state; its first axis is split over the devices."""
+    """One array of a recurrent state. `shape` is that of a snapshot; `split_axis` is split over the devices.
+
+    `token_axis`: of a state that is what its last tokens gave, such as the inputs of a convolution, the axis that has
+    one entry for each of them, the oldest first. In a row that axis is longer by the tokens that may be taken back, and
+    position p lies at p modulo its length. None: there is none.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    split_axis: int = 0
+    token_axis: int | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+    def row_shape(self, num_drafts: int) -> tuple[int, ...]:
+        """Of what a row keeps where up to `num_drafts` tokens may be taken back."""
+        return tuple(n + num_drafts * (axis == self.token_axis) for axis, n in enumerate(self.shape))
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * np.dtype(self.dtype).itemsize
 
 
 SNAPSHOTS_PER_REQUEST = 4
 """Blocks for snapshots that memory is divided for: begin, branch and end of a prompt, and the end of its answer."""
+SNAPSHOT_SHARE = 1 / 16
+"""So many are small beside what else a long request keeps; then there are more, up to this share of that."""
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A recurrent state, which every token changes (Mamba, gated delta nets).
+    """A recurrent state, which every token changes (short convolutions; later gated delta nets, Mamba).
 
-    A request's own state is none of its blocks. It lies in the request's row: a checkpoint, and behind it records of
-    up to `num_records` tokens, `record_bytes` each, from which the state after any of them follows. So drafts that are
-    rejected cost nothing: their records are dropped, and the checkpoint moves over confirmed tokens only.
+    A request's own state is none of its blocks. It lies in the request's row. `num_drafts` of a row's newest tokens may
+    be taken back, as drafts are that are rejected: what a row keeps lets it go on behind any of them. So a state that
+    cannot be computed backwards keeps an array with a `token_axis`, of length 0 in a snapshot, from which the states
+    after its newest tokens follow.
 
-    Blocks are snapshots for the prefix cache. Block i is the state after (i + 1) * block_size tokens: whoever computes
-    the last token of a block writes it, unless the table has the null block there, and a request that begins behind a
-    block reads it once. One weighs as much as thousands of tokens of keys and values, so which are taken is decided
-    one by one (`core/kv_cache/groups.py`), and never at the cost of anything else: no request must have any.
+    Blocks are snapshots for the prefix cache. Block i is the state after (i + 1) * block_size tokens: the step that
+    computes the last token of a block writes it, unless the table has the null block there, and a step that begins
+    right behind a block reads it. Where a state is large, one weighs as much as thousands of tokens of keys and values,
+    so which are taken is decided one by one (`core/kv_cache/groups.py`), and never at the cost of anything else: no
+    request must have any.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -273,8 +296,7 @@ class StateSpec:
 
     block_size: int
     arrays: tuple[StateArray, ...]
-    num_records: int
-    record_bytes: int
+    num_drafts: int = 0
 
     @property
     def device_slots(self) -> int:
@@ -282,11 +304,11 @@ class StateSpec:
 
     @property
     def block_bytes(self) -> int:
-        return sum(array.num_bytes for array in self.arrays)
+        return sum(array.num_bytes(array.shape) for array in self.arrays)
 
     @property
     def row_bytes(self) -> int:
-        return self.block_bytes + self.num_records * self.record_bytes
+        return sum(array.num_bytes(array.row_shape(self.num_drafts)) for array in self.arrays)
 
     @property
     def storage(self) -> "StateSpec":
@@ -298,6 +320,9 @@ class StateSpec:
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return 0
+
+    def with_drafts(self, num_drafts: int) -> "StateSpec":
+        return replace(self, num_drafts=num_drafts)
 
     def context_copies(self, num_devices: int) -> int:
         return 0
@@ -337,9 +362,20 @@ class PoolLayout:
         """Blocks that a request must have at most, over all groups of the pool."""
         return max_blocks_per_request(self.groups, num_tokens, max_step_tokens)
 
-    def wanted_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """Blocks for which memory is divided, per request: those that it must have, or some snapshots."""
-        return self.max_blocks(num_tokens, max_step_tokens) or SNAPSHOTS_PER_REQUEST * len(self.groups)
+
+def wanted_blocks(
+    pools: Sequence[PoolLayout], num_tokens: int, max_step_tokens: int, num_shards: int = 1
+) -> tuple[int, ...]:
+    """Blocks of each pool for which memory is divided, per request: those that it must have, or some snapshots."""
+    musts = [pool.max_blocks(num_tokens, max_step_tokens) for pool in pools]
+    num_bytes = sum(must * pool.block_bytes(num_shards) for must, pool in zip(musts, pools))
+
+    def num_snapshots(pool: PoolLayout) -> int:
+        return max(
+            SNAPSHOTS_PER_REQUEST * len(pool.groups), int(SNAPSHOT_SHARE * num_bytes) // pool.block_bytes(num_shards)
+        )
+
+    return tuple(must or num_snapshots(pool) for must, pool in zip(musts, pools))
 
 
 def pool_layouts(groups: Sequence[KVCacheGroup]) -> tuple[PoolLayout, ...]:
@@ -386,9 +422,12 @@ class KVCacheConfig:
         return sum(num_blocks * pool.block_bytes(num_shards) for pool, num_blocks in pools)
 
     def concurrency(self, num_tokens: int, max_step_tokens: int) -> float:
-        """How many requests of `num_tokens` fit at a time, no beginning shared."""
-        needs = [pool.wanted_blocks(num_tokens, max_step_tokens) for pool in self.pools]
-        return min(max(n - 1, 0) / need for n, need in zip(self.num_blocks, needs, strict=True))
+        """How many requests of `num_tokens` fit at a time, no beginning shared. Snapshots are no limit, unless there is
+        nothing else."""
+        needs = [pool.max_blocks(num_tokens, max_step_tokens) for pool in self.pools]
+        if not any(needs):
+            needs = list(wanted_blocks(self.pools, num_tokens, max_step_tokens))
+        return min(max(n - 1, 0) / need for n, need in zip(self.num_blocks, needs, strict=True) if need)
 
     def layer_caches(self) -> tuple[tuple[int, int], ...]:
         """Per layer: the index of its group, and of its tensor."""

@@ -17,7 +17,7 @@ experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,8 @@ class RouterConfig:
     `score` makes numbers between 0 and 1 of the router's logits. The best `experts_per_token` are chosen, of the best
     `groups_per_token` of `num_groups` groups; a group is as good as its `best_of_group` best experts together. A
     token's weights are its scores, made to add up to 1 if `is_normalised`, times `scale`. `weighs_inputs`: they are
-    weights of what goes into the experts and not of what comes out.
+    weights of what goes into the experts and not of what comes out. `least_sum` is added to what scores are divided by,
+    since sigmoids may all be zero.
     """
 
     experts_per_token: int
@@ -70,6 +71,7 @@ class RouterConfig:
     best_of_group: int = 2
     scale: float = 1.0
     weighs_inputs: bool = False
+    least_sum: float = field(default=1e-20, metadata={"later": True})  # `models.config.LATER`
 
 
 @struct.dataclass
@@ -147,7 +149,7 @@ def route(x_TD: jax.Array, p: Experts, config: RouterConfig) -> tuple[jax.Array,
     _, expert_TJ = jax.lax.top_k(merit_TE, config.experts_per_token)
     weight_TJ = jnp.take_along_axis(score_TE, expert_TJ, axis=1)
     if config.is_normalised:
-        weight_TJ /= jnp.sum(weight_TJ, axis=1, keepdims=True) + 1e-20  # sigmoids may all be zero
+        weight_TJ /= jnp.sum(weight_TJ, axis=1, keepdims=True) + config.least_sum
     return expert_TJ, weight_TJ * config.scale
 
 

@@ -25,17 +25,22 @@ NAMED, LATER = "named", "later"
 """Metadata of fields, for `facts_text`: the name under which a field began, and that it came later."""
 
 
+ATTENTION, SHORT_CONV = "attention", "short_conv"
+"""What a layer has to bring tokens together."""
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """What differs from layer to layer. `window`: tokens that a query sees, itself included; None: all.
 
     `rope`: how positions become angles; None: queries and keys are not rotated. `chunk`: a query sees no position
-    before the last multiple of it; None: it does.
+    before the last multiple of it; None: it does. `mixer`: what brings tokens together, attention or SHORT_CONV.
     """
 
     window: int | None
     rope: RopeConfig | None
     chunk: int | None = None
+    mixer: str = field(default=ATTENTION, metadata={LATER: True})
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class ExpertsConfig:
 
     `shared_width`: columns of the experts that all tokens share, 0 where there are none. `encoding`: how the checkpoint
     packs the weights of experts, if it does (`Spec.encoding`). `num_redundant`: so many more places than experts there
-    are at least, which the engine's options say (`expert_balance.py`).
+    are at least, which the engine's options say (`expert_balance.py`). `has_correction`: of an architecture that may do
+    without, the checkpoint has numbers that are added to scores where experts are chosen.
     """
 
     num_experts: int
@@ -74,6 +80,7 @@ class ExpertsConfig:
     shared_width: int = 0
     encoding: str | None = None
     num_redundant: int = 0
+    has_correction: bool = field(default=False, metadata={LATER: True})
 
     @property
     def num_places(self) -> int:
@@ -82,6 +89,14 @@ class ExpertsConfig:
     def dim_sizes(self) -> dict[str, int]:
         """Letter -> size of that axis in the checkpoint; of places, how many there should be."""
         return {"E": self.num_experts, "e": self.num_places, "Q": self.width, "O": self.shared_width}
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A convolution sees `width` tokens, the newest one included. `has_bias`: so have the projections around it."""
+
+    width: int
+    has_bias: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,7 @@ class DecoderConfig:
     `interleaved_rope`: neighbours of a head are rotated together. `rotated_norm`: rotated queries and keys are
     normalised, without weights. `residual_scale` and `logit_scale` multiply what a block adds to the residual stream,
     and the logits. `latents`: there are latents in place of keys and values; then `head_dim` is that of queries.
+    `short_conv`: what the convolutions are of layers that have one.
     `weight_block`: rows and columns that have a scale in common in a checkpoint of 8 bits (`params/block_scaled.py`).
     """
 
@@ -138,6 +154,7 @@ class DecoderConfig:
     weight_block: tuple[int, int] | None = None
     deterministic: bool = False
     matmul_backend: str = field(default=XLA, metadata={NAMED: "few_rows"})
+    short_conv: ShortConvConfig | None = field(default=None, metadata={LATER: True})
 
     @property
     def norm(self) -> NormConfig:
@@ -189,9 +206,11 @@ class DecoderConfig:
             else {}
         )
         of_experts = experts.dim_sizes() if experts else {}
+        of_convolutions = {"x": self.hidden_size, "t": self.short_conv.width} if self.short_conv else {}
         return {
             **of_experts,
             **of_latents,
+            **of_convolutions,
             "D": self.hidden_size,
             "N": self.num_heads,
             "K": self.num_kv_heads,

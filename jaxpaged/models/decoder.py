@@ -266,23 +266,23 @@ def decoder_specs(
     norms: Mapping[str, str] = PRE_NORMS,
     fused: bool = False,
     sinks: bool = False,
-    self_attention: Callable[[DecoderConfig, str], Any] | None = None,
+    mixer: Callable[[DecoderConfig, str, int], Any] | None = None,
     feed_forward: Callable[[DecoderConfig, str, int], Mlp | Experts] | None = None,
 ) -> Decoder:
     """Specs of a whole decoder. Raises ConfigError when the model cannot be split over so many shards.
 
     `qk_norm`: norms on query and key heads, `whole_qk_norm` on all heads as one vector. `norms`: which a layer has, and
     what the checkpoint calls them. `fused`: the checkpoint keeps query, key and value projections in one tensor, and
-    gate and up in another. `sinks`: each query head has one. `self_attention` makes what a layer has in place of an
-    `Attention`. `feed_forward` makes that block of a layer's name and number, where layers differ or it is another one.
+    gate and up in another. `sinks`: each query head has one. `mixer` makes what a layer of this name and number has in
+    place of an `Attention`. `feed_forward` makes that block, likewise, where layers differ or it is another one.
     """
     device_sizes(config.dim_sizes(), num_model_shards)
-    attention = self_attention or (fused_attention if fused else attention_with_bias)
+    attention = fused_attention if fused else attention_with_bias
     mlp = fused_mlp if fused else mlp_with_bias
     layers = []
     for i in range(config.num_layers):
         name = f"model.layers.{i}"
-        self_attn = attention(config, f"{name}.self_attn")
+        self_attn = mixer(config, name, i) if mixer else attention(config, f"{name}.self_attn")
         if qk_norm or whole_qk_norm:
             query, key = ("NH", "KH") if whole_qk_norm else ("H", "H")
             self_attn = self_attn.replace(

@@ -141,8 +141,9 @@ def latent_config(fields: HfFields, router: RouterConfig, shared: int, first: in
     return replace(config, query_scale=config.query_scale * factor)
 
 
-def attention_specs_of_layer(config: DecoderConfig, name: str) -> Any:
+def attention_specs_of_layer(config: DecoderConfig, name: str, layer: int) -> Any:
     """Specs of a layer's attention. The matrices that make keys and values stand head by head in one tensor."""
+    name = f"{name}.self_attn"
     assert config.latents is not None, "latent attention needs its sizes"
     has_latent = config.latents.query_rank is not None
     up = partial(Spec, hf_name=f"{name}.kv_b_proj.weight", fused=("k", "v"), within="N")
@@ -241,9 +242,7 @@ DEEPSEEK_V2 = replace(
     llama.LLAMA,
     architectures=("DeepseekV2ForCausalLM",),
     config_from_hf=v2_config_from_hf,
-    param_specs=partial(
-        decoder_specs, self_attention=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, False)
-    ),
+    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, False)),
     forward=partial(forward, decoder_layer),
     attention_specs=latent_specs,
 )
@@ -251,7 +250,5 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     architectures=("DeepseekV3ForCausalLM",),
     config_from_hf=v3_config_from_hf,
-    param_specs=partial(
-        decoder_specs, self_attention=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, True)
-    ),
+    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, True)),
 )

@@ -20,6 +20,7 @@ from jaxpaged.models.glm4 import GLM4, GLM4_MOE
 from jaxpaged.models.gpt_oss import GPT_OSS
 from jaxpaged.models.granite import GRANITE
 from jaxpaged.models.interface import Model
+from jaxpaged.models.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.llama4 import LLAMA4
 from jaxpaged.models.mimo import MIMO
@@ -60,6 +61,8 @@ MODELS: dict[str, Model] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         LLAMA4,
+        LFM2,
+        LFM2_MOE,
     )
     for name in model.architectures
 }

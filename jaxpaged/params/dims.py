@@ -38,6 +38,8 @@ ALPHABET = {
     "c": "numbers of the latent that its keys and values are made of",
     "w": "that latent and a key that all heads share, one behind the other",
     "k": "the part of a head's key that is made of the latent and not rotated",
+    "x": "channels of a short convolution",
+    "t": "tokens that such a convolution sees: the one that it is of, and those before it",
     "v": "width of a head's values, where it is another than its keys'",
 }
 """Every letter that may name an axis; small ones are those of parameters only, most of them of latent attention."""

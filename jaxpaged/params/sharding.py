@@ -26,13 +26,14 @@ over it too; all other parameters are there once for each rank."""
 GROUP_AXIS, CONTEXT_AXIS = CONTEXT_AXES = ("group", "context")
 """The axes of the same devices where a context is split (`context_mesh`)."""
 
-MESH_AXES_OF = dict.fromkeys("NKFOVX", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
+MESH_AXES_OF = dict.fromkeys("NKFOVXx", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
 """Letter -> mesh axes. Letters that are not here are whole on every device."""
 
 SPLIT_EVENLY = {
     "N": "attention heads",
     "F": "feed-forward columns",
     "O": "columns of shared experts",
+    "x": "channels of convolutions",
 }
 """Letters of axes that are split over all devices, neither padded nor repeated, and what they are."""
 

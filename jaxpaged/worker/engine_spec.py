@@ -193,13 +193,13 @@ class EngineSpec:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
         options = self.config.compile
         name = "invariant" if options.deterministic else options.attention_backend
-        specs = [spec for spec in self._cache_specs if spec.is_attended]
         try:
             backend = choose_backend(name, self.platform)
             context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
             num_heads = [decoder.num_heads for decoder in (self.whole, *self.decoders[1:]) for _ in decoder.layers]
-            for heads, spec in zip(num_heads, specs, strict=True):
-                kind_of(spec).check_heads(context, heads, spec, self.dtype, self.kv_dtype)
+            for heads, spec in zip(num_heads, self._cache_specs):  # the last may be features, to which nothing attends
+                if spec.is_attended:
+                    kind_of(spec).check_heads(context, heads, spec, self.dtype, self.kv_dtype)
         except ValueError as error:
             raise ConfigError(f"attention_backend: {error}") from error
         return context
@@ -209,6 +209,7 @@ class EngineSpec:
         """Of all layers, those of other stages included."""
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
         specs = self.model.attention_specs(self.whole, block_size, itemsize, self.num_shards)
+        specs = [spec.with_drafts(self.num_drafts) for spec in specs]
         shards = self.config.parallel.decode_context_parallel_size
         return split_contexts(specs, shards, self.num_shards, (self.whole, *self.decoders[1:]))
 

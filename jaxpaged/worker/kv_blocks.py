@@ -10,7 +10,7 @@ import jax
 from jaxpaged.config import CacheConfig
 from jaxpaged.distributed.backend import usable_share_of_pool
 from jaxpaged.errors import CapacityError, ConfigError
-from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, pool_layouts
+from jaxpaged.kv_cache_spec import KVCacheConfig, KVCacheGroup, pool_layouts, wanted_blocks
 
 # Where the device reports no memory of its own (CPU), KV blocks take at most this share of the host's memory, unless
 # one request needs more.
@@ -35,7 +35,7 @@ class Division:
     def __init__(self, groups: Sequence[KVCacheGroup], demand: Demand, num_shards: int):
         pools = pool_layouts(groups)
         self._groups, self._num_shards, self._demand = tuple(groups), num_shards, demand
-        self._needs = [pool.wanted_blocks(demand.max_model_len, demand.max_num_batched_tokens) for pool in pools]
+        self._needs = wanted_blocks(pools, demand.max_model_len, demand.max_num_batched_tokens, num_shards)
         block_bytes = [pool.block_bytes(num_shards) for pool in pools]
         self.block_bytes = block_bytes[0]
         self._null_bytes = sum(block_bytes)

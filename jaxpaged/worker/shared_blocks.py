@@ -24,6 +24,8 @@ MOST_KEPT = 8
 """Steps of which something is kept: several kinds take turns, as with drafts."""
 
 ID_BYTES = 4
+NEVER_SHARED = 1 << 24
+"""Blocks of a unit that no row fills."""
 
 
 class SharedBlocks:

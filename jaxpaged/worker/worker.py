@@ -47,7 +47,7 @@ from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, NUM_FIRST
 from jaxpaged.worker.programs.pipeline import builders_of
 from jaxpaged.worker.programs.program_index import open_index
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.shared_blocks import SharedBlocks
+from jaxpaged.worker.shared_blocks import NEVER_SHARED, SharedBlocks
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.packed import SHARED
@@ -246,6 +246,9 @@ class Worker:
         works = max((layout.shared_work for layout in programs.layouts.values()), key=len)
         sizes = zip(cache.block_sizes, cache.device_slots)
         units = [(size, work.unit // slots * size) for (size, slots), work in zip(sizes, works)]
+        # Nothing attends to snapshots, so none is read for several rows at once.
+        attended = [group.spec.is_attended for group in cache.groups]
+        units = [(size, unit if each else NEVER_SHARED * size) for (size, unit), each in zip(units, attended)]
         shared = lambda: [SharedBlocks(*each) for each in units]
         rows = [
             RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared())

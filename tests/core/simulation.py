@@ -42,7 +42,7 @@ def latents(block_size: int) -> LatentSpec:
 
 
 def states(block_size: int) -> StateSpec:
-    return StateSpec(block_size, (StateArray((2, 3), "float32"),), num_records=4, record_bytes=8)
+    return StateSpec(block_size, (StateArray((2, 3), "float32"),), num_drafts=4)
 
 
 Kind = int | None | CacheSpec

@@ -35,11 +35,22 @@ NAMES = (
     "gpt_oss",
     "deepseek_v3",
     "llama4",
+    "lfm2_moe",
 )
 # They have nothing that one of those has not.
-OTHERS = ("qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")
-ON_ONE_DEVICE = ("llama", "gemma3", "qwen2_moe")
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4")
+OTHERS = ("lfm2", "qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")
+ON_ONE_DEVICE = ("llama", "gemma3", "qwen2_moe", "lfm2_moe")
+WITH_EXPERTS = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "llama4",
+    "lfm2_moe",
+)
 SPREAD = ("glm4_moe",)
 # One bucket that the prompt of 40 tokens does not fit: it takes three chunks.
 OPTIONS = {
@@ -100,6 +111,8 @@ DRAFTED = (
     ("llama", "draft_model"),
     ("gemma2", "eagle3"),
     ("deepseek_v3", "ngram"),
+    ("lfm2_moe", "ngram"),
+    ("lfm2_moe", "draft_model"),
 )
 
 

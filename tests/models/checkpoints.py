@@ -291,6 +291,34 @@ LLAMA4 = {
 }
 LONGROPE_DIVISORS = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 2.5, 5.0]}
 
+LFM2 = {
+    **{name: value for name, value in BASE.items() if name not in ("head_dim", "rms_norm_eps", "hidden_act")},
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "hidden_size": 64,
+    "intermediate_size": 120,
+    "block_multiple_of": 16,
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": True,
+}
+LFM2_MOE = {
+    **{name: value for name, value in LFM2.items() if name != "block_multiple_of"},
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "model_type": "lfm2_moe",
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "conv_L_cache": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_mqa_bias_tied": {
@@ -428,6 +456,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
         "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
     },
+    "lfm2": LFM2,
+    "lfm2_bias": {
+        **{name: value for name, value in LFM2.items() if name not in ("layer_types", "rope_theta")},
+        "conv_bias": True,
+        "conv_L_cache": 7,
+        "full_attn_idxs": [0, 2],
+        "block_auto_adjust_ff_dim": False,
+        "intermediate_size": 80,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": LFM2_MOE,
+    "lfm2_moe_plain": {**LFM2_MOE, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
     "phi3": {**PHI3, "sliding_window": 13},
     "phi3_partial": {
         **PHI3,
@@ -452,7 +493,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Name of a checkpoint -> its config.json, in the spellings of transformers 4 and 5."""
 
 
-SALTS = {"deepseek_v3_all": 1, "qwen2_window": 1, "gemma3": 1, "gemma3_new_spelling": 1}
+SALTS = {"lfm2_moe_plain": 1, "deepseek_v3_all": 1, "qwen2_window": 1, "gemma3": 1, "gemma3_new_spelling": 1}
 """Where the greedy continuation was nearly a tie with the first seed."""
 
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext
-from jaxpaged.models.config import LayerConfig
+from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import quantized_specs
-from jaxpaged.worker.cache.kinds import tensor_struct
-from pallas_kernels.ragged_paged_attention import choose_backend, make_metadata
+from jaxpaged.worker.cache.kinds import kind_of, tensor_struct
+from jaxpaged.worker.step.packed import StepParts
+from pallas_kernels.ragged_paged_attention import choose_backend
 from tests.models.checkpoints import CONFIGS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -37,11 +37,6 @@ TABLE = np.array([7, 2, 9, 4, 11, 1, 8], np.int32)
 def golden_of(name: str) -> dict[str, Any]:
     """What transformers computed: see scripts/update_golden.py."""
     return json.loads((GOLDEN / f"{name}.json").read_text())
-
-
-def kind_of(layer: LayerConfig) -> tuple[int | None, int | None]:
-    """Layers of one kind attend alike."""
-    return layer.window, layer.chunk
 
 
 class PagedModel:
@@ -63,11 +58,11 @@ class PagedModel:
         self.context = AttentionContext(self.mesh, BACKEND)
         specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization, self.config.dim_sizes())
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
-        attention = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
-        structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32) for spec in attention]
+        self.specs = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
+        structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32, num_rows=2) for spec in self.specs]
         zeros = lambda struct: jax.device_put(np.zeros(struct.shape, struct.dtype), struct.sharding)
         self.kv = jax.tree.map(zeros, structs)
-        self.kinds = list(dict.fromkeys(map(kind_of, self.config.layers)))
+        self.groups = list(dict.fromkeys(self.specs))
         self.num_computed = 0
 
     @functools.cached_property
@@ -106,22 +101,10 @@ class PagedModel:
         starts = jnp.array([0, num_tokens, num_tokens])
         seq_lens = jnp.array([num_computed + num_tokens, 0])
         tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
-        metadata = [
-            make_metadata(
-                1,
-                starts,
-                seq_lens,
-                tables,
-                num_tokens=CHUNK,
-                block_size=BLOCK_SIZE,
-                window=window,
-                backend=BACKEND,
-                chunk=chunk,
-            )
-            for window, chunk in self.kinds
-        ]
-        attention = map(AttentionBatch, metadata, [self.context] * len(metadata), [window for window, _ in self.kinds])
-        caches = tuple((self.kinds.index(kind_of(layer)), i) for i, layer in enumerate(self.config.layers))
+        parts = StepParts(jnp.array([1]), jnp.arange(2), starts, seq_lens, tokens_T, *[None] * 5)
+        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None}
+        attention = [kind_of(spec).step_batch(self.context, spec, parts, tables, **settings) for spec in self.groups]
+        caches = tuple((self.groups.index(spec), i) for i, spec in enumerate(self.specs))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches)
         output = self.model.forward(params, self.config, batch, kv)
         return self.model.compute_logits(self.model.head(params), self.config, output.hidden_TD), output.kv

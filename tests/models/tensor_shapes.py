@@ -16,6 +16,8 @@ NORMS = {
 def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a checkpoint."""
     kind, width = hf["model_type"], hf["hidden_size"]
+    if kind.startswith("lfm2"):
+        return lfm2_shapes(hf)
     shapes = {"model.embed_tokens.weight": (hf["vocab_size"], width), "model.norm.weight": (width,)}
     if not hf["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (hf["vocab_size"], width)
@@ -148,3 +150,68 @@ def merged_expert_shapes(width: int, num_experts: int, inner: int) -> dict[str, 
         "mlp.experts.down_proj": (num_experts, inner, width),
         "mlp.experts.down_proj_bias": (num_experts, width),
     }
+
+
+def lfm2_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of LFM2, whose names are its own."""
+    width, num_layers = hf["hidden_size"], hf["num_hidden_layers"]
+    attending = hf.get("full_attn_idxs", ())
+    kinds = hf.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(num_layers)]
+    shapes = {"model.embed_tokens.weight": (hf["vocab_size"], width), "model.embedding_norm.weight": (width,)}
+    if not hf["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (hf["vocab_size"], width)
+    for i, kind in enumerate(kinds):
+        layer = lfm2_attention_shapes(hf) if kind == "full_attention" else short_conv_shapes(hf)
+        is_sparse = hf["model_type"] == "lfm2_moe" and i >= hf["num_dense_layers"]
+        layer |= {"operator_norm.weight": (width,), "ffn_norm.weight": (width,)}
+        layer |= lfm2_expert_shapes(hf) if is_sparse else of_three("feed_forward", width, lfm2_inner(hf))
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def lfm2_inner(hf: dict[str, Any]) -> int:
+    inner = hf["intermediate_size"]
+    if hf["model_type"] == "lfm2_moe" or not hf.get("block_auto_adjust_ff_dim", True):
+        return inner
+    block = hf["block_multiple_of"]
+    return -(-int(2 * inner / 3) // block) * block
+
+
+def lfm2_attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, heads, kv_heads = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    head_dim = width // heads
+    return {
+        "self_attn.q_proj.weight": (heads * head_dim, width),
+        "self_attn.k_proj.weight": (kv_heads * head_dim, width),
+        "self_attn.v_proj.weight": (kv_heads * head_dim, width),
+        "self_attn.out_proj.weight": (width, heads * head_dim),
+        "self_attn.q_layernorm.weight": (head_dim,),
+        "self_attn.k_layernorm.weight": (head_dim,),
+    }
+
+
+def short_conv_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width = hf["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "conv.in_proj.weight": (3 * width, width),
+        "conv.conv.weight": (width, 1, hf["conv_L_cache"]),
+        "conv.out_proj.weight": (width, width),
+    }
+    if hf.get("conv_bias"):
+        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
+    return shapes
+
+
+def lfm2_expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, num_experts = hf["hidden_size"], hf["num_experts"]
+    shapes: dict[str, tuple[int, ...]] = {"feed_forward.gate.weight": (num_experts, width)}
+    if hf.get("use_expert_bias", True):
+        shapes["feed_forward.expert_bias"] = (num_experts,)
+    for i in range(num_experts):
+        shapes |= of_three(f"feed_forward.experts.{i}", width, hf["moe_intermediate_size"])
+    return shapes
+
+
+def of_three(block: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"w1": (inner, width), "w3": (inner, width), "w2": (width, inner)}
+    return {f"{block}.{name}.weight": shape for name, shape in shapes.items()}

@@ -27,6 +27,7 @@ SHARDED_NAMES = [
     "phi3_partial",
     "gpt_oss",
     "llama4",
+    "lfm2_bias",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS),
 ]
 
@@ -89,7 +90,7 @@ def test_eight_devices_give_the_tokens_of_one(name, tmp_path):
 
 
 # 5, 6 and 16 experts, of which a token goes to 1, some or all; with biases, with shared ones, packed in 4 bits.
-SPREAD_NAMES = ["mixtral", "qwen2_moe_all", "gpt_oss", "deepseek_v3", "llama4"]
+SPREAD_NAMES = ["mixtral", "qwen2_moe_all", "gpt_oss", "deepseek_v3", "llama4", "lfm2_moe"]
 OTHER_SPREAD_NAMES = ("mixtral_window_top1", "qwen3_moe", "glm4_moe", "deepseek_v2")
 
 

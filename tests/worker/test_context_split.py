@@ -62,7 +62,7 @@ def test_what_drafts_is_split_if_it_can_be():
         assert {spec.context_shards for spec in model} == {4}
         assert keys == AttentionSpec(8, num_kv_heads, 24, 4, context_shards=shards), "parts in place of copies"
         assert rest == features
-    states = StateSpec(8, (StateArray((4, 8), "float32"),), num_records=1, record_bytes=8)
+    states = StateSpec(8, (StateArray((4, 8), "float32"),))
     with pytest.raises(ConfigError, match=r"no layer of the model caches all tokens \(mamba\), so there is nothing"):
         split_contexts([states] * len(specs), 4, 4, [decoder])
 

@@ -92,7 +92,9 @@ def test_a_window_group_needs_blocks_for_the_window_and_a_step_only():
 
 
 LATENT = LatentSpec(block_size=32, width=576, dtype_bytes=2)
-STATE = StateSpec(64, (StateArray((8, 16, 32), "float32"), StateArray((8, 3), "bfloat16")), 4, 100)
+STATE = StateSpec(
+    64, (StateArray((8, 16, 32), "float32"), StateArray((3, 8), "bfloat16", split_axis=1, token_axis=0)), num_drafts=4
+)
 MIXED = group_layers([STATE, STATE, FULL, STATE, LATENT, STATE, WINDOW, STATE, STATE])
 
 
@@ -135,7 +137,7 @@ def test_pools_get_blocks_in_proportion_to_what_a_request_needs_of_each(shards):
     assert division.least_bytes == sum((need + 1) * size for need, size in zip(needs, sizes))
     assert division.num_blocks_in(division.least_bytes) == 1 + needs[0]
     assert division.num_blocks_in(division.least_bytes - 1) == needs[0]
-    assert division.row_bytes == 6 * (8 * 16 * 32 * 4 + 8 * 3 * 2 + 4 * 100) // shards
+    assert division.row_bytes == 6 * (8 * 16 * 32 * 4 + 8 * (3 + 4) * 2) // shards
     cache = size_kv_cache(CacheConfig(kv_cache_memory_bytes=9 * MIB), division, DEMAND, 0, FakeDevice("cpu"))
     assert cache.num_bytes(shards) <= 9 * MIB < cache.num_bytes(shards) + division.least_bytes
     requests = (cache.num_blocks[0] - 1) / needs[0]

@@ -24,7 +24,9 @@ def check_heads(context: AttentionContext, num_heads: int, spec: AttentionSpec, 
     check_attention(context, num_heads, spec.num_kv_heads, spec.head_dim, spec.device_slots, dtype, kv_dtype)
 
 
-def tensor_of_rank(context: AttentionContext, spec: AttentionSpec, num_blocks: int, dtype: Any) -> KVTensor:
+def tensor_of_rank(
+    context: AttentionContext, spec: AttentionSpec, num_blocks: int, dtype: Any, num_rows: int
+) -> KVTensor:
     return kv_struct(context, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, dtype)
 
 

@@ -14,6 +14,7 @@ import jax
 from jaxpaged.kv_cache_spec import AttentionSpec, CacheSpec, LatentSpec, StateSpec
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.layers.ranks import on_all_ranks
+from jaxpaged.layers.state import StateBatch
 from jaxpaged.worker.cache import attention, latent, state
 from jaxpaged.worker.step.packed import StepParts
 
@@ -27,12 +28,12 @@ class CacheKind(Protocol):
     def check_heads(self, context: AttentionContext, num_heads: int, spec: Any, dtype: Any, kv_dtype: Any) -> None:
         """Raise ValueError unless the kernel takes the query heads of a layer that attends to such a cache."""
 
-    def tensor_of_rank(self, context: AttentionContext, spec: Any, num_blocks: int, dtype: Any) -> Any:
-        """Shapes and shardings of one KV tensor of one attention rank."""
+    def tensor_of_rank(self, context: AttentionContext, spec: Any, num_blocks: int, dtype: Any, num_rows: int) -> Any:
+        """Shapes and shardings of one KV tensor of one attention rank, which has so many rows for requests."""
 
     def step_batch(
         self, context: AttentionContext, spec: Any, parts: StepParts, tables_RM: Any, **settings: Any
-    ) -> AttentionBatch:
+    ) -> AttentionBatch | StateBatch:
         """What a step tells the layers of a group. `settings`: num_tokens, decodes_only, shared_6R."""
 
     def gather(self, tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
@@ -49,8 +50,8 @@ def kind_of(spec: CacheSpec) -> CacheKind:
     return KINDS[type(spec)]
 
 
-def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any) -> Any:
+def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any, *, num_rows: int = 0) -> Any:
     """Shapes and shardings of one KV tensor, of all attention ranks together. `dtype` is that of cached keys and
-    values; states have their own."""
-    tensor = kind_of(spec).tensor_of_rank(context.of_cache(spec.context_shards), spec, num_blocks, dtype)
+    values; states have their own, and `num_rows` of them besides blocks."""
+    tensor = kind_of(spec).tensor_of_rank(context.of_cache(spec.context_shards), spec, num_blocks, dtype, num_rows)
     return jax.tree.map(partial(on_all_ranks, context.mesh), tensor)

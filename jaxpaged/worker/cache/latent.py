@@ -28,7 +28,9 @@ def check_heads(context: AttentionContext, num_heads: int, spec: LatentSpec, dty
     check_latent_attention(context, num_heads, spec.latent_dim, spec.width, spec.device_slots, dtype, kv_dtype)
 
 
-def tensor_of_rank(context: AttentionContext, spec: LatentSpec, num_blocks: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def tensor_of_rank(
+    context: AttentionContext, spec: LatentSpec, num_blocks: int, dtype: Any, num_rows: int
+) -> jax.ShapeDtypeStruct:
     place = NamedSharding(context.cache_mesh, latents_spec(context))
     width = spec.stored_width or spec.width
     return jax.ShapeDtypeStruct((num_blocks, spec.block_size, width), dtype, sharding=place)

@@ -1,4 +1,4 @@
-"""Recurrent states: blocks are snapshots of them. A module of `kinds.CacheKind`.
+"""Recurrent states: rows have the states of requests, and blocks are snapshots of them. A module of `kinds.CacheKind`.
 
 Letters: P blocks of a copy.
 """
@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpaged.kv_cache_spec import StateSpec
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext
+from jaxpaged.kv_cache_spec import StateArray, StateSpec
+from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.layers.state import StateBatch, StateTensor, state_metadata
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.worker.step.packed import StepParts
 
@@ -22,15 +23,33 @@ def check_heads(context: AttentionContext, num_heads: int, spec: StateSpec, dtyp
     raise AssertionError("nothing attends to a state")
 
 
-def tensor_of_rank(context: AttentionContext, spec: StateSpec, num_blocks: int, dtype: Any) -> Any:
-    split = NamedSharding(context.mesh, PartitionSpec(None, MODEL_AXES))
-    return [jax.ShapeDtypeStruct((num_blocks, *each.shape), each.dtype, sharding=split) for each in spec.arrays]
+def tensor_of_rank(
+    context: AttentionContext, spec: StateSpec, num_blocks: int, dtype: Any, num_rows: int
+) -> StateTensor:
+    def struct(array: StateArray, count: int, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        split = [MODEL_AXES if axis == array.split_axis else None for axis in range(array.split_axis + 1)]
+        sharding = NamedSharding(context.mesh, PartitionSpec(None, *split))
+        return jax.ShapeDtypeStruct((count, *shape), array.dtype, sharding=sharding)
+
+    return StateTensor(
+        rows=[struct(array, num_rows, array.row_shape(spec.num_drafts)) for array in spec.arrays],
+        blocks=[struct(array, num_blocks, array.shape) for array in spec.arrays],
+    )
 
 
 def step_batch(
-    context: AttentionContext, spec: StateSpec, parts: StepParts, tables_RM: Any, **settings: Any
-) -> AttentionBatch:
-    raise AssertionError("no model has states yet")
+    context: AttentionContext, spec: StateSpec, parts: StepParts, tables_RM: Any, *, num_tokens: int, **settings: Any
+) -> StateBatch:
+    """What rows share, and that all of them decode, makes no difference to a state."""
+    metadata = state_metadata(
+        parts.rows_R,
+        parts.query_start_loc_R1,
+        parts.seq_lens_R,
+        tables_RM,
+        num_tokens=num_tokens,
+        block_size=spec.block_size,
+    )
+    return StateBatch(metadata, context)
 
 
 def gather(tensor: Any, id_P: Any, spec: StateSpec, backend: str) -> Any:

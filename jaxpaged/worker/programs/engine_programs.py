@@ -118,7 +118,11 @@ class EnginePrograms:
     @cached_property
     def shapes(self) -> Shapes:
         engine_spec, sizes = self.engine_spec, self.kv_cache.block_sizes
-        kv = [tensor_struct(engine_spec.attention, *each, engine_spec.kv_dtype) for each in self.kv_cache.tensors]
+        num_rows = engine_spec.config.scheduler.max_num_seqs + 1
+        kv = [
+            tensor_struct(engine_spec.attention, *each, engine_spec.kv_dtype, num_rows=num_rows)
+            for each in self.kv_cache.tensors
+        ]
         kv += load_structs(engine_spec.param_shapes, engine_spec.mesh)
         max_blocks = blocks_for_tokens(engine_spec.config.model.max_model_len, min(sizes))
         max_tokens = engine_spec.token_buckets[-1]

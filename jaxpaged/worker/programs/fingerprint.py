@@ -52,6 +52,7 @@ TRACED = (
     "models",
     "params",
     "sampling",
+    "worker.cache",
     "worker.drafters",
     "worker.engine_spec",
     "worker.programs.engine_programs",

@@ -31,6 +31,7 @@ from jaxpaged.config.speculation import Speculation
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.layers.ranks import lying_like, of_each_rank, of_ranks
+from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
 from jaxpaged.params.sharding import num_ranks, partition_spec
@@ -80,7 +81,7 @@ class RowTokens(NamedTuple):
     answers: Answers | None = None
 
 
-RESULT_TYPES = (KVTensor, SamplingState, LogprobOutput, RowTokens, Answers)
+RESULT_TYPES = (KVTensor, StateTensor, SamplingState, LogprobOutput, RowTokens, Answers)
 """What programs return besides arrays, tuples and lists."""
 
 PROMPT_LOGPROB_TILE = 32
@@ -163,12 +164,12 @@ class StepFunctions:
 
     def attention_batches(
         self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool
-    ) -> tuple[AttentionBatch, ...]:
+    ) -> tuple[AttentionBatch | StateBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
 
         shared_G6R = layout.shared_of_groups(parts) if layout.shared_work and layout.reads_shared else None
 
-        def of_group(g: int, spec: CacheSpec) -> AttentionBatch:
+        def of_group(g: int, spec: CacheSpec) -> AttentionBatch | StateBatch:
             return kind_of(spec).step_batch(
                 self.attention,
                 spec,
