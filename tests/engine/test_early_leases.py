@@ -10,10 +10,10 @@ from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from tests.engine.fake_engine import make_engine
-from tests.engine.test_kv_transfer import BORROWS, LENDS
+from tests.engine.test_kv_transfer import CONSUMES, PRODUCES
 
 SHAPE = StructuredOutputsParams(regex="a+")
-LENT = BORROWS["kv_transfer_params"]
+LENT = CONSUMES["kv_transfer_params"]
 KEPT, LET_GO = KeepLease(LENT), KeepLease(LENT, is_needed=False)
 
 
@@ -31,7 +31,7 @@ class Checker:
         raise RequestError("no", "structured_outputs")
 
 
-def bound(extra_args=BORROWS, shape=SHAPE):
+def bound(extra_args=CONSUMES, shape=SHAPE):
     return SamplingParams(max_tokens=2, structured_outputs=shape, extra_args=extra_args)
 
 
@@ -41,7 +41,7 @@ def bound(extra_args=BORROWS, shape=SHAPE):
         (bound(), (), [KEPT, LET_GO]),
         (bound(), (SHAPE,), []),
         (bound(shape=None), (), []),
-        (bound(LENDS), (), []),
+        (bound(PRODUCES), (), []),
         (bound(None), (), []),
         (bound({"kv_transfer_params": {**LENT, "remote_port": 1 << 16}}), (), []),
     ],
@@ -103,5 +103,5 @@ def test_an_engine_that_refuses_a_request_gives_its_lease_back(prompt, monkeypat
         engine.add_request("a", prompt, bound(shape=None))
     assert calls == [LET_GO]
     with pytest.raises(RequestError):
-        engine.add_request("a", prompt, bound(LENDS, shape=None))
+        engine.add_request("a", prompt, bound(PRODUCES, shape=None))
     assert calls == [LET_GO]

@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.engine.core import EngineCore
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
-from tests.engine.test_kv_transfer import LENDS, PROMPT, VOCAB, FakeTransfer, handed_over, request, run, step, tokens
+from tests.engine.test_kv_transfer import PRODUCES, PROMPT, VOCAB, FakeTransfer, handed_over, request, run, step, tokens
 
 BLOCK = 4
 DOUBT = (-1, 0)
@@ -193,7 +193,7 @@ def test_what_a_failed_step_wrote_is_kept_nowhere(when, page_tokens):
 
 def test_what_is_lent_is_copied_before_the_next_request_takes_its_blocks():
     core, device, transfer = made(18)
-    core.add_request(handed_over(LENDS, 1))
+    core.add_request(handed_over(PRODUCES, 1))
     core.add_request(request("next", PROMPT[::-1], 12))
     core.add_request(request("last", [9, *PROMPT], 12))
     run(core)
@@ -203,7 +203,7 @@ def test_what_is_lent_is_copied_before_the_next_request_takes_its_blocks():
 def test_a_prompt_whose_request_fails_is_not_lent():
     core, device, transfer = made(64)
     device.bad_requests["a"] = "its logits are no numbers"
-    core.add_request(handed_over(LENDS, 3))
+    core.add_request(handed_over(PRODUCES, 3))
     outputs = run(core)["a"]
     assert outputs[-1].finish_reason == "error"
     said = [output.kv_transfer_params for output in outputs]

@@ -10,7 +10,7 @@ from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.entrypoints.grpc import multiplexer
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import ServingError
-from tests.engine.test_kv_transfer import BORROWS
+from tests.engine.test_kv_transfer import CONSUMES
 from tests.entrypoints.grpc.conftest import Gate
 
 
@@ -107,7 +107,7 @@ def test_wrong_token_ids_are_named_so_on_a_stream_too(serving, ids):
 
 
 def test_a_request_that_does_not_begin_gives_back_what_is_lent_for_it(serving, monkeypatch):
-    lent, heard = BORROWS["kv_transfer_params"], []
+    lent, heard = CONSUMES["kv_transfer_params"], []
 
     async def call(said):
         heard.append(said)

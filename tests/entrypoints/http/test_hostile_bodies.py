@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from jaxpaged.core import new_tokens
+from jaxpaged.core.output import fault_of
 from jaxpaged.entrypoints.http import body as bodies_read
 from jaxpaged.entrypoints.http.app import create_app, public_endpoints
 from jaxpaged.entrypoints.http.body import read_body, read_struct
@@ -266,9 +266,9 @@ def test_a_grammar_that_turns_out_too_much_when_it_is_followed_is_the_fault_of_i
     class Request:
         matcher = Broken()
 
-    assert new_tokens.fault_of(Request(), "no token") == (
+    assert fault_of(Request(), "no token") == (
         "structured_outputs cannot be followed: Too many items",
         "structured_outputs",
     )
     Request.matcher = None
-    assert new_tokens.fault_of(Request(), "no token") == ("no token", None)
+    assert fault_of(Request(), "no token") == ("no token", None)

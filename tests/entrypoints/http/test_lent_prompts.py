@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from jaxpaged.engine.core_calls import KeepLease
-from tests.engine.test_kv_transfer import BORROWS
+from tests.engine.test_kv_transfer import CONSUMES
 
-LENT = BORROWS["kv_transfer_params"]
+LENT = CONSUMES["kv_transfer_params"]
 TEXT = {"prompt": "one two", "max_tokens": 2, "kv_transfer_params": LENT}
 CHAT = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 2, "kv_transfer_params": LENT}
 INPUT = {"input": "one", "max_output_tokens": 16, "kv_transfer_params": LENT}

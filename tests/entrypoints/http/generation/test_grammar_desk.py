@@ -12,7 +12,7 @@ from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.entrypoints.http.generation.grammar_desk import NUM_HARD, Asker, GrammarDesk
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
-from tests.engine.test_kv_transfer import BORROWS
+from tests.engine.test_kv_transfer import CONSUMES
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
 
@@ -188,14 +188,14 @@ def test_what_another_engine_lends_is_kept_while_a_grammar_is_checked():
 
         checker = service._grammars._checker = GatedChecker()
         service.engine.call = call
-        body = {"prompt": "a", "structured_outputs": {"regex": "bad"}, **BORROWS}
+        body = {"prompt": "a", "structured_outputs": {"regex": "bad"}, **CONSUMES}
         asked = asyncio.ensure_future(Client(create_app(service)).post("/v1/completions", body))
         while not checker.hard:
             await asyncio.sleep(0.001)
-        assert told == [KeepLease(BORROWS["kv_transfer_params"])]
+        assert told == [KeepLease(CONSUMES["kv_transfer_params"])]
         checker.gate.set()
         assert (await asked).status == 400
-        assert told[1:] == [KeepLease(BORROWS["kv_transfer_params"], is_needed=False)]
+        assert told[1:] == [KeepLease(CONSUMES["kv_transfer_params"], is_needed=False)]
 
     asyncio.run(scenario())
 
