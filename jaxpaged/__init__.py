@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from jaxpaged.engine.input.prompts import TextPrompt, TokensPrompt
     from jaxpaged.engine.llm_engine import LLMEngine
     from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
-    from jaxpaged.entrypoints.beam_search import BeamSearchOutput, BeamSearchSequence
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
     from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     )
     from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+    from jaxpaged.serving.beam_search import BeamSearchOutput, BeamSearchSequence
 
 __version__ = "0.1.0"
 __all__ = [
@@ -68,7 +68,7 @@ _NAMES_OF = {
     "engine.llm_engine": ["LLMEngine"],
     "engine.observability.metrics": ["Counter", "Gauge", "Histogram", "Metric"],
     "engine.input.prompts": ["TextPrompt", "TokensPrompt"],
-    "entrypoints.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],
+    "serving.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],
     "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
     "entrypoints.llm": ["LLM"],
     "messages": ["CompletionOutput", "Logprob", "RequestOutput"],

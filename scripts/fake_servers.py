@@ -18,12 +18,12 @@ from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output.stream import OutputStream
 from jaxpaged.entrypoints.cli.serve import announce, run_loop
 from jaxpaged.entrypoints.cli.start_report import StartReport
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.server import Sockets, serve
-from jaxpaged.entrypoints.http.service import Service, served_model
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput
 from jaxpaged.params.hub import resolve_model_folder
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.service import Service, served_model
 
 
 def serve_free(max_num_seqs: int, grpc_port: int | None) -> None:

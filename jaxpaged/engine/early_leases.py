@@ -38,10 +38,10 @@ def lease_kept(
 
 @contextlib.asynccontextmanager
 async def lease_kept_meanwhile(
-    call: Callable[[KeepLease], Awaitable[None]], checker: GrammarChecker, params: Any
+    call: Callable[[KeepLease], Awaitable[None]], checker: GrammarChecker, params: Any, *, gives_back: bool = True
 ) -> AsyncIterator[None]:
     """The same in an event loop, with a core that answers later. A core that does not answer is for the request itself
-    to find out."""
+    to find out. Not `gives_back`: the caller gives the lease back where that raises anything."""
     lent = lent_to_one_behind_check(checker, params)
     if not lent:
         yield
@@ -57,7 +57,8 @@ async def lease_kept_meanwhile(
         await keeping
     except BaseException:
         await keeping
-        await tell(False)
+        if gives_back:
+            await tell(False)
         raise
 
 

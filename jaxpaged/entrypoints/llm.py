@@ -17,7 +17,6 @@ from jaxpaged.engine.input.chat_template import Message
 from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.entrypoints.batch_progress import BatchProgress
-from jaxpaged.entrypoints.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token
 from jaxpaged.entrypoints.cli.terminal import ProgressLine
 from jaxpaged.entrypoints.llm_control import ControlMethods
 from jaxpaged.entrypoints.llm_pooling import PoolingMethods
@@ -30,6 +29,7 @@ from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_in
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.serving.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token
 
 UseTqdm = bool | Callable[..., Any]
 """True for a progress bar on terminals, or a function that makes one."""

@@ -17,9 +17,9 @@ from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS
 from jaxpaged.entrypoints.cli import command_line
 from jaxpaged.entrypoints.cli.serve import split_options
 from jaxpaged.entrypoints.http.health import OPEN_PATHS
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.server import ABORT_SECONDS
 from jaxpaged.entrypoints.http.transport.listener import CLOSING_TIMEOUT
+from jaxpaged.serving.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -7,9 +7,10 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.async_llm import AsyncLLM
-from jaxpaged.entrypoints.http.generation.grammar_desk import Asker, GrammarDesk
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.grammar_checks import GrammarChecks
+from jaxpaged.serving.requests import RequestContext
 from tests.engine import fake_core
 from tests.engine.fake_engine import make_engine, run_to_end
 from tests.engine.small_tokenizer import make_tokenizer
@@ -49,8 +50,8 @@ def test_of_an_engine_with_a_core_of_its_own_process():
 def test_of_a_desk_where_shapes_are_checked():
     async def scenario():
         engine, _ = make_engine()
-        desk = GrammarDesk(engine.input_processor.grammar_checker)
-        await desk.check(SHAPED.structured_outputs, Asker("a"))
+        desk = GrammarChecks(engine.input_processor.grammar_checker)
+        await desk.check(SHAPED.structured_outputs, RequestContext("a"))
         desk.close()
         engine.shutdown()
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from jaxpaged.entrypoints.http.transport import auth
+from jaxpaged.serving import api_keys
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def compared_keys(monkeypatch):
         compared.append((len(given), len(known)))
         return given == known
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", compare)
     return compared
 
 

@@ -3,9 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxpaged.entrypoints.beam_search import BeamSearch, one_token
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams
+from jaxpaged.serving.beam_search import BeamSearch, one_token
 
 EOS, VOCAB = 0, 6
 

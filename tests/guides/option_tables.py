@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from jaxpaged.config.vllm_options import FOREIGN_OPTIONS, LEAVE_OUT, VALUES, ForeignOption
-from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
-from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
+from jaxpaged.serving.options import ServerOptions
 from tests.guides.guide_blocks import FOLDER
 from tests.vllm_serve_names import ENGINE, SERVER
 

@@ -93,7 +93,7 @@ def add_parser(commands: Any) -> None:
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Flags for those of the server's options that the proxy has."""
-    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.serving.options import ServerOptions
 
     group = parser.add_argument_group("server")
     for option in dataclasses.fields(ServerOptions):
@@ -126,11 +126,11 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """The same before engines that run."""
-    from jaxpaged.entrypoints.http.options import ServerOptions
     from jaxpaged.entrypoints.http.server import api_keys
     from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
     from jaxpaged.entrypoints.http.transport.tls import tls_settings
     from jaxpaged.entrypoints.proxy.app import Proxy, create_app
+    from jaxpaged.serving.options import ServerOptions
 
     options = ServerOptions.from_options({name: getattr(args, name) for name in SERVER_OPTIONS if hasattr(args, name)})
     keys, tls = api_keys(options), tls_settings(options)

@@ -32,7 +32,7 @@ from jaxpaged.errors import UsageError, how_to_install, is_installed
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.server import Sockets
-    from jaxpaged.entrypoints.http.service import Service
+    from jaxpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ def add_parser(commands: Any) -> None:
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every option of the server."""
-    from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
-    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
+    from jaxpaged.serving.options import ServerOptions
 
     group = parser.add_argument_group("server")
     for option in dataclasses.fields(ServerOptions):
@@ -90,11 +90,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Returns the exit status."""
-    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.serving.options import ServerOptions
 
     check_extra("serve", "starlette", "uvicorn", "httptools")
     from jaxpaged.entrypoints.http import server
-    from jaxpaged.entrypoints.http.service import Service, served_model
+    from jaxpaged.serving.service import Service, served_model
 
     given, of_engine = split_options(args)
     options = ServerOptions.from_options(given)
@@ -135,8 +135,8 @@ def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
     Raises ConfigError, and UsageError for two models.
     """
     from jaxpaged.entrypoints.cli.config_file import read_config_file
-    from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
-    from jaxpaged.entrypoints.http.options import ServerOptions
+    from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
+    from jaxpaged.serving.options import ServerOptions
 
     fields = dataclasses.fields(ServerOptions)
     file = read_config_file(args.config, fields, FOREIGN_SERVER_OPTIONS) if args.config else {}

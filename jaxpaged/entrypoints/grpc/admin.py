@@ -1,11 +1,11 @@
 """The service `jaxpaged.v1.Admin`: what changes the engine for everybody. Its keys are its own."""
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
-from jaxpaged.entrypoints.http.admin import check_choice
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import CapacityError, CheckpointError
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
+from jaxpaged.serving.requests import RequestContext, check_choice
+from jaxpaged.serving.service import Service
 
 
 class Administration:
@@ -15,15 +15,17 @@ class Administration:
         self._engine = service.engine
         self._traffic = service.traffic
 
-    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, caller: str) -> pb.ResetPrefixCacheResponse:
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: RequestContext
+    ) -> pb.ResetPrefixCacheResponse:
         return pb.ResetPrefixCacheResponse(success=await self._engine.reset_prefix_cache())
 
-    async def AbortAll(self, request: pb.AbortAllRequest, caller: str) -> pb.AbortResponse:
+    async def AbortAll(self, request: pb.AbortAllRequest, context: RequestContext) -> pb.AbortResponse:
         ids = self._traffic.engine_ids()
         await self._engine.abort(ids)
         return pb.AbortResponse(num_aborted=len(ids))
 
-    async def Sleep(self, request: pb.SleepRequest, caller: str) -> pb.SleepResponse:
+    async def Sleep(self, request: pb.SleepRequest, context: RequestContext) -> pb.SleepResponse:
         level = request.level if request.HasField("level") else 1
         mode = request.mode or MODES[0]
         check_choice("level", str(level), [str(each) for each in LEVELS])
@@ -31,7 +33,7 @@ class Administration:
         await self._engine.sleep(level, mode)
         return await self._state()
 
-    async def WakeUp(self, request: pb.WakeUpRequest, caller: str) -> pb.SleepResponse:
+    async def WakeUp(self, request: pb.WakeUpRequest, context: RequestContext) -> pb.SleepResponse:
         for tag in request.tags:
             check_choice("tags", tag, TAGS)
         try:
@@ -40,11 +42,11 @@ class Administration:
             raise ServingError(scrubbed(str(error)), kind=ErrorKind.UNAVAILABLE) from error
         return await self._state()
 
-    async def StartProfile(self, request: pb.StartProfileRequest, caller: str) -> pb.ProfileResponse:
+    async def StartProfile(self, request: pb.StartProfileRequest, context: RequestContext) -> pb.ProfileResponse:
         await self._engine.start_profile()
         return pb.ProfileResponse(profiling=True)
 
-    async def StopProfile(self, request: pb.StopProfileRequest, caller: str) -> pb.ProfileResponse:
+    async def StopProfile(self, request: pb.StopProfileRequest, context: RequestContext) -> pb.ProfileResponse:
         await self._engine.stop_profile()
         return pb.ProfileResponse(profiling=False)
 

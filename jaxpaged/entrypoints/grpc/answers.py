@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
-from jaxpaged.entrypoints.http.generation.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.output_reader import OutputReader
 
 
 class Responses:
@@ -19,7 +19,7 @@ class Responses:
     def __init__(
         self,
         request_id: str,
-        new_reader: Callable[[], AnswerReader] | None,
+        new_reader: Callable[[], OutputReader] | None,
         tokenizer: Tokenizer,
         *,
         with_prompt: bool,
@@ -29,7 +29,7 @@ class Responses:
         self._head = nested(1, request_id.encode())
         self._new_reader = new_reader
         self._tokenizer = tokenizer
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers: dict[int, OutputReader] = {}
         self._with_prompt = with_prompt
         self._usage = UsageCounter(with_cached_tokens)
         self._begun = False

@@ -19,16 +19,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
 from jaxpaged.entrypoints.grpc.errors import status_of
-from jaxpaged.entrypoints.http.body import BODY_BYTES
-from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
-from jaxpaged.entrypoints.http.transport.auth import KeyRing, digest
-from jaxpaged.entrypoints.http.transport.trace_context import enter_trace
+from jaxpaged.serving.api_keys import KeyRing, digest
 from jaxpaged.serving.errors import ErrorKind, ServingError
+from jaxpaged.serving.requests import CORE_HEADER, RequestContext, chosen_core, trace_in
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 CLIENT_LEFT = "CANCELLED"
-JSON_SIZE = 3
-"""A request is so many times as long in JSON, about: token ids take two bytes here. By that it is known for long."""
 MESSAGE_SECONDS = 60.0
 """Within which the request of a call must have come, where it is one."""
 WRITE_SECONDS = 300.0
@@ -99,7 +95,7 @@ def handlers(
 def handler(
     method: MethodDescriptor, function: Callable[..., Any], access: Access, counts: CallCounts, traced: bool
 ) -> grpc.RpcMethodHandler:
-    """`function(request, caller)` gives a message or, for a method that streams, an asynchronous generator of messages
+    """`function(request, context)` gives a message or, for a method that streams, an asynchronous generator of messages
     in bytes; a method whose requests are a stream gets their iterator.
 
     To grpcio the requests of every method are a stream: so who may not call is told before anything is read, and what
@@ -107,30 +103,29 @@ def handler(
     """
     kind, asked = kind_of(method), GetMessageClass(method.input_type)
 
-    def caller_of(context: grpc.aio.ServicerContext) -> str:
-        metadata = [(name, str(value)) for name, value in context.invocation_metadata() or ()]
-        choose_core(metadata)
-        if traced:
-            enter_trace(metadata)
-        return access.caller(context)
+    def context_of(call: grpc.aio.ServicerContext) -> RequestContext:
+        metadata = [(name, str(value)) for name, value in call.invocation_metadata() or ()]
+        core = chosen_core([value for name, value in metadata if name == CORE_HEADER.lower()])
+        trace = trace_in(metadata) if traced else None
+        return RequestContext(access.caller(call), data_parallel_rank=core, trace=trace)
 
-    async def unary(given: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
-        async with Counted(method, counts, context):
-            caller = caller_of(context)
-            return await function(parsed(asked, await first_of(given)), caller)
+    async def unary(given: AsyncIterator[bytes], call: grpc.aio.ServicerContext) -> Any:
+        async with Counted(method, counts, call):
+            context = context_of(call)
+            return await function(parsed(asked, await first_of(given)), context)
 
-    async def stream(given: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        async with Counted(method, counts, context):
-            caller = caller_of(context)
+    async def stream(given: AsyncIterator[bytes], call: grpc.aio.ServicerContext) -> None:
+        async with Counted(method, counts, call):
+            context = context_of(call)
             one = kind == "server_stream"
             request = parsed(asked, await first_of(given)) if one else (parsed(asked, each) async for each in given)
             async with (
                 Writing() as writing,
-                contextlib.aclosing(function(request, caller)) as responses,  # closed with the call
+                contextlib.aclosing(function(request, context)) as responses,  # closed with the call
             ):
                 async for response in responses:
                     writing.number += 1
-                    await context.write(response)
+                    await call.write(response)
                     writing.number += 1
 
     if kind == "unary":
@@ -188,7 +183,6 @@ class Writing:
 
 def parsed(kind: type[Message], data: bytes) -> Message:
     """Raises ServingError for what is no message of this kind, which grpcio would call an unknown failure."""
-    BODY_BYTES.set(JSON_SIZE * len(data))
     try:
         return kind.FromString(data)
     except DecodeError as error:

@@ -17,10 +17,11 @@ from typing import Protocol
 from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.errors import told
 from jaxpaged.entrypoints.grpc.wire_format import nested
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Numbered, NumberedTaker
 from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
+from jaxpaged.serving.generate import GenerationRequest, Numbered, NumberedTaker
+from jaxpaged.serving.requests import RequestContext
 
 MAX_OPEN = 1024
 """Requests under way on one stream."""
@@ -35,7 +36,9 @@ IDLE_SECONDS = 600.0
 class Generator(Protocol):
     """Who answers one request; see `inference.Inference`."""
 
-    async def prepared(self, request: pb.GenerateRequest, caller: str) -> tuple[GenerationRequest, Responses]: ...
+    async def prepared(
+        self, request: pb.GenerateRequest, context: RequestContext
+    ) -> tuple[GenerationRequest, Responses]: ...
 
     def results(self, generation: GenerationRequest, take: NumberedTaker) -> AsyncGenerator[Numbered]: ...
 
@@ -63,9 +66,9 @@ class Gathered:
 class Multiplexer:
     """One stream, of one caller."""
 
-    def __init__(self, generator: Generator, caller: str):
+    def __init__(self, generator: Generator, context: RequestContext):
         self._generator = generator
-        self._caller = caller
+        self._context = context
         self._calls: dict[str, Call] = {}  # whose ids are in use
         self._tasks: set[asyncio.Task] = set()  # of these, and of those whose last words are not taken yet
         self._num_taken = 0
@@ -178,7 +181,7 @@ class Multiplexer:
     async def _run(self, request: pb.GenerateRequest, call: Call) -> None:
         last: dict[str, pb.Done | pb.Error] = {"done": pb.Done()}
         try:
-            generation, responses = await self._generator.prepared(request, self._caller)
+            generation, responses = await self._generator.prepared(request, self._context)
             if call.aborted:
                 self._say_aborted(request.request_id, generation.params.n)
                 await self._let_go(request)

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxpaged.entrypoints.http.health import Health
+from jaxpaged.serving.service import Service
 
 HEALTH_SECONDS = 1.0
 """How often who watches is told of a change."""
@@ -46,15 +46,15 @@ class Places:
 class HealthChecks(health_pb2_grpc.HealthServicer):
     """Whether the whole server, called "", and each of `services` is ready."""
 
-    def __init__(self, readiness: Health, services: Sequence[str]):
-        self._readiness = readiness
+    def __init__(self, service: Service, services: Sequence[str]):
+        self._service = service
         self._services = {"", *services}
         self._places = Places("Watch")
 
     def _status(self, service: str) -> int:
         if service not in self._services:
             return Status.SERVICE_UNKNOWN
-        return Status.SERVING if self._readiness.obstacle() is None else Status.NOT_SERVING
+        return Status.SERVING if self._service.obstacle() is None else Status.NOT_SERVING
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> Any:
         status = self._status(request.service)

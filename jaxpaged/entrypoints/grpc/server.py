@@ -19,11 +19,9 @@ from jaxpaged.entrypoints.grpc.admin import Administration
 from jaxpaged.entrypoints.grpc.inference import Inference
 from jaxpaged.entrypoints.grpc.methods import Access, CallCounts, handlers
 from jaxpaged.entrypoints.grpc.open_calls import HealthChecks, Reflection
-from jaxpaged.entrypoints.http.health import Health
-from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.transport.listener import MAX_CONNECTIONS
 from jaxpaged.errors import UsageError
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.service import Service
 
 INFERENCE, ADMIN = (pb.DESCRIPTOR.services_by_name[name] for name in ("Inference", "Admin"))
 CLOSING_SECONDS = 5.0
@@ -60,10 +58,10 @@ class GrpcListener:
         keys: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
         credentials: grpc.ServerCredentials | None = None,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int | None = None,
     ):
         self._service = service
-        self._max_connections = max_connections
+        self._max_connections = max_connections or service.options.max_connections
         self._addresses = addresses
         self._keys, self._admin_keys = keys, admin_keys
         self._credentials = credentials
@@ -123,7 +121,7 @@ class GrpcListener:
             compression=grpc.Compression.NoCompression,
         )
         own = [INFERENCE.full_name, ADMIN.full_name]
-        health_pb2_grpc.add_HealthServicer_to_server(HealthChecks(Health(self._service), own), server)
+        health_pb2_grpc.add_HealthServicer_to_server(HealthChecks(self._service, own), server)
         names = [*own, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(Reflection(names), server)
         return server

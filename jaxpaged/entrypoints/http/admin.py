@@ -4,7 +4,6 @@ They have a listener of their own, on the loopback address; only `/abort_request
 ids that a client did not choose cannot be guessed.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,9 +13,10 @@ from starlette.responses import Response
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.body import json_response, read_struct
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import CapacityError, CheckpointError
 from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
+from jaxpaged.serving.requests import check_choice
+from jaxpaged.serving.service import Service
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,9 +112,3 @@ def whole_number(request: Request, name: str, default: int, allowed: tuple[int, 
     text = request.query_params.get(name, str(default))
     check_choice(name, text, [str(each) for each in allowed])
     return int(text)
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raise ServingError unless the value of a query parameter is one of `allowed`."""
-    if value not in allowed:
-        raise ServingError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.", name)

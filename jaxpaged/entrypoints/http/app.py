@@ -65,11 +65,10 @@ from jaxpaged.entrypoints.http.pooling.routes import Pooling
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
 from jaxpaged.entrypoints.http.responses.protocol import Response as ResponseObject
 from jaxpaged.entrypoints.http.responses.routes import Responses
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.origins import LOOPBACK_NAMES, CheckOrigins
-from jaxpaged.entrypoints.http.transport.request_counts import CountRequests
-from jaxpaged.entrypoints.http.transport.trace_context import TraceContext
+from jaxpaged.entrypoints.http.transport.request_counts import CountRequests, RequestCounts
+from jaxpaged.serving.service import Service
 
 
 def public_endpoints(service: Service) -> list[Endpoint]:
@@ -169,26 +168,36 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
     ]
 
 
-def create_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
-    """The public application. With `keys`, requests must show one of them, but for probes and the page's files."""
+def create_app(service: Service, keys: Sequence[str] = (), counts: RequestCounts | None = None) -> Starlette:
+    """The public application. With `keys`, requests must show one of them, but for probes and the page's files.
+
+    `counts`: what several applications of a service count in, which the service's metrics have already.
+    """
     options = service.options
     live = Live(service).endpoints() if options.page else []
     pages = page_routes(options.root_path) if options.page else []
     local = options.host in LOOPBACK_NAMES and not (keys or options.uds or options.root_path)
     return application(
-        [*public_endpoints(service), *live], service, keys, origins=options.allowed_origins, local=local, pages=pages
+        [*public_endpoints(service), *live],
+        service,
+        keys,
+        counts,
+        origins=options.allowed_origins,
+        local=local,
+        pages=pages,
     )
 
 
-def create_admin_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
+def create_admin_app(service: Service, keys: Sequence[str] = (), counts: RequestCounts | None = None) -> Starlette:
     """The operator's application."""
-    return application(admin_endpoints(service), service, keys, local=not keys)
+    return application(admin_endpoints(service), service, keys, counts, local=not keys)
 
 
 def application(
     endpoints: Sequence[Endpoint],
     service: Service,
     keys: Sequence[str],
+    counts: RequestCounts | None,
     *,
     local: bool,
     origins: Sequence[str] = (),
@@ -208,7 +217,7 @@ def application(
     options = service.options
     counted = Middleware(
         CountRequests,
-        counts=service.requests,
+        counts=counts or counts_of(service),
         handlers=handlers,
         logged=options.access_log,
         unlogged=options.disable_access_log_for_endpoints,
@@ -219,15 +228,21 @@ def application(
     below = [Middleware(BelowRoot, root_path=root)] if root else []
     guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS.union(page.path for page in pages))
     known = Middleware(CheckOrigins, allowed=origins, local=local, own_paths=PATHS)
-    traced = [Middleware(TraceContext)] if service.is_tracing else []
     straight = Middleware(KnownPaths, endpoints=endpoints)
     app = Starlette(
         routes=routes,
-        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, *traced, straight],
+        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, straight],
         exception_handlers={HTTPException: answer_with_error},
     )
     app.state.long_bodies, app.state.let_go = asyncio.Lock(), service.let_go
     return app
+
+
+def counts_of(service: Service) -> RequestCounts:
+    """Counts of requests over HTTP, which are among the service's metrics from now on."""
+    counts = RequestCounts()
+    service.sources.append(counts.read)
+    return counts
 
 
 class BelowRoot:

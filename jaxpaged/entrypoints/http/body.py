@@ -9,8 +9,8 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,17 +24,12 @@ from jaxpaged.serving.errors import ServingError
 
 BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
-SHORT_BODY = 4096
-"""Bytes up to which a body is not worth a thread."""
 LONG_BODY, REST_SECONDS_A_BYTE = 2**20, 7e-9
 """Longer bodies are decoded one at a time, and so long for each byte after one another. 15 MB hold the loop for 12 to
 20 ms, and leave it alone for a tenth of a second before that: an answer to somebody else takes several of its rounds,
 and is to meet one of them at most."""
-BODY_BYTES: ContextVar[int] = ContextVar("body_bytes", default=SHORT_BODY + 1)
-"""Of the request that a task serves, as far as it was read here; what is not known counts as long."""
-LENT: ContextVar[Any] = ContextVar("lent", default=None)
-"""The `kv_transfer_params` of the request that a task serves, if its prompt may be lent by another engine: read before
-anything else, since the lease is given back whatever the request is refused for."""
+READ = "jaxpaged.body"
+"""Where a scope has what was seen when its body was read, as a `ReadBody`."""
 MOST_VALUES = 2_000_000
 """Of a body, as `ValueCount` counts: to decode so many takes 20 to 90 ms of a busy core."""
 CLOSE = {"Connection": "close"}
@@ -57,10 +52,22 @@ async def read_json(request: Request, max_body_bytes: int) -> bytearray:
     """The body, of which nothing is decoded. Raises ServingError, as `read_struct` does."""
     check_media_type(request.headers.get("content-type", ""))
     body = await read_body(request, max_body_bytes)
-    BODY_BYTES.set(len(body))
-    if b"do_remote_prefill" in body:
-        LENT.set(lent_in(body))
+    request.scope[READ] = ReadBody(len(body), lent_in(body) if b"do_remote_prefill" in body else None)
     return body
+
+
+@dataclass(frozen=True)
+class ReadBody:
+    """A body that was read. `lent`: its `kv_transfer_params`, if its prompt may be lent by another engine. They are
+    looked for before anything else, since the lease is given back whatever the request is refused for."""
+
+    num_bytes: int
+    lent: Any = None
+
+
+def num_bytes_of(request: Request) -> int:
+    """Of the body, which was read."""
+    return request.scope[READ].num_bytes
 
 
 class Lent(msgspec.Struct):
@@ -105,14 +112,6 @@ def strictly_decoded[T](body: bytes | bytearray, kind: type[T]) -> T:
         if unknown_name(str(error)) is None:
             raise
     return decoder(kind).decode(known_part(body, kind))
-
-
-async def off_loop[T](function: Callable[..., T], *arguments: Any) -> T:
-    """`function(*arguments)`, in a thread unless the body of the request that this task serves is short: what is done
-    with a body takes time that grows with it, and nobody else is to wait for that."""
-    if BODY_BYTES.get() <= SHORT_BODY:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
 
 
 @functools.cache

@@ -9,9 +9,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxpaged.entrypoints.http.body import LENT
+from jaxpaged.entrypoints.http.body import READ
 from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
-from jaxpaged.entrypoints.http.request_ids import header_id
+from jaxpaged.entrypoints.http.headers import header_id
 from jaxpaged.errors import did_you_mean
 from jaxpaged.serving.errors import ServingError
 
@@ -55,9 +55,11 @@ class Endpoint:
             if self.is_strict:
                 self._check_query(request)
             return await self.handler(request)
-        except Exception as error:
-            if (lent := LENT.get()) is not None:
-                await request.app.state.let_go(lent)
+        except BaseException as error:
+            if (body := request.scope.get(READ)) is not None and body.lent is not None:
+                await request.app.state.let_go(body.lent)
+            if not isinstance(error, Exception):
+                raise
             return error_response(as_http_error(error))
 
     def _check_query(self, request: Request) -> None:

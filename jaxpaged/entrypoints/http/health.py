@@ -11,8 +11,8 @@ from starlette.responses import Response
 from jaxpaged import __version__
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.errors import error_response
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.serving.errors import ErrorKind, ServingError
+from jaxpaged.serving.service import Service
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/startup", "/ping"})
 """Paths that need no API key."""
@@ -30,12 +30,12 @@ class Health:
 
     async def ready(self, request: Request) -> Response:
         """Readiness: 503 with the reason while ordinary requests would not be served at full speed."""
-        return unavailable(self.obstacle())
+        return unavailable(self._service.obstacle())
 
     async def startup(self, request: Request) -> Response:
         """Start-up: 503 until the engine has been ready for the first time, 200 ever after."""
         service = self._service
-        reason = None if service.has_been_ready else self._engine_obstacle()
+        reason = None if service.has_been_ready else service.engine_obstacle()
         service.has_been_ready = reason is None
         return unavailable(reason)
 
@@ -46,17 +46,6 @@ class Health:
     async def load(self, request: Request) -> Response:
         """How many requests are under way."""
         return json_response({"server_load": len(self._service.traffic)})
-
-    def obstacle(self) -> str | None:
-        """Why new requests should go elsewhere."""
-        return "The server is shutting down." if self._service.traffic.draining else self._engine_obstacle()
-
-    def _engine_obstacle(self) -> str | None:
-        """The same without regard to the server."""
-        obstacle = self._service.engine.obstacle(self._service.options.ready_when == "compiled")
-        if obstacle is None:
-            self._service.has_been_ready = True
-        return obstacle
 
 
 def unavailable(reason: str | None) -> Response:

@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import decoded, read_json, struct_of
-from jaxpaged.entrypoints.http.generation.stages import Stages, respond_to
 from jaxpaged.entrypoints.http.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -27,8 +26,9 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     ScoreResponse,
 )
 from jaxpaged.entrypoints.http.pooling.routes import CLASSES, EMBEDDINGS, RANKINGS, SCORES
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Stages, respond_to
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.service import Service
 
 ANY_REQUEST = (
     ChatCompletionRequest | CompletionRequest | EmbeddingRequest | ClassifyRequest | ScoreRequest | RerankRequest

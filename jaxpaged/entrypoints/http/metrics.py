@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
-from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.metric_help import HELP
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.request_counts import Summary
+from jaxpaged.serving.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram", Summary: "summary"}
@@ -45,7 +44,7 @@ class Metrics:
         ]
         return [
             *(told or [Gauge("vllm:cache_config_info", labels, 1)]),
-            Gauge("jaxpaged:ready", {}, float(Health(service).obstacle() is None)),
+            Gauge("jaxpaged:ready", {}, float(service.obstacle() is None)),
             Gauge("jaxpaged:http_requests_under_way", {}, len(service.traffic)),
         ]
 

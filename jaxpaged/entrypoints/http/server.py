@@ -16,13 +16,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.http.app import create_admin_app, create_app
-from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.app import counts_of, create_admin_app, create_app
 from jaxpaged.entrypoints.http.transport.connections import allowed_connections
 from jaxpaged.entrypoints.http.transport.listener import Listener, bind, bind_unix, url_of
 from jaxpaged.entrypoints.http.transport.tls import tls_settings
 from jaxpaged.errors import EngineError, UsageError
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +162,11 @@ def make_listeners(
     most = allowed_connections(service.options.max_connections)
     settings = {"max_header_bytes": service.options.max_header_bytes, "max_connections": most}
     listeners: list[Any] = []
+    counts = counts_of(service)
     if sockets.public is not None:
-        listeners.append(Listener(create_app(service, keys), sockets.public, tls=sockets.tls, **settings))
+        listeners.append(Listener(create_app(service, keys, counts), sockets.public, tls=sockets.tls, **settings))
     if sockets.admin is not None:
-        listeners.append(Listener(create_admin_app(service, keys), sockets.admin, **settings))
+        listeners.append(Listener(create_admin_app(service, keys, counts), sockets.admin, **settings))
     sockets.release_grpc()
     if addresses := sockets.grpc_addresses:
         from jaxpaged.entrypoints.grpc.server import GrpcListener, grpc_credentials  # an extra

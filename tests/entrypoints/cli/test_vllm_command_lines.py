@@ -12,9 +12,9 @@ from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
 from jaxpaged.entrypoints.cli import command_line
 from jaxpaged.entrypoints.cli.config_file import read_config_file
 from jaxpaged.entrypoints.cli.serve import split_options
-from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
+from jaxpaged.serving.options import ServerOptions
 from tests.vllm_serve_names import EARLIER, ENGINE, SERVER, SHORT
 
 LINES = [

@@ -50,9 +50,9 @@ def serving():
     import grpc
 
     from jaxpaged.entrypoints.grpc.server import GrpcListener
-    from jaxpaged.entrypoints.http.options import ServerOptions
-    from jaxpaged.entrypoints.http.service import Service, served_model
     from jaxpaged.proto.jaxpaged_pb2_grpc import AdminStub, InferenceStub
+    from jaxpaged.serving.options import ServerOptions
+    from jaxpaged.serving.service import Service, served_model
     from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
     def serve(

@@ -20,8 +20,8 @@ from jaxpaged.entrypoints.grpc import open_calls
 from jaxpaged.entrypoints.grpc import server as grpc_server
 from jaxpaged.entrypoints.http import server as http_server
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.options import ServerOptions
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
 

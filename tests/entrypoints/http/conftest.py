@@ -15,7 +15,7 @@ from jaxpaged.errors import is_installed
 
 NEEDED = ("starlette", "uvicorn", "httptools", "openai", "anthropic", "prometheus_client")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-FOLDERS = ("", "openai/", "anthropic/", "responses/", "pooling/", "transport/", "generation/", "page/")
+FOLDERS = ("", "openai/", "anthropic/", "responses/", "pooling/", "transport/", "page/")
 collect_ignore_glob = [f"{folder}test_*.py" for folder in FOLDERS] if MISSING else []
 collect_ignore = [] if is_installed("opentelemetry.sdk") else ["test_traces.py"]
 
@@ -33,9 +33,9 @@ class Server:
 @pytest.fixture
 def serving():
     """`serving(scenario, keys=..., model options)` runs `await scenario(server)` in an event loop of its own."""
-    from jaxpaged.entrypoints.http.app import create_admin_app, create_app
-    from jaxpaged.entrypoints.http.options import ServerOptions
-    from jaxpaged.entrypoints.http.service import Service, served_model
+    from jaxpaged.entrypoints.http.app import counts_of, create_admin_app, create_app
+    from jaxpaged.serving.options import ServerOptions
+    from jaxpaged.serving.service import Service, served_model
     from tests.entrypoints.http.asgi_client import Client
     from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
@@ -43,7 +43,9 @@ def serving():
         async def run():
             engine = FakeAsyncEngine(**engine_options)
             service = Service(engine, served_model(engine.config, names), ServerOptions.from_options(options or {}))
-            server = Server(engine, service, Client(create_app(service, keys)), Client(create_admin_app(service, keys)))
+            counts = counts_of(service)
+            apps = create_app(service, keys, counts), create_admin_app(service, keys, counts)
+            server = Server(engine, service, *map(Client, apps))
             result = await asyncio.wait_for(scenario(server), 20)
             assert len(service.traffic) == 0, "a request is still counted as under way"
             return result

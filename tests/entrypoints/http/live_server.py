@@ -7,9 +7,9 @@ import threading
 
 from jaxpaged.entrypoints.http import server
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.service import Service, served_model
 from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.service import Service, served_model
 from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
 

@@ -126,7 +126,7 @@ class Request:
     headers: ClassVar = {"content-type": "application/json"}
 
     def __init__(self, *pieces, app=None):
-        self.pieces, self.app = pieces, app
+        self.pieces, self.app, self.scope = pieces, app, {}
 
     async def stream(self):
         for piece in self.pieces:

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.service import ServedModel, Service
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.service import ServedModel, Service
 from tests.engine.fake_core import llm_in_thread
 from tests.entrypoints.http.asgi_client import Client
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.entrypoints.http import server
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.transport import listener
 from jaxpaged.entrypoints.http.transport.listener import bind, url_of
 from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.serving.options import ServerOptions
 from tests.entrypoints.http.live_server import live_server
 
 ROOT = Path(__file__).parents[3]

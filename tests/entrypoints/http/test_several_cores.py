@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.service import ServedModel, Service
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.service import ServedModel, Service
 from tests.engine.fake_core import llm_in_thread
 from tests.engine.test_replicas import both_ready
 from tests.entrypoints.http.asgi_client import Client

@@ -18,15 +18,15 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ThinkingOption,
 )
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.sampling_fields import check_refusals, check_stop
-from jaxpaged.entrypoints.http.generation.stages import Parsed
-from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.openai.fields import check_refusals, check_stop
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.prompts import Conversation, parse_conversation
+from jaxpaged.serving.service import Service
+from jaxpaged.serving.tool_use import ToolUse
 
 REFUSALS = {
     "mcp_servers": "This server calls no tools itself",

@@ -5,9 +5,10 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.anthropic import parse, write
 from jaxpaged.entrypoints.http.anthropic.protocol import CountTokensRequest, CountTokensResponse, MessagesRequest
-from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
-from jaxpaged.entrypoints.http.generation.stages import Stages, respond
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
+from jaxpaged.entrypoints.http.respond import Stages, respond
+from jaxpaged.serving.requests import off_loop
+from jaxpaged.serving.service import Service
 
 MESSAGES = Stages("msg", MessagesRequest, parse.parse, write.answer, write.MessageWriter)
 
@@ -27,4 +28,6 @@ class Messages:
         service = self._service
         body = await read_struct(request, CountTokensRequest, service.options.max_body_bytes)
         service.check_model(body.model)
-        return json_response(CountTokensResponse(await off_loop(parse.count_tokens, service, body)))
+        return json_response(
+            CountTokensResponse(await off_loop(num_bytes_of(request), parse.count_tokens, service, body))
+        )

@@ -34,13 +34,13 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.errors import status_of
-from jaxpaged.entrypoints.http.generation.answer import AnswerPart
-from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.messages import RequestOutput
 from jaxpaged.parsing.deltas import Delta
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
+from jaxpaged.serving.output_reader import OutputPart
+from jaxpaged.serving.service import Service
 
 ENCODER = msgspec.json.Encoder()
 PIECES = {"text": TextDelta, "thinking": ThinkingDelta, "tool_use": InputJsonDelta}
@@ -108,7 +108,7 @@ def message(
     )
 
 
-def ending(parsed: Parsed[MessagesRequest], part: AnswerPart, counter: UsageCounter, has_calls: bool) -> Ending:
+def ending(parsed: Parsed[MessagesRequest], part: OutputPart, counter: UsageCounter, has_calls: bool) -> Ending:
     """How the message ended.
 
     Raises ServingError when the request was aborted: there is no word for an answer that the server did not end.

@@ -13,16 +13,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import read_struct
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, last_results
-from jaxpaged.entrypoints.http.generation.stages import Parsed, Stages, asker_of, introduced, parse
-from jaxpaged.entrypoints.http.generation.traffic import Load
 from jaxpaged.entrypoints.http.openai.completion_parse import MAX_PROMPTS
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
 from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed, Stages, context_of, introduced, parse, unless_left
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 from jaxpaged.errors import RequestError
+from jaxpaged.serving.admission import Load
 from jaxpaged.serving.errors import ServingError, as_serving_error, client_names
+from jaxpaged.serving.generate import GenerationRequest, Output, last_results
+from jaxpaged.serving.service import Service
 
 REFUSALS = ("stream", "tools", "use_beam_search", "echo", "kv_transfer_params")
 """Fields that are about one answer, or about how one goes on."""
@@ -46,8 +46,8 @@ async def respond_to_batch(service: Service, stages: Stages, request: Request) -
     chats = []
     for number, chat in enumerate(chats_of(body)):
         with naming(number):
-            chats.append(await parse(service, stages, chat, request_id, model, asker_of(request, chat)))
-    return await service.answered(request, request_id, answered(service, stages, chats))
+            chats.append(await parse(service, stages, chat, request_id, model, context_of(service, request, chat)))
+    return await unless_left(service, request, request_id, answered(service, stages, chats))
 
 
 def check(body: ChatBatchRequest) -> None:

@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.entrypoints.http.generation.conversation import Conversation, parse_conversation
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.sampling_fields import check_refusals
-from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
-from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name
+from jaxpaged.entrypoints.http.openai.fields import (
+    beam_params,
+    check_fields,
+    check_refusals,
+    sampling_params,
+    shape_name,
+)
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.prompts import Conversation, parse_conversation
+from jaxpaged.serving.service import Service
 
 REFUSALS = {
     "functions": "They are called tools",

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.generation.answer import AnswerReader
 from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
@@ -24,9 +23,10 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     FunctionDelta,
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
+from jaxpaged.serving.output_reader import OutputReader
+from jaxpaged.serving.service import Service
 
 
 def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
@@ -48,14 +48,14 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
     )
 
 
-def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[AnswerReader]) -> int | None:
+def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[OutputReader]) -> int | None:
     """Tokens of thinking, once the answers are read: of the text, so that it costs nothing while tokens come."""
     if chat.reading.reasoning_parser is None:
         return None
     return sum(service.count_tokens(reader.thinking) for reader in readers)
 
 
-def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput, reader: OutputReader) -> ChatChoice:
     body, logprobs = chat.body, None
     if completion.logprobs is not None:
         as_ids = bool(body.return_tokens_as_token_ids)

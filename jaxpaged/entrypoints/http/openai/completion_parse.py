@@ -1,13 +1,19 @@
 """The body of `/v1/completions` as what the engine is to do; what this API cannot do is refused by its field."""
 
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.sampling_fields import check_given
-from jaxpaged.entrypoints.http.generation.stages import Parsed
-from jaxpaged.entrypoints.http.openai.fields import beam_params, check_fields, sampling_params, shape_name, shape_of
+from jaxpaged.entrypoints.http.openai.fields import (
+    beam_params,
+    check_fields,
+    check_given,
+    sampling_params,
+    shape_name,
+    shape_of,
+)
 from jaxpaged.entrypoints.http.openai.protocol import DEFAULT_MAX_TOKENS, CompletionRequest
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.service import Service
 
 MAX_PROMPTS = 1024
 

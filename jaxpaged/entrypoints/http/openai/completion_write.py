@@ -12,7 +12,6 @@ import msgspec
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.output.token_texts import texts_of
-from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, Chunk, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.logprobs import (
     Candidates,
@@ -27,9 +26,10 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     CompletionStreamChoice,
 )
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving.service import Service
 
 COLUMNS = CompletionLogprobs.__struct_fields__
 

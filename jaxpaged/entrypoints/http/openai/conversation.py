@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.generation.conversation import Conversation
-from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.openai.fields import shape_of
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, NamedToolChoice, TokenizeRequest, Tool
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.prompts import Conversation
+from jaxpaged.serving.tool_use import ToolUse
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.errors import error_body
-from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
-from jaxpaged.entrypoints.http.openai.protocol import Chunk
+from jaxpaged.entrypoints.http.openai.protocol import SYSTEM_FINGERPRINT, Chunk
 from jaxpaged.entrypoints.http.openai.usage import UsageCounter
-from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT, Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.entrypoints.http.transport.sse import event
 from jaxpaged.messages import RequestOutput
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.service import Service
 
 DONE = event(b"[DONE]")
 ENCODER = msgspec.json.Encoder()

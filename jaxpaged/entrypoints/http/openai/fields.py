@@ -1,30 +1,177 @@
-"""Fields that completions and chats have in common, and how they become `SamplingParams`.
+"""Fields that completions and chats have in common, with those of all generating endpoints, and their checks.
 
 Types are checked when a body is decoded, which refuses unknown fields; ranges are checked by `SamplingParams`. A field
 that cannot be honoured is refused here. `use_beam_search` with `n` beams asks for a search, of which this module knows
-only the parameters. It knows no endpoint.
+only the parameters. `guided_json`, `guided_choice` and the others are what older clients of vLLM call the parts of
+`structured_outputs`. This module knows no endpoint.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.generation.sampling_fields import (
-    ENCODER_REFUSALS,
-    SamplingFields,
-    check_refusals,
-    check_service_tier,
-    check_stop,
-    given,
-)
-from jaxpaged.entrypoints.http.openai.guided import SHAPES, GuidedFields, guided_name, guided_shape
 from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError, client_names
+
+MAX_STOP_STRINGS = 4
+ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
+
+
+Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters under their own names. None means the default."""
+
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    thinking_token_budget: int | None = None
+
+
+class EngineFields(SamplingFields, kw_only=True):
+    """With them, what else every request may say.
+
+    The last ones ask for nothing that changes an answer: who the user is, and hints for caches and accounts.
+    """
+
+    model: str | None = None
+    stream: bool | None = False
+    structured_outputs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    priority: int | None = 0
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: Any = None
+    service_tier: str | None = None
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    client_metadata: Any = None
+
+
+def given(body: SamplingFields, names: Iterable[str] = SamplingFields.__struct_fields__) -> dict[str, Any]:
+    """Those of the fields that the request has."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def check_refusals(
+    body: msgspec.Struct, refusals: Mapping[str, str], nothing: Collection[Any] = (None, False, "", [], {})
+) -> None:
+    """Raise ServingError for a field that is never honoured: field -> why. `nothing`: values that ask for nothing."""
+    for name, why in refusals.items():
+        if getattr(body, name) not in nothing:
+            raise ServingError(f"{name} is given. {why}, so leave it out.", name)
+
+
+def check_given(body: msgspec.Struct, name: str) -> None:
+    """Raise ServingError where the field is missing. It is looked for after what is refused, which clients may have
+    given in its place."""
+    if getattr(body, name) is None:
+        raise ServingError(f"{name} is missing. Add it.", name)
+
+
+def check_stop(name: str, stop: str | list[str] | None) -> None:
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise ServingError(f"{name} has {len(stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", name)
+
+
+def check_service_tier(tier: str | None) -> None:
+    """Raise ServingError for a tier that OpenAI does not have. All of its own are served alike."""
+    if tier not in (None, *SERVICE_TIERS):
+        raise ServingError(f"service_tier is {tier!r}; it must be one of {', '.join(SERVICE_TIERS)}.", "service_tier")
+
+
+SHAPES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "structural_tag": "structural_tag",
+}
+"""Field -> the part of `structured_outputs` that it is."""
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
+"""Libraries that vLLM chooses from. Here is one, which compiles what all of them do."""
+BACKEND_OPTIONS = {
+    "no-fallback": None,
+    "disable-any-whitespace": "disable_any_whitespace",
+    "no-additional-properties": "disable_additional_properties",
+}
+"""What may stand behind a library's name -> the part of `structured_outputs` that it is, if any."""
+
+
+class GuidedFields(EngineFields, kw_only=True):
+    """The fields. At most one of the first six is given."""
+
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+
+
+def guided_name(body: GuidedFields) -> str | None:
+    """The field that gives a shape, if one does. Raises ServingError for several."""
+    given = [name for name in SHAPES if getattr(body, name) not in (None, False)]
+    if len(given) > 1:
+        raise ServingError(f"{' and '.join(given)} are given. Give one of them.", given[1])
+    return given[0] if given else None
+
+
+def guided_shape(body: GuidedFields) -> StructuredOutputsParams | None:
+    """What the answer must look like. Raises ServingError or RequestError naming the field."""
+    name = guided_name(body)
+    options = backend_options(body.guided_decoding_backend)
+    if name is None:
+        return None
+    with client_names({"structured_outputs": name}):
+        return StructuredOutputsParams(
+            **{SHAPES[name]: getattr(body, name)}, **options, whitespace_pattern=body.guided_whitespace_pattern
+        )
+
+
+def backend_options(backend: str | None) -> dict[str, bool]:
+    """What a backend such as `xgrammar:disable-any-whitespace` asks for besides a library. Raises ServingError."""
+    name, _, options = (backend or "auto").partition(":")
+    wanted = [option.strip() for option in options.split(",") if option]
+    if name not in BACKENDS or not set(wanted) <= set(BACKEND_OPTIONS):
+        field = "guided_decoding_backend"
+        raise ServingError(
+            f"{field} is {backend!r}; it must be one of {', '.join(BACKENDS)}, and may be followed by ':' and "
+            f"{', '.join(BACKEND_OPTIONS)}. Leave it out.",
+            field,
+        )
+    return {part: True for option in wanted if (part := BACKEND_OPTIONS[option])}
+
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import json_response
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.serving.service import Service
 
 
 class ModelPermission(msgspec.Struct, kw_only=True):

@@ -5,12 +5,13 @@ from typing import Any
 
 import msgspec
 
+from jaxpaged import __version__
 from jaxpaged.entrypoints.http.openai.fields import GenerationFields
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, CompletionLogprobs
 from jaxpaged.entrypoints.http.openai.usage import Usage
-from jaxpaged.entrypoints.http.service import SYSTEM_FINGERPRINT
 from jaxpaged.messages import Logprob
 
+SYSTEM_FINGERPRINT = f"jaxpaged-{__version__}"
 DEFAULT_MAX_TOKENS = 16
 """Of a completion; a chat goes on to the end of the context."""
 

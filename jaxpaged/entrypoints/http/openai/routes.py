@@ -3,11 +3,11 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.openai import chat_parse, chat_write, completion_parse, completion_write
 from jaxpaged.entrypoints.http.openai.chat_batch import respond_to_batch
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Stages, respond
+from jaxpaged.serving.service import Service
 
 COMPLETIONS = Stages(
     "cmpl", CompletionRequest, completion_parse.parse, completion_write.answer, completion_write.CompletionStream

@@ -6,8 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.input.long_text import Truncation
-from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
-from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
+from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.openai.conversation import template_arguments, template_messages
 from jaxpaged.entrypoints.http.openai.protocol import (
     DetokenizeRequest,
@@ -15,9 +14,11 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.prompts import TokenPrompt
+from jaxpaged.serving.requests import off_loop
+from jaxpaged.serving.service import Service
 
 
 class Tokens:
@@ -31,14 +32,14 @@ class Tokens:
         service = self._service
         body = await read_struct(request, TokenizeRequest, service.options.max_body_bytes)
         service.check_model(body.model)
-        return await off_loop(tokenized, service, body)
+        return await off_loop(num_bytes_of(request), tokenized, service, body)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         service = self._service
         body = await read_struct(request, DetokenizeRequest, service.options.max_body_bytes)
         service.check_model(body.model)
-        return json_response(DetokenizeResponse(await off_loop(text_of, service, body.tokens)))
+        return json_response(DetokenizeResponse(await off_loop(num_bytes_of(request), text_of, service, body.tokens)))
 
 
 def tokenized(service: Service, body: TokenizeRequest) -> Response:

@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.http.endpoint import Endpoint, Query
-from jaxpaged.entrypoints.http.health import Health
 from jaxpaged.entrypoints.http.page.state import (
     EngineInfo,
     EngineState,
@@ -27,9 +26,9 @@ from jaxpaged.entrypoints.http.page.state import (
     shown_requests,
     shown_steps,
 )
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.errors import EngineError
 from jaxpaged.messages import EngineSnapshot, StepRecord
+from jaxpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,6 @@ class Live:
 
     def __init__(self, service: Service):
         self._service = service
-        self._health = Health(service)
         self._labels = Labels()
         self._steps: deque[ShownStep] = deque(maxlen=MOST_STEPS)
         self._last_record: StepRecord | None = None
@@ -126,7 +124,7 @@ class Live:
 
     def _tell_silence(self, seconds: float) -> None:
         self._state = msgspec.structs.replace(
-            self._state, time=time.monotonic(), silent=seconds, obstacle=self._health.obstacle()
+            self._state, time=time.monotonic(), silent=seconds, obstacle=self._service.obstacle()
         )
         self._encoded = self._encoder.encode(self._state)
 
@@ -147,7 +145,7 @@ class Live:
         return EngineState(
             time=time.monotonic(),
             wait=INTERVAL,
-            obstacle=self._health.obstacle(),
+            obstacle=self._service.obstacle(),
             sleep_level=stats.sleep_level,
             running=stats.num_running_reqs,
             waiting=stats.num_waiting_reqs,

@@ -8,10 +8,7 @@ from jaxpaged.engine.input.processor import NO_POOLING
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, text_ids
 from jaxpaged.engine.pooling.scoring import paired
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt, check_salt
-from jaxpaged.entrypoints.http.generation.sampling_fields import check_given
-from jaxpaged.entrypoints.http.generation.stages import Parsed
+from jaxpaged.entrypoints.http.openai.fields import check_given
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -19,9 +16,12 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.prompts import TokenPrompt, check_salt
+from jaxpaged.serving.service import Service
 
 MAX_INPUTS = 2048
 """Prompts of one HTTP request, as OpenAI has it."""

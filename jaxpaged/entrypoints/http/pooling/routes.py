@@ -8,7 +8,6 @@ import functools
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.entrypoints.http.generation.stages import Stages, respond
 from jaxpaged.entrypoints.http.pooling import write
 from jaxpaged.entrypoints.http.pooling.parse import parse_inputs, parse_rerank, parse_score
 from jaxpaged.entrypoints.http.pooling.protocol import (
@@ -18,7 +17,8 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Stages, respond
+from jaxpaged.serving.service import Service
 
 EMBEDDINGS = Stages("embd", EmbeddingRequest, functools.partial(parse_inputs, "embed"), write.embeddings)
 NUMBERS = Stages("pool", PoolRequest, functools.partial(parse_inputs, None), write.numbers)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpaged.engine.pooling.scoring import cosine
-from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.parse import ParsedPairs
 from jaxpaged.entrypoints.http.pooling.protocol import (
@@ -26,8 +25,9 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     ScoreItem,
     ScoreResponse,
 )
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.pooling import PoolingRequestOutput
+from jaxpaged.serving.service import Service
 
 Outputs = Sequence[PoolingRequestOutput]
 

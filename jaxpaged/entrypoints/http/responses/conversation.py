@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
-from jaxpaged.entrypoints.http.generation.conversation import ParsedConversation
-from jaxpaged.entrypoints.http.generation.tool_use import ToolUse
 from jaxpaged.entrypoints.http.openai.conversation import template_message
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.prompts import ParsedConversation
+from jaxpaged.serving.tool_use import ToolUse
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Role of an item -> that of the message: few templates know developers."""

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from jaxpaged.entrypoints.http.errors import as_http_error
-from jaxpaged.entrypoints.http.generation.generate import Numbered
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob, chat_logprobs
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse
 from jaxpaged.entrypoints.http.responses.protocol import (
@@ -20,11 +19,12 @@ from jaxpaged.entrypoints.http.responses.protocol import (
 )
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog, ResponseWriter, TextLogprobs, by_token
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.entrypoints.http.transport.big_answer import SMALL_ANSWER, encoded
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.generate import Numbered
+from jaxpaged.serving.service import Service
 
 
 class ResponseRun:

@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.generation.conversation import Conversation, ParsedConversation, parse_conversation
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.sampling_fields import (
+from jaxpaged.entrypoints.http.openai.fields import (
     ENCODER_REFUSALS,
     check_given,
     check_refusals,
@@ -20,7 +18,7 @@ from jaxpaged.entrypoints.http.generation.sampling_fields import (
     check_stop,
     given,
 )
-from jaxpaged.entrypoints.http.generation.stages import Parsed
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.entrypoints.http.responses.conversation import (
     Item,
     Messages,
@@ -31,11 +29,13 @@ from jaxpaged.entrypoints.http.responses.conversation import (
 )
 from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOptions, Response, ResponsesRequest, new_id
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
-from jaxpaged.entrypoints.http.service import Service
 from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.prompts import Conversation, ParsedConversation, parse_conversation
+from jaxpaged.serving.service import Service
 
 ENGINE_NAMES = {
     "prompt": "input",

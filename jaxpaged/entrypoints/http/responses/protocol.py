@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxpaged.entrypoints.http.generation.sampling_fields import EngineFields
+from jaxpaged.entrypoints.http.openai.fields import EngineFields
 from jaxpaged.entrypoints.http.openai.logprobs import TokenLogprob
 
 LOGPROBS = "message.output_text.logprobs"

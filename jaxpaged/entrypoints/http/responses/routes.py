@@ -6,22 +6,29 @@ import contextlib
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from jaxpaged.entrypoints.http.body import json_response, off_loop, read_struct
+from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
-from jaxpaged.entrypoints.http.generation.generate import all_results, stream
-from jaxpaged.entrypoints.http.generation.priority_header import take_priority
-from jaxpaged.entrypoints.http.generation.stages import asker_of, check_shape, streamed
-from jaxpaged.entrypoints.http.request_ids import request_id_of
+from jaxpaged.entrypoints.http.headers import request_id_of, take_priority
+from jaxpaged.entrypoints.http.respond import (
+    context_of,
+    event_stream,
+    in_context,
+    response_headers,
+    streamed,
+    unless_left,
+)
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog
-from jaxpaged.entrypoints.http.service import Service
-from jaxpaged.entrypoints.http.transport.auth import digest, given_key
+from jaxpaged.entrypoints.http.transport.auth import given_key
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
+from jaxpaged.serving.api_keys import digest
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate import all_results, stream
+from jaxpaged.serving.requests import SHORT_BODY, off_loop
+from jaxpaged.serving.service import Service
 
 
 class Responses:
@@ -37,29 +44,28 @@ class Responses:
         service = self._service
         await service.pace.turn()
         body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
-        await off_loop(check, body)
+        await off_loop(num_bytes_of(request), check, body)
         request_id = request_id_of(request, "resp")
-        choose_core(request.headers.items())
         take_priority(request, body)
         parsed = await self._parsed(request, body)
         if body.background:
             stored = await self._begin_in_background(parsed, with_events=bool(body.stream))
             if body.stream:
                 return self._following(request_id, stored, -1)
-            return json_response(stored.response, headers=service.answer_headers(request_id))
+            return json_response(stored.response, headers=response_headers(service, request_id))
         if body.stream:
             run = ResponseRun(service, parsed, self._store, EventLog())
             return streamed(service, request_id, parsed.generation, run)
-        return await service.answered(request, request_id, self._complete(parsed))
+        return await unless_left(service, request, request_id, self._complete(parsed))
 
     async def _parsed(self, request: Request, body: ResponsesRequest) -> ParsedResponse:
         """In a thread where something went before, which may be long however short the body is."""
         owner = owner_of(request)
         earlier = earlier_items(self._store, body, owner)
-        run = asyncio.to_thread if earlier else off_loop
-        parsed = await run(parse, self._service, self._store, body, owner, earlier)
-        await check_shape(self._service, parsed.generation, asker_of(request, body))
-        return parsed
+        context = context_of(self._service, request, body)
+        num_bytes = SHORT_BODY + 1 if earlier else context.num_bytes
+        parsed = await off_loop(num_bytes, parse, self._service, self._store, body, owner, earlier)
+        return await in_context(self._service, parsed, context)
 
     async def retrieve(self, request: Request) -> HttpResponse:
         """A response that is kept; with stream=true the events of one that was made so in the background."""
@@ -123,7 +129,7 @@ class Responses:
             return run.start(all_results(service.engine, generation), admission.pop_all())
 
     def _following(self, request_id: str, stored: StoredResponse, after: int) -> HttpResponse:
-        return self._service.streamed(request_id, lambda pipe: stored.follow(after), EventLog().late_error)
+        return event_stream(self._service, request_id, lambda pipe: stored.follow(after), EventLog().late_error)
 
 
 def owner_of(request: Request) -> bytes:

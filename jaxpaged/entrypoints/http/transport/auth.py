@@ -4,8 +4,6 @@ Keys come as `Authorization: Bearer KEY`, or as `x-api-key: KEY`, which Anthropi
 endpoint.
 """
 
-import hashlib
-import hmac
 from collections.abc import Iterable, Set
 
 from starlette.datastructures import Headers
@@ -13,24 +11,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_response
+from jaxpaged.serving.api_keys import KeyRing, digest
 
 KEY_OWNER = "jaxpaged.key_owner"
 """What a request with a good key carries in its scope: the key's digest."""
-
-
-class KeyRing:
-    """The keys that admit; false without any."""
-
-    def __init__(self, keys: Iterable[str]):
-        self._digests = [digest(key) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def admits(self, key: str) -> bool:
-        """Compares with every key, and in constant time, so that the answer's delay tells nothing."""
-        given = digest(key)
-        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
 
 
 class ApiKeys:
@@ -56,10 +40,6 @@ class ApiKeys:
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error_response(refusal)(scope, receive, send)
-
-
-def digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def client_of(request: Request) -> str:

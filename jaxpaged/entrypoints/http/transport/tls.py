@@ -7,8 +7,8 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.errors import UsageError
+from jaxpaged.serving.options import ServerOptions
 
 
 def tls_settings(options: ServerOptions) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpaged.entrypoints.http.openai.guided import SHAPES
+from jaxpaged.entrypoints.http.openai.fields import SHAPES
 from tests.entrypoints.http.saying_model import saying
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest
-from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
-from jaxpaged.entrypoints.http.generation.stages import Parsed
 from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.chat_write import ChatStream
 from jaxpaged.entrypoints.http.openai.completion_write import CompletionStream
 from jaxpaged.entrypoints.http.openai.fields import StreamOptions
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
-from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.prompts import TokenPrompt
 from tests.engine.small_tokenizer import make_tokenizer
 
 SERVICE = SimpleNamespace(

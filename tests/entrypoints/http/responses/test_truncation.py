@@ -3,11 +3,10 @@
 import pytest
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
-from jaxpaged.entrypoints.http.generation.answer import Reading
-from jaxpaged.entrypoints.http.generation.conversation import ParsedConversation
-from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.entrypoints.http.responses.conversation import newest_that_fit
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving.output_reader import Reading
+from jaxpaged.serving.prompts import ParsedConversation, TokenPrompt
 
 MESSAGES = [{"role": role, "content": str(i)} for i, role in enumerate(["system", *["user", "assistant", "tool"] * 4])]
 

@@ -14,10 +14,10 @@ import pytest
 
 from jaxpaged.entrypoints.http import server
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.entrypoints.http.transport.listener import Listener, bind_unix
 from jaxpaged.entrypoints.http.transport.tls import tls_settings
 from jaxpaged.errors import ConfigError, UsageError
+from jaxpaged.serving.options import ServerOptions
 from tests.entrypoints.http.live_server import make_service
 
 openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")

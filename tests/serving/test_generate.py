@@ -3,10 +3,10 @@
 import asyncio
 from types import SimpleNamespace
 
-from jaxpaged.entrypoints.http.generation import generate
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, merged
-from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving import generate
+from jaxpaged.serving.generate import GenerationRequest, merged
+from jaxpaged.serving.prompts import TokenPrompt
 
 
 class Endless:

@@ -1,6 +1,6 @@
 """How an answer is read: results of the engine become pieces of content, of thinking and of tool calls, and an end.
 
-`Reading` says how the answers of one request are read; an `AnswerReader` reads one of its `n` sequences, as new text
+`Reading` says how the answers of one request are read; an `OutputReader` reads one of its `n` sequences, as new text
 comes or all at once. This module knows no API: what the pieces look like to a client is for each endpoint to say.
 """
 
@@ -47,7 +47,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class AnswerPart:
+class OutputPart:
     """What a result says of one answer. `finish_reason` is that of clients: "tool_calls" when it ends with calls."""
 
     deltas: Sequence[Delta]
@@ -60,7 +60,7 @@ class AnswerPart:
         return joined(self.deltas)
 
 
-class AnswerReader:
+class OutputReader:
     """Reads one sequence that answers a prompt with this `ending`, as `TokenPrompt` has it."""
 
     def __init__(self, reading: Reading, ending: str | None):
@@ -79,9 +79,9 @@ class AnswerReader:
                 forced=reading.forced,
             )
 
-    def read(self, completion: CompletionOutput) -> AnswerPart:
+    def read(self, completion: CompletionOutput) -> OutputPart:
         """The next result: its text is what is new since the last one, so a final result alone has all of it."""
-        return AnswerPart(self._deltas(completion), self._finish_reason(completion), completion.stop_reason)
+        return OutputPart(self._deltas(completion), self._finish_reason(completion), completion.stop_reason)
 
     @property
     def thinking(self) -> str:

@@ -3,23 +3,23 @@
 import pytest
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
-from jaxpaged.entrypoints.http.generation.conversation import AnswerFormats, answer_formats
-from jaxpaged.entrypoints.http.options import ServerOptions
 from jaxpaged.errors import ConfigError
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.prompts import OutputFormats, output_formats
 
 TEMPLATES = ChatTemplates({"default": "{{ messages }}", "tool_use": "<tool_call>{{ messages }}"})
 
 
 def formats(templates=TEMPLATES, **options):
-    return answer_formats(ServerOptions.from_options(options), templates)
+    return output_formats(ServerOptions.from_options(options), templates)
 
 
 def test_nothing_is_looked_for_unless_it_is_asked_for():
-    assert formats() == AnswerFormats(None, None)
+    assert formats() == OutputFormats(None, None)
 
 
 def test_names_are_taken_as_they_are():
-    assert formats(tool_call_parser="mistral", reasoning_parser="qwen3") == AnswerFormats("mistral", "qwen3")
+    assert formats(tool_call_parser="mistral", reasoning_parser="qwen3") == OutputFormats("mistral", "qwen3")
     assert formats(tool_call_parser="mistral", enable_auto_tool_choice=True).tool_parser == "mistral"
 
 

@@ -1,10 +1,11 @@
-"""A conversation of any API, and its parsing: the prompt, the sampling parameters, and how to read the answer.
+"""What requests give as prompts, as token ids: texts, ids, and conversations, with how the answer to one is read.
 
-What a request says of tools, of the answer's shape and of thinking meets here what the server knows of its model.
-This module knows no API: endpoints bring a request into the form of `Conversation`, and name fields in errors.
+What a request says of tools, of the output's shape and of thinking meets here what the server knows of its model.
+Protocols bring a conversation into the form of `Conversation`, and name fields in errors. What is called here can take
+long: it is called off the event loop where a request is not short.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +14,7 @@ import msgspec
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.long_text import Truncation
-from jaxpaged.entrypoints.http.generation.answer import ANY_CALLS, Reading
-from jaxpaged.entrypoints.http.generation.prompts import PromptReader, TokenPrompt
-from jaxpaged.entrypoints.http.generation.tool_use import WRITTEN, ToolUse, shape_or_calls
-from jaxpaged.entrypoints.http.options import ServerOptions
+from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
@@ -24,17 +22,117 @@ from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams, Thinking
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.output_reader import ANY_CALLS, Reading
+from jaxpaged.serving.tool_use import WRITTEN, ToolUse, shape_or_calls
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+SALT_FORBIDDEN = "@/\\\0"
+"""Characters that KV stores use to separate a salt from what follows it."""
 
 
 @dataclass(frozen=True)
-class AnswerFormats:
+class TokenPrompt:
+    """A prompt in tokens. `text` is None when it was given as ids. `cache_salt` keeps its cached blocks to itself.
+    `ending` is the part of a chat that its template wrote behind the last message, where that matters."""
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
+    ending: str | None = None
+
+    def for_engine(self) -> dict[str, Any]:
+        others = {"cache_salt": self.cache_salt, "ending": self.ending}
+        others = {name: value for name, value in others.items() if value is not None}
+        return {"prompt": self.text, "prompt_token_ids": self.token_ids, **others}
+
+
+class PromptReader:
+    """Makes prompts of what requests hold. All methods raise RequestError or ServingError when that is at fault.
+
+    `template_variables` are for chats that bring none of the same name.
+    """
+
+    def __init__(self, processor: InputProcessor, template_variables: Mapping[str, Any] = NOTHING):
+        self._processor = processor
+        self._template_variables = template_variables
+
+    def read(
+        self,
+        prompts: Sequence[str | list[int]],
+        truncation: Truncation,
+        add_special_tokens: bool,
+        cache_salt: str | None,
+        *,
+        most: int | None = None,
+    ) -> list[TokenPrompt]:
+        """Texts or token ids, of at most `most` tokens, as a rule what the model takes."""
+        check_salt(cache_salt)
+        return [self._read(each, truncation, add_special_tokens, cache_salt, most) for each in prompts]
+
+    def _read(
+        self,
+        prompt: str | list[int],
+        truncation: Truncation,
+        add_special_tokens: bool,
+        cache_salt: str | None,
+        most: int | None,
+    ) -> TokenPrompt:
+        if isinstance(prompt, list):
+            self._check_tokens(len(truncation.cut(prompt, self._processor.max_model_len - 1)))
+        parsed = self._processor.parse(prompt, add_special_tokens, truncation, most)
+        return TokenPrompt(parsed.token_ids, parsed.text, cache_salt)
+
+    def read_chat(
+        self,
+        messages: list[dict[str, Any]],
+        truncation: Truncation,
+        add_special_tokens: bool,
+        cache_salt: str | None,
+        *,
+        most: int | None = None,
+        template_variables: Mapping[str, Any] = NOTHING,
+        **template: Any,
+    ) -> TokenPrompt:
+        """A conversation; `template` are further arguments of `InputProcessor.chat_prompt`.
+
+        Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own to them.
+        """
+        check_salt(cache_salt)
+        prompt = self._processor.chat_prompt(
+            messages,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation,
+            most=most,
+            template_variables={**self._template_variables, **template_variables},
+            **template,
+        )
+        return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"))
+
+    def _check_tokens(self, count: int) -> None:
+        """Raise ServingError when so many ids can never fit, before each of them is looked at."""
+        if count >= self._processor.max_model_len:
+            raise ServingError(
+                f"the prompt has {count} tokens, but prompt and output together may have at most max_model_len = "
+                f"{self._processor.max_model_len}. Shorten it.",
+                "prompt",
+            )
+
+
+def check_salt(salt: str | None) -> None:
+    if salt and any(character in SALT_FORBIDDEN for character in salt):
+        raise ServingError(f"cache_salt is {salt!r}; it must not contain @, / or \\. Change it.", "cache_salt")
+
+
+@dataclass(frozen=True)
+class OutputFormats:
     """How the model writes calls and thinking; None: not known, or not to be looked for."""
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
 
 
-def answer_formats(options: ServerOptions, templates: ChatTemplates) -> AnswerFormats:
+def output_formats(options: ServerOptions, templates: ChatTemplates) -> OutputFormats:
     """What the options say. Raises ConfigError when calls are to be found but no format is known."""
     tool_parser = options.tool_call_parser
     if options.enable_auto_tool_choice and tool_parser is None:
@@ -45,7 +143,7 @@ def answer_formats(options: ServerOptions, templates: ChatTemplates) -> AnswerFo
                 "--enable-auto-tool-choice is given, but the model's chat template does not show how it writes calls. "
                 f"Add --tool-call-parser with one of {', '.join(sorted(TOOL_FORMATS))}."
             )
-    return AnswerFormats(tool_parser, options.reasoning_parser)
+    return OutputFormats(tool_parser, options.reasoning_parser)
 
 
 @dataclass(frozen=True)
@@ -75,7 +173,7 @@ class ParsedConversation:
 
 
 def parse_conversation(
-    conversation: Conversation, params: SamplingParams, formats: AnswerFormats, prompts: PromptReader
+    conversation: Conversation, params: SamplingParams, formats: OutputFormats, prompts: PromptReader
 ) -> ParsedConversation:
     """`params` are those of the client, to which shape and special tokens are added. Takes long for long conversations.
 
@@ -100,7 +198,7 @@ def parse_conversation(
     return ParsedConversation(prompt, params, reading)
 
 
-def reading_of(conversation: Conversation, formats: AnswerFormats) -> Reading:
+def reading_of(conversation: Conversation, formats: OutputFormats) -> Reading:
     """Raises ServingError when the model may call tools but nobody knows how it would write that."""
     use = conversation.tool_use
     tool_parser, forced = None, None

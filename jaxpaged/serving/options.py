@@ -11,9 +11,9 @@ from typing import Any
 from jaxpaged.config.option_checks import checked, option
 from jaxpaged.config.vllm_options import without_neutral
 from jaxpaged.engine.observability.log_setup import FORMATS, LEVELS
-from jaxpaged.entrypoints.http.foreign_options import FOREIGN_SERVER_OPTIONS
 from jaxpaged.errors import ConfigError
 from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
+from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,24 @@
 """Beam search in front of the engine: every step asks it for one more token of every beam, all beams in one batch.
 
 The prefix cache makes this bearable: a beam's tokens were computed when it was shorter. `BeamSearch` says what is to be
-computed and takes the results, so it serves whoever waits for an engine, in whatever way. This module knows no engine,
-and no text but that of candidates.
+computed and takes the results, so it serves whoever waits for an engine, in whatever way; `search` waits for one in an
+event loop. There a request is under way as one, however many steps it takes.
 """
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.output.detokenizer import make_detokenizer
 from jaxpaged.errors import RequestError
-from jaxpaged.messages import Logprob, RequestOutput
+from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.serving.admission import Traffic
+from jaxpaged.serving.engine_client import Engine
+from jaxpaged.serving.errors import client_names
+from jaxpaged.serving.generate import GenerationRequest, last_results
+from jaxpaged.serving.prompts import TokenPrompt
 
 BeamStep = list[tuple[int, list[int]]]
 """What a step asks for: one more token for each (number of a prompt, token ids of one of its beams)."""
@@ -156,3 +164,57 @@ def check_beam_width(params: BeamSearchParams, max_logprobs: int) -> None:
             f"most {max_logprobs}. Use a smaller width, or start the engine with a larger max_logprobs.",
             "beam_width",
         )
+
+
+async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
+    """The best that was found for every prompt, in order. Raises what `collect` does, and RequestError for more beams
+    than the engine has candidates for."""
+    processor, beams = engine.input_processor, request.beams
+    prompts = [prompt.token_ids for prompt in request.prompts]
+    searching = BeamSearch(prompts, beams, processor.max_model_len, processor.eos_token_ids)
+    params = one_token(beams, request.params.logprobs or 0)
+    core = request.data_parallel_rank  # all steps go to one core, whose cache has what the step before computed
+    if core is None:
+        core = engine.suitable_core(prompts[0], request.prompts[0].cache_salt)
+    of_step = dataclasses.replace(request, params=params, beams=None, data_parallel_rank=core)
+    num_cached: list[int | None] = []
+    with client_names({**request.names, "beam_width": "n"}), traffic.admitted(request.load(processor.max_model_len)):
+        check_beam_width(beams, processor.max_logprobs)
+        while step := searching.next_step():
+            grown = [TokenPrompt(tokens, None, request.prompts[number].cache_salt) for number, tokens in step]
+            outputs = await last_results(engine, dataclasses.replace(of_step, prompts=grown))
+            num_cached = num_cached or [output.num_cached_tokens for output in outputs]
+            searching.advance(outputs)
+    tokenizer = processor.tokenizer
+    return [
+        RequestOutput(
+            request.request_id,
+            prompt.text,
+            prompt.token_ids,
+            None,
+            [completion(i, each, prompt, request.params, tokenizer) for i, each in enumerate(found.sequences)],
+            finished=True,
+            num_cached_tokens=cached,
+        )
+        for prompt, found, cached in zip(request.prompts, searching.results(), num_cached, strict=True)
+    ]
+
+
+def completion(
+    index: int, beam: BeamSearchSequence, prompt: TokenPrompt, params: SamplingParams, tokenizer: Tokenizer
+) -> CompletionOutput:
+    """A sequence that was found, without its prompt, as the engine would give it."""
+    token_ids = beam.tokens[len(prompt.token_ids) :]
+    detokenizer = make_detokenizer(tokenizer, prompt.token_ids, params)
+    detokenizer.push(token_ids, ended_by_token=beam.finish_reason == "stop")
+    detokenizer.finish()
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = [shown(*each, params.logprobs) for each in zip(token_ids, beam.logprobs, strict=True)]
+    return CompletionOutput(index, detokenizer.text, token_ids, beam.cum_logprob, logprobs, beam.finish_reason)
+
+
+def shown(token_id: int, candidates: dict[int, Logprob], count: int) -> dict[int, Logprob]:
+    """The token that was chosen, and the `count` likeliest; -1: all."""
+    ranked = {i: each for i, each in candidates.items() if count == -1 or each.rank <= count}
+    return {token_id: candidates[token_id], **ranked}

@@ -2,32 +2,22 @@
 
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from jaxpaged import __version__
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.early_leases import let_go
 from jaxpaged.engine.observability.metrics import Metric
-from jaxpaged.entrypoints.http.engine_client import Engine
-from jaxpaged.entrypoints.http.generation.conversation import answer_formats
-from jaxpaged.entrypoints.http.generation.grammar_desk import Asker, GrammarDesk
-from jaxpaged.entrypoints.http.generation.pace import Pace
-from jaxpaged.entrypoints.http.generation.prompts import PromptReader
-from jaxpaged.entrypoints.http.generation.traffic import Traffic
-from jaxpaged.entrypoints.http.options import ServerOptions
-from jaxpaged.entrypoints.http.transport.request_counts import RequestCounts
-from jaxpaged.entrypoints.http.transport.sse import EventStream, Pieces, answer_or_leave
-from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.admission import Pace, Traffic
+from jaxpaged.serving.engine_client import Engine
 from jaxpaged.serving.errors import ErrorKind, ServingError
+from jaxpaged.serving.grammar_checks import GrammarChecks
+from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.prompts import PromptReader, output_formats
 
 COUNTED_CONTEXTS = 8
 """Texts whose tokens are only counted may be longer than the model takes, so many times."""
-SYSTEM_FINGERPRINT = f"jaxpaged-{__version__}"
 
 
 @dataclass(frozen=True)
@@ -77,13 +67,12 @@ class Service:
         self.model = model
         self.options = options
         self.prompts = PromptReader(engine.input_processor, options.default_chat_template_kwargs)
-        self.formats = answer_formats(options, engine.input_processor.chat_templates)
+        self.formats = output_formats(options, engine.input_processor.chat_templates)
         self.most_counted = COUNTED_CONTEXTS * model.max_model_len
         self.pace = Pace()
-        self._grammars = GrammarDesk(engine.input_processor.grammar_checker)
-        self.requests = RequestCounts()
+        self.grammars = GrammarChecks(engine.input_processor.grammar_checker)
         self.has_been_ready = False  # at some time since the start
-        self.sources: list[Callable[[], list[Metric]]] = [self.requests.read]  # of metrics, besides the engine
+        self.sources: list[Callable[[], list[Metric]]] = []  # of metrics, besides the engine
         self.traffic = Traffic(
             model.max_num_seqs,
             options.max_num_queued_reqs,
@@ -102,13 +91,20 @@ class Service:
         if kv_transfer_params:
             await let_go(self.engine.call, kv_transfer_params)
 
-    async def check_shape(self, shape: StructuredOutputsParams | None, asker: Asker) -> None:
-        """Wait until it is known whether a shape can be used, in the turns of who asks. Raises RequestError if not."""
-        await self._grammars.check(shape, asker)
+    def obstacle(self) -> str | None:
+        """Why new requests should go elsewhere."""
+        return "The server is shutting down." if self.traffic.draining else self.engine_obstacle()
+
+    def engine_obstacle(self) -> str | None:
+        """The same without regard to the server."""
+        obstacle = self.engine.obstacle(self.options.ready_when == "compiled")
+        if obstacle is None:
+            self.has_been_ready = True
+        return obstacle
 
     def close(self) -> None:
         """End the threads."""
-        self._grammars.close()
+        self.grammars.close()
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text that stands alone."""
@@ -126,19 +122,3 @@ class Service:
         raise ServingError(
             f"The model {name!r} does not exist. This server has {known}.", "model", kind=ErrorKind.NOT_FOUND
         )
-
-    async def answered(self, request: Request, request_id: str, work: Coroutine[Any, Any, Response]) -> Response:
-        """What `work` answers, unless the client leaves before: then it is cancelled."""
-        response = await answer_or_leave(request, work)
-        response.headers.update(self.answer_headers(request_id))
-        return response
-
-    def streamed(self, request_id: str, pieces: Pieces, late_error: Callable[[ServingError], bytes]) -> Response:
-        """The pieces as they are made; `late_error` makes the one for a failure after the first."""
-        headers = self.answer_headers(request_id)
-        return EventStream(pieces, late_error, self.options.sse_keep_alive_interval, headers)
-
-    def answer_headers(self, request_id: str) -> dict[str, str]:
-        if not self.options.enable_request_id_headers:
-            return {}
-        return {"X-Request-Id": request_id.partition("-")[2]}

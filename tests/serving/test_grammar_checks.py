@@ -9,9 +9,10 @@ import pytest
 from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.engine.input.grammar_checker import GrammarRefused
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.entrypoints.http.generation.grammar_desk import NUM_HARD, Asker, GrammarDesk
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.grammar_checks import NUM_HARD, GrammarChecks
+from jaxpaged.serving.requests import RequestContext
 from tests.engine.test_kv_transfer import CONSUMES
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import make_service
@@ -63,14 +64,16 @@ def shape(text):
     return StructuredOutputsParams(regex=text)
 
 
-@pytest.mark.parametrize("user", [Asker("user"), Asker("attacker"), Asker("attacker", "user")])
+@pytest.mark.parametrize(
+    "user", [RequestContext("user"), RequestContext("attacker"), RequestContext("attacker", "user")]
+)
 def test_an_ordinary_grammar_does_not_wait_for_eight_hard_ones_whoever_sent_them(user):
     """Before, it did when it came from their address; and before that, from any."""
 
     async def scenario():
         checker = GatedChecker()
-        desk = GrammarDesk(checker)
-        attack = [asyncio.ensure_future(desk.check(shape(f"bad{i:09}"), Asker("attacker"))) for i in range(8)]
+        desk = GrammarChecks(checker)
+        attack = [asyncio.ensure_future(desk.check(shape(f"bad{i:09}"), RequestContext("attacker"))) for i in range(8)]
         while len(checker.hard) < NUM_HARD:
             await asyncio.sleep(0.001)
         await asyncio.wait_for(desk.check(shape("good"), user), 10)
@@ -86,8 +89,10 @@ def test_an_ordinary_grammar_does_not_wait_for_eight_hard_ones_whoever_sent_them
 def test_of_one_client_the_smallest_is_looked_at_first():
     async def scenario():
         checker = GatedChecker()
-        desk = GrammarDesk(checker)
-        checks = [asyncio.ensure_future(desk.check(shape("x" * size), Asker("a"))) for size in (9, 8, 7, 6, 5, 1)]
+        desk = GrammarChecks(checker)
+        checks = [
+            asyncio.ensure_future(desk.check(shape("x" * size), RequestContext("a"))) for size in (9, 8, 7, 6, 5, 1)
+        ]
         await asyncio.gather(*checks)
         assert checker.begun.index("x") < checker.begun.index("x" * 6)
         desk.close()
@@ -98,8 +103,8 @@ def test_of_one_client_the_smallest_is_looked_at_first():
 def test_a_client_that_leaves_takes_its_work_with_it():
     async def scenario():
         checker = GatedChecker()
-        desk = GrammarDesk(checker)
-        leaving = [asyncio.ensure_future(desk.check(shape(f"bad{i}"), Asker("attacker"))) for i in range(8)]
+        desk = GrammarChecks(checker)
+        leaving = [asyncio.ensure_future(desk.check(shape(f"bad{i}"), RequestContext("attacker"))) for i in range(8)]
         while len(checker.hard) < NUM_HARD:
             await asyncio.sleep(0.001)
         for each in leaving:
@@ -117,7 +122,7 @@ def test_a_client_that_leaves_takes_its_work_with_it():
 def test_a_client_that_closes_its_connection_takes_its_work_back():
     async def scenario():
         service, left = make_service(), asyncio.Event()
-        checker = service._grammars._checker = GatedChecker()
+        checker = service.grammars._checker = GatedChecker()
         body = json.dumps({"prompt": "a", "structured_outputs": {"regex": "bad"}}).encode()
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -170,7 +175,7 @@ def test_a_client_that_closes_its_connection_takes_its_work_back():
 def test_every_endpoint_has_its_shapes_checked_there(path, body, parameter):
     async def scenario():
         service = make_service()
-        checker = service._grammars._checker = GatedChecker()
+        checker = service.grammars._checker = GatedChecker()
         checker.gate.set()
         answer = await Client(create_app(service)).post(path, body)
         assert (answer.status, answer.error["param"]) == (400, parameter), answer.body
@@ -186,7 +191,7 @@ def test_what_another_engine_lends_is_kept_while_a_grammar_is_checked():
         async def call(said):
             told.append(said)
 
-        checker = service._grammars._checker = GatedChecker()
+        checker = service.grammars._checker = GatedChecker()
         service.engine.call = call
         body = {"prompt": "a", "structured_outputs": {"regex": "bad"}, **CONSUMES}
         asked = asyncio.ensure_future(Client(create_app(service)).post("/v1/completions", body))
@@ -217,10 +222,10 @@ def asked_by(keys=()):
     """(A client, whoever the server takes those for that ask)."""
     seen, service = [], make_service()
 
-    async def check_shape(shape, asker):
+    async def check(shape, asker):
         seen.append(asker)
 
-    service.check_shape = check_shape
+    service.grammars.check = check
     return Client(create_app(service, keys)), seen
 
 

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
+from jaxpaged.serving.admission import Load, Traffic
 from jaxpaged.serving.errors import ErrorKind, ServingError
 
 

@@ -11,7 +11,8 @@ connection, and no task has its turn for it (`streamed_pieces`). This module kno
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import dataclasses
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,20 +20,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.early_leases import lease_kept_meanwhile
-from jaxpaged.entrypoints.http.body import LENT, off_loop, read_struct
+from jaxpaged.entrypoints.http.body import num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.generation.answer import AnswerReader, Reading
-from jaxpaged.entrypoints.http.generation.beams import search
-from jaxpaged.entrypoints.http.generation.chosen_core import choose_core
-from jaxpaged.entrypoints.http.generation.generate import GenerationRequest, Output, collect, stream
-from jaxpaged.entrypoints.http.generation.grammar_desk import Asker
-from jaxpaged.entrypoints.http.generation.priority_header import take_priority
-from jaxpaged.entrypoints.http.request_ids import request_id_of
-from jaxpaged.entrypoints.http.service import Service
+from jaxpaged.entrypoints.http.headers import request_id_of, take_priority
 from jaxpaged.entrypoints.http.transport.auth import client_of
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
-from jaxpaged.entrypoints.http.transport.sse import CLIENT_CLOSED_REQUEST, LastPiece, Pieces, Pipe, until_disconnect
+from jaxpaged.entrypoints.http.transport.sse import (
+    CLIENT_CLOSED_REQUEST,
+    EventStream,
+    LastPiece,
+    Pieces,
+    Pipe,
+    answer_or_leave,
+    until_disconnect,
+)
+from jaxpaged.serving.beam_search import search
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate import GenerationRequest, Output, collect, stream
+from jaxpaged.serving.output_reader import OutputReader, Reading
+from jaxpaged.serving.requests import CORE_HEADER, RequestContext, chosen_core, off_loop, trace_in
+from jaxpaged.serving.service import Service
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,9 @@ class Parsed[Body]:
     generation: GenerationRequest
     reading: Reading = Reading()
 
-    def new_reader(self) -> AnswerReader:
+    def new_reader(self) -> OutputReader:
         """What reads one of the answers."""
-        return AnswerReader(self.reading, self.generation.prompts[0].ending)
+        return OutputReader(self.reading, self.generation.prompts[0].ending)
 
 
 class EventWriter(Protocol):
@@ -85,41 +92,49 @@ class Stages:
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
     """The answer to a request, or the stream of its events."""
     await service.pace.turn()
-    return await respond_to(
-        service, stages, request, await read_struct(request, stages.body, service.options.max_body_bytes)
-    )
+    body = await read_struct(request, stages.body, service.options.max_body_bytes)
+    return await respond_to(service, stages, request, body)
 
 
 async def respond_to(service: Service, stages: Stages, request: Request, body: Any) -> Response:
     """`respond`, to a body that was read."""
     request_id, model = introduced(service, stages.prefix, request, body)
-    parsed = await parse(service, stages, body, request_id, model, asker_of(request, body))
+    parsed = await parse(service, stages, body, request_id, model, context_of(service, request, body))
     if stages.writer is not None and body.stream:
         return streamed(service, request_id, parsed.generation, stages.writer(service, parsed))
-    return await service.answered(request, request_id, answer(service, stages, parsed))
+    return await unless_left(service, request, request_id, answer(service, stages, parsed))
 
 
 def introduced(service: Service, prefix: str, request: Request, body: Any) -> tuple[str, str]:
     """The id of a request and the name of its model, once its headers were heeded. Raises ServingError."""
     model = service.check_model(body.model)
     request_id = request_id_of(request, prefix, getattr(body, "request_id", None))
-    choose_core(request.headers.items())
     take_priority(request, body)
     return request_id, model
 
 
-async def parse(service: Service, stages: Stages, body: Any, request_id: str, model: str, asker: Asker) -> Parsed:
+async def parse(
+    service: Service, stages: Stages, body: Any, request_id: str, model: str, context: RequestContext
+) -> Parsed:
     """The stage `parse`, off the loop where it takes long.
 
     Raises ServingError and RequestError for what cannot be.
     """
-    parsed = await off_loop(stages.parse, service, body, request_id, model)
-    await check_shape(service, parsed.generation, asker)
-    return parsed
+    parsed = await off_loop(context.num_bytes, stages.parse, service, body, request_id, model)
+    return await in_context(service, parsed, context)
 
 
-def asker_of(request: Request, body: Any) -> Asker:
-    """Who asks for a shape over HTTP. Raises ServingError to nobody when it leaves."""
+async def in_context[P: Parsed](service: Service, parsed: P, context: RequestContext) -> P:
+    """What was parsed, to be computed where its context says. Raises RequestError for a shape that cannot be."""
+    generation = dataclasses.replace(
+        parsed.generation, data_parallel_rank=context.data_parallel_rank, trace=context.trace
+    )
+    await check_shape(service, generation, context)
+    return dataclasses.replace(parsed, generation=generation)
+
+
+def context_of(service: Service, request: Request, body: Any) -> RequestContext:
+    """Who asks, and how, as the headers and the body say. Raises ServingError."""
 
     async def unless_it_leaves(work: Awaitable[None]) -> None:
         async def done() -> bool:
@@ -129,7 +144,15 @@ def asker_of(request: Request, body: Any) -> Asker:
         if not await until_disconnect(request.receive, done()):
             raise HttpError(CLIENT_CLOSED_REQUEST, "The client has left.")
 
-    return Asker(client_of(request), user_of(body), unless_it_leaves)
+    headers = request.headers
+    return RequestContext(
+        client=client_of(request),
+        user=user_of(body),
+        num_bytes=num_bytes_of(request),
+        data_parallel_rank=chosen_core(headers.getlist(CORE_HEADER)),
+        trace=trace_in(headers.items()) if service.is_tracing else None,
+        unless_it_leaves=unless_it_leaves,
+    )
 
 
 def user_of(body: Any) -> str:
@@ -143,22 +166,42 @@ def user_of(body: Any) -> str:
     return next((name for name in named if isinstance(name, str)), "")
 
 
-async def check_shape(service: Service, generation: GenerationRequest, asker: Asker) -> None:
+async def check_shape(service: Service, generation: GenerationRequest, context: RequestContext) -> None:
     """Raise RequestError for a shape that cannot be; it is looked at in the turns of who asks."""
     engine = service.engine
-    kept = lease_kept_meanwhile(engine.call, engine.input_processor.grammar_checker, generation.params)
+    checker = engine.input_processor.grammar_checker
+    kept = lease_kept_meanwhile(engine.call, checker, generation.params, gives_back=False)
     with client_names(generation.names):
-        try:
-            async with kept:
-                await service.check_shape(generation.shape, asker)
-        except BaseException:
-            LENT.set(None)  # it was given back
-            raise
+        async with kept:
+            await service.grammars.check(generation.shape, context)
 
 
 def streamed(service: Service, request_id: str, generation: GenerationRequest, writer: EventWriter) -> Response:
     """The stages `generate` and `write`, for a client that wants to see every result as it comes."""
-    return service.streamed(request_id, streamed_pieces(service, generation, writer), writer.late_error)
+    return event_stream(service, request_id, streamed_pieces(service, generation, writer), writer.late_error)
+
+
+def event_stream(
+    service: Service, request_id: str, pieces: Pieces, late_error: Callable[[ServingError], bytes]
+) -> Response:
+    """The pieces as they are made; `late_error` makes the one for a failure after the first."""
+    headers = response_headers(service, request_id)
+    return EventStream(pieces, late_error, service.options.sse_keep_alive_interval, headers)
+
+
+async def unless_left(
+    service: Service, request: Request, request_id: str, work: Coroutine[Any, Any, Response]
+) -> Response:
+    """The response that `work` makes, unless the client leaves before: then it is cancelled."""
+    response = await answer_or_leave(request, work)
+    response.headers.update(response_headers(service, request_id))
+    return response
+
+
+def response_headers(service: Service, request_id: str) -> dict[str, str]:
+    if not service.options.enable_request_id_headers:
+        return {}
+    return {"X-Request-Id": request_id.partition("-")[2]}
 
 
 def streamed_pieces(service: Service, generation: GenerationRequest, writer: EventWriter) -> Pieces:

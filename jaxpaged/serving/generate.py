@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from jaxpaged.engine.early_leases import let_go
-from jaxpaged.entrypoints.http.engine_client import Engine
-from jaxpaged.entrypoints.http.generation.chosen_core import CHOSEN
-from jaxpaged.entrypoints.http.generation.prompts import TokenPrompt
-from jaxpaged.entrypoints.http.generation.traffic import Load, Traffic
-from jaxpaged.entrypoints.http.transport.trace_context import trace_headers
+from jaxpaged.engine.observability.tracing import ID_HEADER
 from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.messages import RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving.admission import Load, Traffic
+from jaxpaged.serving.engine_client import Engine
 from jaxpaged.serving.errors import client_names, failed_request
+from jaxpaged.serving.prompts import TokenPrompt
 
 TOKEN_BYTES = 8
 """Of text and id of a token in an answer, about."""
@@ -59,6 +58,8 @@ class GenerationRequest:
     names: Mapping[str, str] = MappingProxyType({})
     beams: BeamSearchParams | None = None
     repeats_prompt: bool = False  # in the answer
+    data_parallel_rank: int | None = None  # the engine core for it
+    trace: Mapping[str, str] | None = None  # None: nothing is traced
     unique: str = field(default_factory=lambda: os.urandom(4).hex())
 
     def engine_id(self, number: int) -> str:
@@ -175,7 +176,8 @@ def outputs_of(
 ) -> AsyncGenerator[Output]:
     """What the engine says of one prompt."""
     prompt, engine_id = request.prompts[number].for_engine(), request.engine_id(number)
-    headers, group, core = trace_headers(request.request_id), request.group, CHOSEN.get()
+    group, core = request.group, request.data_parallel_rank
+    headers = None if request.trace is None else {**request.trace, ID_HEADER: request.request_id}
     if request.is_pooling:
         return engine.encode(
             prompt,

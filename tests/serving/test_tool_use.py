@@ -6,7 +6,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from jaxpaged.core.grammar.probe import problem_with
-from jaxpaged.entrypoints.http.generation.tool_use import NO_PARAMETERS, ToolUse, parameters_of
+from jaxpaged.serving.tool_use import NO_PARAMETERS, ToolUse, parameters_of
 
 
 def tool(name, parameters=None):

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jaxpaged.entrypoints.http.generation.pace import Pace
+from jaxpaged.serving.admission import Pace
 
 
 def test_a_few_begin_in_a_round_of_the_loop_in_the_order_in_which_they_came():
