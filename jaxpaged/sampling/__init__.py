@@ -4,7 +4,7 @@
     state.py     what stays on the device per row: counts, biases, masks; only the full program reads it
     logits.py    bias, allowed tokens, min_tokens, penalties, bad words
     custom.py    logits processors of the user
-    limits.py    top_k, top_p, min_p: the least logit that may be drawn
+    limits.py    the least logit that may be drawn
     noise.py     randomness from (seed, position, token id) alone
     logprobs.py  log probabilities and ranks
     sampler.py   the two programs, plain and full, that put these together

@@ -1,4 +1,4 @@
-"""The two sampling programs: plain (temperature, top_k, top_p, min_p) and full (everything).
+"""The two sampling programs: plain (a temperature, and limits of how unlikely a token may be) and full (everything).
 
 Both are pure and are traced with fixed shapes; rows that a step does not fill are greedy rows of the null row.
 A row's token depends on its own logits, parameters, seed and position, never on the other rows: work that no row
@@ -57,7 +57,7 @@ def sample_full(
     """As `sample_plain`, with everything that a request may ask for, in vLLM's order.
 
     Grammar mask (bit v % 32 of word v // 32 allows token v), allowed tokens, bias, min_tokens; penalties; bad words;
-    custom processors; temperature; min_p, top_k, top_p. The state is for donation: counts and recent tokens of
+    custom processors; temperature; limits. The state is for donation: counts and recent tokens of
     rows that need them gain the drawn token.
     """
     rows = unpack_rows(packed_SF)

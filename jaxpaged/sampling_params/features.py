@@ -1,4 +1,4 @@
-"""What a request asks for beyond a token drawn by temperature, top_k, top_p and min_p, read off its parameters.
+"""What a request asks for beyond a token of the plain sampling program, read off its parameters.
 
 The core, which has to know which programs a request needs, and the sampler go by the same lists.
 """

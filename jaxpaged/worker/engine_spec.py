@@ -221,7 +221,7 @@ class EngineSpec:
 
     @cached_property
     def limits(self) -> LimitsMethod:
-        """How the sampler finds what top_k, top_p and min_p leave; simulated where attention is."""
+        """How the sampler finds the least logit that may be drawn; simulated where attention is."""
         if self.model.head(self.param_shapes) is None or num_ranks(self.mesh) > 1:
             return LimitsMethod()  # an embedding model draws nothing, and the kernel takes the rows of one rank
         simulated = self.attention.backend.removesuffix(INTERPRET)

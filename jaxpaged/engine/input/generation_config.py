@@ -10,18 +10,12 @@ from typing import Any
 
 from jaxpaged.engine.input.tokenizer import read_json
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError, did_you_mean
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SHAPING, SamplingParams
 
-SAMPLING_FIELDS = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
+OPENAIS = ("frequency_penalty", "presence_penalty")
+"""Parameters that transformers does not have."""
+SAMPLING_FIELDS = {name: name for name in SHAPING if name not in OPENAIS} | {"max_new_tokens": "max_tokens"}
 """Name in the file -> name in SamplingParams. Other entries of the file do not change what vLLM's users get."""
-
 
 NEUTRAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
 """What transformers once wrote into every config.json, without anybody having asked for it."""

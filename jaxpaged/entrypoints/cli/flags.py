@@ -18,7 +18,7 @@ from jaxpaged.entrypoints.cli.command_words import plain_words
 from jaxpaged.entrypoints.cli.help_pages import WORD_FLAG, HelpAbout, page
 from jaxpaged.entrypoints.cli.values import SUFFIXES, converter, essential_type, json_or_text, spelled
 from jaxpaged.errors import UsageError, did_you_mean
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SAMPLING_HELP, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 
 SHORT_FLAGS = {
@@ -47,38 +47,6 @@ SHORT_FLAGS = {
     "diffusion_config": ["-dc"],
     "api_server_count": ["-asc"],
     "node_rank": ["-r"],
-}
-# Every sampling parameter but `output_kind`, which the command decides, `stream_interval`, which is the engine's flag,
-# and those that the engine fills in.
-SAMPLING_HELP = {
-    "temperature": "in [0, 2]; 0 takes the most likely token",
-    "top_p": "keep the smallest set of tokens whose probability reaches this",
-    "top_k": "keep this many of the most likely tokens; 0 keeps all",
-    "min_p": "drop tokens less likely than this share of the most likely one",
-    "max_tokens": "longest output in tokens; 'none' fills the context",
-    "min_tokens": "shortest output in tokens",
-    "seed": "the same seed gives the same text; -1 gives another text in every run (default: drawn from --engine-seed)",
-    "n": "answers per prompt",
-    "stop": "end the output before this text; may be repeated",
-    "stop_token_ids": "end the output at one of these tokens",
-    "include_stop_str_in_output": "keep the stop text in the output",
-    "ignore_eos": "go on after the model's end-of-sequence token",
-    "presence_penalty": "in [-2, 2]; above 0, tokens that the output holds become less likely",
-    "frequency_penalty": "in [-2, 2]; the same, once for each time that a token occurs",
-    "repetition_penalty": "above 0; above 1, tokens of prompt and output become less likely",
-    "logit_bias": "numbers added to logits, by token id, as JSON such as '{\"17\": -100}'",
-    "allowed_token_ids": "the only tokens that may be drawn",
-    "bad_words": "a word whose tokens must not follow each other, with or without a space before it; may be repeated",
-    "logprobs": "report this many of the most likely tokens per position (with --json); -1 reports all",
-    "prompt_logprobs": "the same for the tokens of the prompt",
-    "logprob_token_ids": "report these tokens and not the most likely ones",
-    "detokenize": "turn tokens into text (default: on)",
-    "skip_special_tokens": "leave special tokens out of the text (default: on)",
-    "spaces_between_special_tokens": "write spaces between special tokens (default: on)",
-    "skip_reading_prefix_cache": "compute the whole prompt (default: on with --prompt-logprobs)",
-    "structured_outputs": 'form of the output, as JSON: \'{"regex": "[0-9]+"}\'; or json, choice, grammar, ...',
-    "thinking_token_budget": "longest thinking in tokens, for models that mark it with tokens; -1 sets no limit",
-    "extra_args": "arguments for custom logits processors, as JSON",
 }
 # Options of the engine whose name may be a sampling parameter's, and the flag that they have in every command. They
 # have their own name too where requests have no flags, as in vLLM's server.

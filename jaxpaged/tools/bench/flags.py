@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 from jaxpaged.entrypoints.cli.values import finite_number, json_object, number, whole_number
+from jaxpaged.sampling_params import SHAPING, SamplingParams
 
 HTTP_ENDPOINTS = {
     "openai": "/v1/completions",
@@ -14,15 +15,8 @@ HTTP_ENDPOINTS = {
     "openai-chat": "/v1/chat/completions",
 }
 BACKENDS = (*HTTP_ENDPOINTS, "grpc", "grpc-chat")
-SAMPLING = {
-    "temperature": finite_number,
-    "top_p": finite_number,
-    "top_k": whole_number,
-    "min_p": finite_number,
-    "frequency_penalty": finite_number,
-    "presence_penalty": finite_number,
-    "repetition_penalty": finite_number,
-}
+DEFAULTS = SamplingParams()
+SAMPLING = {name: whole_number if isinstance(getattr(DEFAULTS, name), int) else finite_number for name in SHAPING}
 NAMES = ("random", "sharegpt", "prefix_repetition", "custom", "timed_trace", "burstgpt")
 FROM_FILES = ("sharegpt", "custom", "timed_trace", "burstgpt")
 TIMED = ("timed_trace", "burstgpt")
