@@ -77,7 +77,6 @@ CROSSINGS: dict[tuple[str, str], str] = {
     ("jaxpaged/entrypoints/cli/__init__.py", "jaxpaged.tools."): "it has the commands of the tools",
     ("jaxpaged/entrypoints/cli/generate.py", "jaxpaged.tools.pictures."): "--timeline draws a picture",
     ("jaxpaged/entrypoints/llm.py", "jaxpaged.tools.pictures."): "llm.timeline() and others draw themselves",
-    ("jaxpaged/entrypoints/llm_control.py", "jaxpaged.tools.pictures."): "the same",
 }
 
 NO_JAX = {"client", "core", "engine", "entrypoints", "parsing", "proto", "serving"} | LEAVES

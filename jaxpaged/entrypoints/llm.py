@@ -8,34 +8,58 @@ This module knows nothing of how the engine works; it feeds `LLMEngine` and wait
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig
 from jaxpaged.config.vllm_options import check_arguments
+from jaxpaged.engine.control import EngineControl
+from jaxpaged.engine.core_calls import CoreCall, LoadPrefix, SavePrefix
 from jaxpaged.engine.input.chat_template import Message
-from jaxpaged.engine.input.processor import Prompt
+from jaxpaged.engine.input.processor import Prompt, tokenization_options
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.observability.metrics import Metric
+from jaxpaged.engine.pooling.prompts import check_keep, text_ids
+from jaxpaged.engine.pooling.scoring import check_scores, joined_score, paired
 from jaxpaged.entrypoints.batch_progress import BatchProgress
-from jaxpaged.entrypoints.cli.terminal import ProgressLine
-from jaxpaged.entrypoints.llm_control import ControlMethods
-from jaxpaged.entrypoints.llm_pooling import PoolingMethods
-from jaxpaged.entrypoints.llm_prefixes import PrefixMethods
+from jaxpaged.entrypoints.batches import (
+    Results,
+    batch_of,
+    is_chat,
+    is_conversation,
+    naming,
+    per_prompt,
+    with_output_kind,
+)
 from jaxpaged.entrypoints.notebook import markers_of, show_results_in_notebooks
-from jaxpaged.entrypoints.prompt_batches import batch_of, is_chat, is_conversation, naming, per_prompt, with_output_kind
-from jaxpaged.entrypoints.request_runner import RequestRunner
+from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError
 from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_interrupts
+from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import CompletionOutput, RequestOutput
-from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
+from jaxpaged.pooling import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+)
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.serving.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token
+
+if TYPE_CHECKING:
+    from jaxpaged.tools.pictures.block_map import BlockMap
+    from jaxpaged.tools.pictures.engine_stats import EngineStats
+    from jaxpaged.tools.pictures.timeline import Timeline
 
 UseTqdm = bool | Callable[..., Any]
 """True for a progress bar on terminals, or a function that makes one."""
 
 
-class LLM(ControlMethods, PoolingMethods, PrefixMethods):
+class LLM(EngineControl):
     """A model, ready to complete prompts.
 
     `model` is a folder in Hugging Face format, a hub id, or "demo", the embedded model. `options` are those of
@@ -68,7 +92,7 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
     def _take(self, engine: LLMEngine) -> None:
         self.llm_engine = engine
         self._request_ids = map(str, itertools.count())
-        self._requests = RequestRunner(engine)
+        self._results = Results(engine)
         self._enqueued: list[str] = []
 
     def generate(
@@ -156,8 +180,9 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
             with held_interrupts():
                 request_ids += self._add_all([prompt], [with_output_kind(params, RequestOutputKind.DELTA)], [priority])
             while not finished:
-                self._requests.step()
-                output = self._requests.take(request_ids[0])
+                with held_interrupts(), self._results:
+                    self._results.keep(self.llm_engine.step())
+                output = self._results.take(request_ids[0])
                 if output is None:
                     continue
                 finished = output.finished
@@ -166,7 +191,7 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
                 yield from (chunk for chunk in output.outputs if chunk.token_ids or chunk.text or chunk.finish_reason)
         finally:
             with contextlib.suppress(EngineDeadError):
-                self._requests.leave(request_ids)
+                self._results.leave(request_ids)
 
     def one_prompt(self, prompt: Any, chat_options: Mapping[str, Any]) -> Prompt:
         """A prompt, or a conversation as one. Raises RequestError for several."""
@@ -287,6 +312,198 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
             sequence.text = decode(sequence.tokens[:-1] if hide_end else sequence.tokens)
         return outputs
 
+    # ---- pooling: for a model started for that; others refuse with a RequestError -------------------
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The numbers of every prompt, as float32 arrays in `outputs.data`, in order.
+
+        `truncate_prompt_tokens` keeps that many of a prompt's first tokens, -1 as many as fit; `tokenization_kwargs`
+        are those of `generate`. A request that fails while it is computed has its `error` set. Raises RequestError as
+        `generate` does.
+        """
+        check_arguments(lora_request=lora_request)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        of_each = list(given) if isinstance(given, Sequence) else given
+        changes: dict[str, Any] = {} if pooling_task is None else {"task": pooling_task}
+        if truncate_prompt_tokens is not None:
+            changes["truncate_prompt_tokens"] = truncate_prompt_tokens
+        if isinstance(of_each, list):
+            of_each = [msgspec.structs.replace(each, **changes) for each in of_each]
+        else:
+            of_each = msgspec.structs.replace(of_each, **changes)
+        return self._run_prompts(prompts, of_each, use_tqdm, tokenization_kwargs)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """An embedding of every prompt, as a list of floats in `outputs.embedding`. Raises what `encode` does."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="embed",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [with_outputs(output, EmbeddingOutput(numbers(output))) for output in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """A probability for every label, in `outputs.probs`. Raises what `encode` does."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="classify",
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return [with_outputs(output, ClassificationOutput(numbers(output))) for output in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """How well texts fit, in `outputs.score`: one with many, or one by one.
+
+        An embedding model gives the cosine, a classifier with one label its answer for the pair, always with its
+        special tokens. Raises RequestError.
+        """
+        check_arguments(lora_request=lora_request)
+        first = [data_1] if isinstance(data_1, str) else list(data_1)
+        second = [data_2] if isinstance(data_2, str) else list(data_2)
+        pairs = paired(first, second, ("data_1", "data_2"))
+        processor = self.llm_engine.input_processor
+        params = pooling_params or PoolingParams()
+        options = tokenization_options(tokenization_kwargs)
+        keep = options.pop("truncate_prompt_tokens", truncate_prompt_tokens)
+        if keep is not None:
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=keep)
+        if processor.pooler is not None and processor.pooler.convert == "classify":
+            check_scores(processor.pooler)
+            if options:
+                raise RequestError("add_special_tokens is for single texts, not for pairs.", "tokenization_kwargs")
+            keep = check_keep(params.truncate_prompt_tokens, processor.max_model_len)
+            prompts = [
+                {"prompt_token_ids": text_ids(processor.tokenizer, (first[i], second[j]), keep)} for i, j in pairs
+            ]
+            outputs = self.encode(prompts, params, use_tqdm=use_tqdm, pooling_task="score")
+            return [with_outputs(each, ScoringOutput((numbers(each) or [float("nan")])[0])) for each in outputs]
+        vectors = self.encode(
+            [*first, *second], params, use_tqdm=use_tqdm, pooling_task="embed", tokenization_kwargs=options
+        )
+        return [joined_score(vectors[i], vectors[len(first) + j]) for i, j in pairs]
+
+    # ---- beginnings as files, which need the option kv_offload --------------------------------------
+
+    def save_prefix(self, prompt: Prompt | Sequence[Message], path: str | os.PathLike[str]) -> PrefixInfo:
+        """Compute a prompt, or a conversation up to where the answer begins, and write its keys and values to a file.
+
+        The file holds the full blocks of its tokens; what is left of the last block is computed again. Raises
+        RequestError for a bad prompt, UsageError without `kv_offload`, or where not all of it is in the prefix cache.
+        """
+        chosen: Any = self.one_prompt(prompt, {})
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        (output,) = self.generate([chosen], params, use_tqdm=False)
+        if output.error is not None:
+            raise EngineError(output.error)
+        salt = chosen.get("cache_salt") if isinstance(chosen, Mapping) else None
+        assert output.prompt_token_ids is not None
+        return self.call(SavePrefix(os.fspath(path), list(output.prompt_token_ids), salt))
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> PrefixInfo:
+        """Put a file of `save_prefix` into the tiers of `kv_offload`: prompts that begin so load it.
+
+        Every page is checked. Raises UsageError for a file that cannot be read, or that the tiers have no room for, and
+        PageError for one that is damaged, or of another model, configuration, cache type or block size.
+        """
+        return self.call(LoadPrefix(os.fspath(path)))
+
+    # ---- the engine ---------------------------------------------------------------------------------
+
+    def call[R](self, call: CoreCall[R]) -> R:
+        """The answer of the engine's core."""
+        return self.llm_engine.call(call)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it: `apply_chat_template`, `encode`, `decode`, a call, `len`, ...
+
+        It is a copy: changing it changes nothing in the engine. The first call imports transformers, which takes a
+        second or two. Raises UsageError for an engine without tokenizer.
+        """
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without `sampling_params`: the model's own defaults."""
+        return self.llm_engine.input_processor.defaults.sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm_engine.get_metrics()
+
+    def timeline(self) -> "Timeline":
+        """Where the time of the last steps went. It shows itself in notebooks, and `save(path)` draws it."""
+        from jaxpaged.tools.pictures.timeline import Timeline
+
+        return Timeline(*self.step_records(), self.executor_stats().get("token_buckets", ()))
+
+    def blocks(self) -> "BlockMap":
+        """Who holds which KV block now. It shows itself in notebooks, prints as text, and `save(path)` draws it."""
+        from jaxpaged.tools.pictures.block_map import BlockMap
+
+        return BlockMap(self.block_map())
+
+    def stats(self) -> "EngineStats":
+        """What the engine did so far, in a few lines for people; `get_metrics` is for programs."""
+        from jaxpaged.tools.pictures.engine_stats import EngineStats
+
+        return EngineStats(self.get_metrics(), self.executor_stats())
+
+    def shutdown(self) -> None:
+        """Release the devices."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    # ---- requests ------------------------------------------------------------------------------
+
     def _add_batch(
         self,
         prompts: Any,
@@ -326,9 +543,9 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
                     )
                 request_ids.append(request_id)
                 by_delta = getattr(given, "output_kind", None) is RequestOutputKind.DELTA
-                self._requests.expect(request_id, by_delta)
+                self._results.expect(request_id, by_delta)
         except BaseException:
-            self._requests.leave(request_ids)
+            self._results.leave(request_ids)
             raise
         return request_ids
 
@@ -345,16 +562,26 @@ class LLM(ControlMethods, PoolingMethods, PrefixMethods):
         waited_for = set(request_ids)
         try:
             with BatchProgress(len(waited_for), use_tqdm, step_records=self.llm_engine.step_records) as progress:
-                new: Sequence[RequestOutput] = self._requests.finished(request_ids)
+                new: Sequence[RequestOutput] = self._results.finished(request_ids)
                 while True:
                     for output in new:
                         if output.request_id in waited_for and output.finished:
                             waited_for.remove(output.request_id)
                             progress.advance(output)
                     if not waited_for:
-                        return [self._requests.take(request_id) for request_id in request_ids]
-                    new = self._requests.step()
+                        return [self._results.take(request_id) for request_id in request_ids]
+                    with held_interrupts(), self._results:
+                        new = self._results.keep(self.llm_engine.step())
         except BaseException:  # an interrupt too must not leave requests behind
             with contextlib.suppress(EngineDeadError):
-                self._requests.leave(request_ids)
+                self._results.leave(request_ids)
             raise
+
+
+def numbers(output: PoolingRequestOutput) -> list[float]:
+    """The numbers of a result as floats; none where it failed."""
+    return [] if output.outputs.data is None else output.outputs.data.tolist()
+
+
+def with_outputs(output: PoolingRequestOutput, outputs: Any) -> PoolingRequestOutput:
+    return msgspec.structs.replace(output, outputs=outputs)

@@ -1,11 +1,13 @@
-"""How well two texts fit: which texts are compared, and the score of two embeddings. Knows no requests."""
+"""How well two texts fit: which texts are compared, and the score of two embeddings. Knows no engine."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.errors import RequestError
+from jaxpaged.pooling import PoolingRequestOutput, ScoringOutput
 
 
 def paired(first: Sequence[Any], second: Sequence[Any], names: tuple[str, str]) -> list[tuple[int, int]]:
@@ -30,3 +32,21 @@ def cosine(a_D: np.ndarray, b_D: np.ndarray) -> float:
     a_D, b_D = np.asarray(a_D, np.float32), np.asarray(b_D, np.float32)
     lengths = float(np.linalg.norm(a_D) * np.linalg.norm(b_D))
     return float(a_D @ b_D) / lengths if lengths > 0 else 0.0
+
+
+def check_scores(pooler: Pooler) -> None:
+    """Raise RequestError unless a classifier's answer is one number."""
+    if pooler.width != 1:
+        raise RequestError(
+            f"this model has {pooler.width} labels, and a score is one number. Use classify, or a model with one.",
+            "model",
+        )
+
+
+def joined_score(first: PoolingRequestOutput, second: PoolingRequestOutput) -> PoolingRequestOutput:
+    """The cosine of two embeddings, under the second's id; the prompt is both."""
+    error = first.error or second.error
+    score = float("nan") if error else cosine(first.outputs.data, second.outputs.data)
+    ids = [*first.prompt_token_ids, *second.prompt_token_ids]
+    cached = first.num_cached_tokens + second.num_cached_tokens
+    return PoolingRequestOutput(second.request_id, ScoringOutput(score), ids, cached, True, error)

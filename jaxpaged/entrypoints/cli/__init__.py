@@ -16,7 +16,7 @@ from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.entrypoints.cli import chat, convert, generate, kv, models, proxy, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.cli.flags import Parser
-from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
 
 FIRST_COMMANDS = ("generate", "chat", "serve", "models", "bench")

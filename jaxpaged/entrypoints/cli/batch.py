@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jaxpaged.entrypoints.cli.engine import Engine, default_max_tokens, has_chat_template
 from jaxpaged.entrypoints.cli.flags import sampling_options
 from jaxpaged.entrypoints.cli.prompts import PromptSource
-from jaxpaged.entrypoints.cli.terminal import ProgressLine, complain
+from jaxpaged.entrypoints.terminal import ProgressLine, complain
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import RequestOutput
 

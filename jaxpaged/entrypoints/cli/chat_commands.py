@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from jaxpaged.entrypoints.cli.conversation import Conversation
 from jaxpaged.entrypoints.cli.flags import SAMPLING_HELP
-from jaxpaged.entrypoints.cli.terminal import columns_of, complain
 from jaxpaged.entrypoints.cli.values import converter, essential_type
-from jaxpaged.entrypoints.cli.word_wrap import fitted
+from jaxpaged.entrypoints.terminal import columns_of, complain, fitted
 from jaxpaged.errors import UsageError, did_you_mean
 from jaxpaged.sampling_params import SamplingParams
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Compile and write. Returns the exit status."""
     from jaxpaged.config import EngineConfig
     from jaxpaged.engine.build import compile_bundle
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.entrypoints.terminal import ProgressLine
 
     options = options_of(args)
     output = Path(args.output)

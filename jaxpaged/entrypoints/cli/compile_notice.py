@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.entrypoints.terminal import ProgressLine
 
 SECONDS = 0.5
 """Before it is said for the first time, and between two looks."""

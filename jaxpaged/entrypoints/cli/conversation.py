@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxpaged.entrypoints.cli.terminal import columns_of, complain, printable, styled
-from jaxpaged.entrypoints.cli.word_wrap import WordWrap
+from jaxpaged.entrypoints.terminal import WordWrap, columns_of, complain, printable, styled
 from jaxpaged.errors import JaxpagedError, RequestError, UsageError
 
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Read the model on the host and write it again. Returns the exit status."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # weights only pass through: no accelerator is needed
     from jaxpaged.distributed.mesh import make_mesh
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.models.config import load_hf_config
     from jaxpaged.models.registry import model_for
     from jaxpaged.params.checkpoint import load_params

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpaged.entrypoints.cli.flags import engine_options, sampling_options
-from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.messages import Progress, RequestOutput, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 

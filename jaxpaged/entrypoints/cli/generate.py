@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_remotely(args: argparse.Namespace, sources: Sequence["PromptSource"]) -> int:
     """The same by a server."""
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.sampling_params import SamplingParams
 
     refuse_engine_options(args, "--server", "stats", "timeline", "trace", "step_log")
@@ -155,7 +155,7 @@ def check_combination(args: argparse.Namespace) -> None:
 
 def remark_on_models(args: argparse.Namespace) -> None:
     """A first prompt such as `Qwen/Qwen3-0.6B` is a prompt; whoever meant a model is told how to say so."""
-    from jaxpaged.entrypoints.cli.terminal import complain
+    from jaxpaged.entrypoints.terminal import complain
 
     word = args.prompts[0] if args.prompts else ""
     is_folder = bool(word) and not set(word) & set(" \n") and os.path.isfile(os.path.join(word, "config.json"))

@@ -8,7 +8,7 @@ This module knows some options by name, and no command.
 import argparse
 from collections.abc import Collection, Mapping
 
-from jaxpaged.entrypoints.cli.word_wrap import fitted
+from jaxpaged.entrypoints.terminal import fitted
 
 MANY = 45
 """Options of a command that are no longer shown all at once."""

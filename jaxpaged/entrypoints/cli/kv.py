@@ -96,7 +96,7 @@ def seconds(text: str) -> float:
 
 def run_ls(args: argparse.Namespace) -> int:
     """Print a line for each namespace. Returns the exit status."""
-    from jaxpaged.entrypoints.cli.terminal import printable
+    from jaxpaged.entrypoints.terminal import printable
     from jaxpaged.kv_store.folder_maintenance import reports
 
     found = reports(args.path)
@@ -118,7 +118,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Print what is damaged. Returns the exit status."""
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.kv_store.folder_maintenance import remove, verify
 
     secret = read_secret(args.secret_file) if args.secret_file else None

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import msgspec
 
 from jaxpaged.entrypoints.cli.prompts import PromptSource
-from jaxpaged.entrypoints.cli.terminal import printable, styled
+from jaxpaged.entrypoints.terminal import printable, styled
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 
 

@@ -26,8 +26,8 @@ from jaxpaged.entrypoints.cli.flags import (
     shown_default,
 )
 from jaxpaged.entrypoints.cli.start_report import StartReport
-from jaxpaged.entrypoints.cli.terminal import ERASE_LINE
 from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.terminal import ERASE_LINE
 from jaxpaged.errors import UsageError, how_to_install, is_installed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.entrypoints.terminal import ProgressLine
 
 logger = logging.getLogger(__name__)
 

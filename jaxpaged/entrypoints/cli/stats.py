@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxpaged.engine.observability.step_times import ProgramWaits
-from jaxpaged.entrypoints.cli.terminal import styled
+from jaxpaged.entrypoints.terminal import styled
 from jaxpaged.messages import RequestOutput
 
 Line = tuple[str, str]

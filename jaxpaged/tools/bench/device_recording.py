@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from jaxpaged.entrypoints.cli.server_answers import ServerError, error_text
-from jaxpaged.entrypoints.cli.terminal import complain
 from jaxpaged.entrypoints.http_client import HttpClient
+from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.tools.bench.backends import in_words, unreachable
 
 STOP_SECONDS = 600.0

@@ -46,8 +46,8 @@ def check_at_least(args: argparse.Namespace, minimum: int, *names: str) -> None:
 def open_llm(options: Mapping[str, Any]) -> Iterator["LLM"]:
     """An engine in this process, with every program compiled. Raises ConfigError, CheckpointError or CapacityError."""
     from jaxpaged.entrypoints.cli import engine
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
     from jaxpaged.entrypoints.llm import LLM
+    from jaxpaged.entrypoints.terminal import ProgressLine
 
     line = ProgressLine()
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.batch_progress import bar_class
 from jaxpaged.entrypoints.cli.server_answers import ServerError
-from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
 from jaxpaged.tools.bench.datasets import check_dataset, sample_requests

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpaged.entrypoints.cli.server_answers import ServerError
-from jaxpaged.entrypoints.cli.terminal import complain
 from jaxpaged.entrypoints.http_client import HttpClient
+from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
 from jaxpaged.tools.bench.backends import Asked, Backend, GrpcBackend, HttpBackend

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
-from jaxpaged.entrypoints.cli.terminal import ProgressLine
+from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import EngineError, UsageError
 from jaxpaged.tools.bench.offline import (
     add_offline_flags,

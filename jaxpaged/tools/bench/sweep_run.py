@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.terminal import complain
+from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
 from jaxpaged.tools.bench.datasets import check_dataset, sample_requests

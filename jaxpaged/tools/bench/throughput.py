@@ -131,7 +131,7 @@ async def in_another_process(
     """(seconds, outputs, model) with an `AsyncLLM`."""
     from jaxpaged.entrypoints.batch_progress import BatchProgress
     from jaxpaged.entrypoints.cli.serve import open_async_engine
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.entrypoints.terminal import ProgressLine
 
     line = ProgressLine()
     try:

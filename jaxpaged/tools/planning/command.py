@@ -86,7 +86,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the plan and print it. Returns the exit status."""
     from jaxpaged.config import EngineConfig
-    from jaxpaged.entrypoints.cli.terminal import ProgressLine
+    from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.tools.pictures.canvas import check_picture_path
     from jaxpaged.tools.pictures.plan_report import json_report, text_report
     from jaxpaged.tools.planning.plan_engine import plan_engine

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpaged.entrypoints.cli import compile_notice
 from jaxpaged.entrypoints.cli.compile_notice import CompileNotice
-from jaxpaged.entrypoints.cli.terminal import ERASE_LINE
+from jaxpaged.entrypoints.terminal import ERASE_LINE
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ import sys
 
 from jaxpaged.entrypoints.cli import start_report
 from jaxpaged.entrypoints.cli.start_report import StartReport
-from jaxpaged.entrypoints.cli.terminal import ERASE_LINE
+from jaxpaged.entrypoints.terminal import ERASE_LINE
 
 
 class Terminal(io.StringIO):

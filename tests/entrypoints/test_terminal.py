@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from jaxpaged.entrypoints.cli.terminal import ProgressLine, printable, styled
+from jaxpaged.entrypoints.terminal import ProgressLine, printable, styled
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.cli.word_wrap import WordWrap, fitted, width_of
+from jaxpaged.entrypoints.terminal import WordWrap, fitted, width_of
 
 
 def wrapped(pieces, columns):

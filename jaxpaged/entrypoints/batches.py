@@ -1,0 +1,150 @@
+"""Batches of requests in front of an engine: prompts as callers write them, and results until they are asked for.
+
+A caller may give one value for all prompts or one each, and prompts as text, token ids, dicts or chats. Several readers
+share one engine in one thread: the one that waits for results steps it, and what the step gives for the requests of
+others is kept here until they ask. So a batch may run inside a loop over a stream, and two streams side by side.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxpaged.engine.input.processor import Prompt
+from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.output.stream import joined
+from jaxpaged.errors import ConflictError, RequestError
+from jaxpaged.interrupts import holding_interrupts
+from jaxpaged.messages import RequestOutput
+from jaxpaged.pooling import PoolingRequestOutput
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+Output = RequestOutput | PoolingRequestOutput
+
+
+@contextlib.contextmanager
+def naming(what: str, index: int, count: int) -> Iterator[None]:
+    """Make a RequestError say which of several prompts is at fault."""
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"{what} {index}: {error}", error.parameter) from error
+
+
+def with_output_kind(params: Any, kind: RequestOutputKind) -> SamplingParams:
+    """A copy whose results come in this way. Raises RequestError for what is no SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r}; it must be SamplingParams.", "sampling_params")
+    copy = params.clone()
+    copy.output_kind = kind
+    return copy
+
+
+def batch_of(prompts: Any) -> list[Prompt]:
+    """Prompts as a list, of one when it is text, a dict or token ids. Raises RequestError for what is none of it."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts is {prompts!r}; it must be a prompt or a list of prompts.", "prompts")
+    batch = list(prompts)
+    is_prompt = batch and not isinstance(batch[0], str | Mapping) and not hasattr(batch[0], "__len__")
+    return [prompts] if is_prompt else batch
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether this is one conversation, not a sequence of them."""
+    return len(messages) == 0 or isinstance(messages[0], Mapping | str)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a single prompt is a list of messages, not text, token ids or a dict of them."""
+    first = prompt[0] if isinstance(prompt, list | tuple) and prompt else None
+    return isinstance(first, Mapping) and "role" in first
+
+
+def per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """One value per prompt. Raises RequestError when a sequence has another length."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts. Give one for all, or one each.", name)
+    return list(value)
+
+
+class Results:
+    """The results of requests that were announced, from steps that are made like this:
+
+    with held_interrupts(), results:
+        new = results.keep(engine.step())
+    """
+
+    def __init__(self, engine: LLMEngine):
+        self._engine = engine
+        self._results: dict[str, Output | None] = {}  # by request; None: nothing new
+        self._deltas: set[str] = set()  # requests whose results hold only what is new
+        self._left: list[str] = []
+        self._stepping = False
+
+    def __enter__(self) -> None:
+        """Before a step: abort the requests that nobody waits for any more."""
+        self._abort_left()
+        self._stepping = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._stepping = False
+
+    def expect(self, request_id: str, by_delta: bool = False) -> None:
+        """Keep the results of a request, the newest of them, or all joined to one if they come `by_delta`."""
+        self._results[request_id] = None
+        if by_delta:
+            self._deltas.add(request_id)
+
+    def keep(self, outputs: Sequence[Output]) -> Sequence[Output]:
+        """Keep the results of a step until they are asked for; returns them all.
+
+        Raises ConflictError when the engine sleeps and has nothing to say; requests stay as they are.
+        """
+        for output in outputs:
+            request_id = output.request_id
+            if request_id in self._results:
+                before = self._results[request_id]
+                join = before is not None and request_id in self._deltas
+                self._results[request_id] = joined(before, output) if join else output
+        if not outputs and self._engine.is_sleeping():
+            raise ConflictError("the engine sleeps, so no prompt can be completed. Call wake_up() first.")
+        return outputs
+
+    def take(self, request_id: str) -> Output | None:
+        """What came of a request since it was asked for last; a finished one is forgotten."""
+        output = self._results[request_id]
+        self._results[request_id] = None
+        if output is not None and output.finished:
+            self._forget(request_id)
+        return output
+
+    def finished(self, request_ids: Iterable[str]) -> list[Output]:
+        """The results of those of these requests that are done."""
+        found = (self._results[request_id] for request_id in request_ids)
+        return [output for output in found if output is not None and output.finished]
+
+    @holding_interrupts
+    def leave(self, request_ids: Sequence[str]) -> None:
+        """Forget requests that nobody waits for any more, and abort those under way.
+
+        The garbage collector may close a stream in the middle of a step. The next step aborts its request first.
+        """
+        for request_id in request_ids:
+            self._forget(request_id)
+        self._left += request_ids
+        if not self._stepping:
+            self._abort_left()
+
+    def _forget(self, request_id: str) -> None:
+        self._results.pop(request_id, None)
+        self._deltas.discard(request_id)
+
+    def _abort_left(self) -> None:
+        if self._left:
+            left, self._left = self._left, []
+            self._engine.abort_request(left)
