@@ -23,27 +23,9 @@ NAMES = {
 }
 """What the HTTP server calls a field -> what it is called here."""
 SIDES = {pb.TRUNCATION_SIDE_UNSPECIFIED: None, pb.TRUNCATION_SIDE_LEFT: "left", pb.TRUNCATION_SIDE_RIGHT: "right"}
-PLAIN = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "thinking_token_budget",
-    "stream_interval",
-)
-LISTS = ("stop", "stop_token_ids", "bad_words", "logprob_token_ids", "allowed_token_ids")
+FIELDS = [field for field in pb.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
+PLAIN = tuple(field.name for field in FIELDS if field.has_presence and field.name != "logprobs")
+LISTS = tuple(field.name for field in FIELDS if not field.has_presence)
 
 
 def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatCompletionRequest:

@@ -14,7 +14,7 @@ import msgspec
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.kv_store.transfer_params import PARAMS
-from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import FILLED_IN, BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError, client_names
 
@@ -26,28 +26,25 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultrafast")
 
 
-class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters under their own names. None means the default."""
-
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    thinking_token_budget: int | None = None
+OTHERWISE = {
+    *("n", "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "stream_interval", "structured_outputs"),
+    *("extra_args", "detokenize", "output_kind", "skip_reading_prefix_cache", *FILLED_IN),
+}
+"""Sampling parameters that not every endpoint has under this name, or that no request sets."""
+TYPES = {"seed": Seed, "logit_bias": dict[str, float]}
+"""Types in JSON that differ from those of `SamplingParams`."""
+SamplingFields = msgspec.defstruct(
+    "SamplingFields",
+    [
+        (field.name, TYPES.get(field.name, field.type) | None, None)
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.name not in OTHERWISE
+    ],
+    kw_only=True,
+    forbid_unknown_fields=True,
+    module=__name__,
+)
+"""Sampling parameters under their own names. None means the default."""
 
 
 class EngineFields(SamplingFields, kw_only=True):
