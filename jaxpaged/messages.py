@@ -322,7 +322,7 @@ class RequestState(msgspec.Struct, array_like=True):
 
 
 class EngineSnapshot(msgspec.Struct):
-    """What an engine core does at one moment, as much of it as was asked for: for whoever watches.
+    """What an engine core does at one moment, as much of it as was asked for.
 
     `steps` are the newest finished ones, oldest first, and `num_steps_before` came before them since the start.
     `running` are the oldest requests that run, `waiting` some of those that wait, those at the front first.

@@ -1,7 +1,7 @@
 """Starts jax's backend: the devices of this process, and the share of a GPU's memory that jax takes for itself.
 
 jax fills a pool with three quarters of a GPU's memory when it starts and gives out nothing else, so what an engine may
-use is settled here, before the first device is asked for. Who set the share in the environment is obeyed.
+use is settled here, before the first device is asked for. A share that is set in the environment is kept.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The sockets between the processes of one engine: one drives, the others follow.
 
 Commands go to all followers alike, in order; reports come back from each. Both ends prove that they know the group's
-secret, and everything is encrypted (CurveZMQ): who does not know it is never heard, wherever the sockets listen. This
+secret, and everything is encrypted (CurveZMQ). A stranger is never heard, wherever the sockets listen. This
 module carries frames and knows nothing of what they say.
 """
 

@@ -175,7 +175,7 @@ class Group:
         also when that takes longer than `WORK_SECONDS`."""
         deadline = time.monotonic() + WORK_SECONDS
         while missing := [key for key in keys if not self.is_ready(key)]:
-            for key in missing:  # said again and again: whoever could not compile it breaks down when it hears of it
+            for key in missing:  # said again and again: a process that could not compile it fails when it hears it
                 self.tell(Want(key, hurry=True))
             if time.monotonic() > deadline:
                 first = missing[0]
@@ -276,7 +276,7 @@ class Group:
                 if frames is not None:
                     self._hear(decoder, frames)
                 self._look_for_silent()
-        except Exception as error:  # or whoever waits for something that is only heard here would wait for ever
+        except Exception as error:  # otherwise a caller that waits for a report would wait for ever
             self.fail(EngineDeadError(f"the thread that hears the other processes broke down: {error!r}"))
             raise
 

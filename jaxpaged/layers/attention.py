@@ -1,9 +1,9 @@
 """Attention in a model: the one `shard_map` around an attention kernel, and how its KV cache is sharded.
 
-Heads are split over all devices; metadata is the same on every device. Where fewer key-value heads are than devices,
-those with the same one may hold different tokens of each block (`context_parallel.py`): the cache is then split by
-slot, too, and what a kernel makes of the metadata is each device's own. This module knows neither
-models nor steps; kernels (`pallas_kernels`) know nothing of meshes.
+Heads are split over all devices. Metadata is the same on every device. With fewer key-value heads than devices, the
+devices of one head may hold different tokens of each block (`context_parallel.py`). The cache is then split by slot
+too, and each device plans its own part of the metadata. This module knows neither models nor steps. Kernels
+(`pallas_kernels`) know nothing of meshes.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 A program of several ranks is that of one, on the part that each has of every argument (`of_each_rank`): tokens, block
 tables, keys and values lie one rank after the other along the first axis. Only experts look beyond their rank
-(`experts.py`). So whatever maps over a rank's devices does so within that (`over_model_axes`). With one rank both are
-nothing more than what they are without.
+(`experts.py`). So a map over a rank's devices stands within it (`over_model_axes`). With one rank both change
+nothing.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """A short causal convolution of every channel by itself (LFM2), over the tokens of a step and those before them.
 
-Its state is what went into it for the last few tokens. In a row these lie in a ring: position p at p modulo its length,
+Its state is its inputs of the last few tokens. In a row these lie in a ring: position p at p modulo its length,
 which leaves room for tokens that are taken back. Channels are split over all devices. This module knows neither models
 nor requests.
 

@@ -1,4 +1,4 @@
-"""Turns at something scarce, shared fairly among those who ask: nobody waits behind all that another one asked for.
+"""Turns at something scarce, shared fairly among callers: no caller waits behind all turns that another asked for.
 
 This module knows neither requests nor what a turn is used for.
 """
@@ -44,7 +44,7 @@ class FairTurns:
         return sum(len(name) == 1 for name in self._used)
 
     async def take(self, client: str, user: str = "", size: int = 0) -> None:
-        """Wait for a turn. Who is cancelled meanwhile has none; everybody else must `give_back` it."""
+        """Wait for a turn, and `give_back` it afterwards. A caller that is cancelled meanwhile has none."""
         waiting = Waiting((client,), (client, user), size, next(self._places))
         self._enter(waiting)
         self._waiting.append(waiting)
@@ -95,6 +95,6 @@ class FairTurns:
         return sum(count for name, count in self._running.items() if len(name) == 1)
 
     def _claim(self, each: Waiting) -> tuple[float, ...]:
-        """Who has the least goes first."""
+        """The caller with the fewest turns goes first."""
         names = (each.client, each.user)
         return (*(value for name in names for value in (self._running[name], self._used[name])), each.size, each.place)

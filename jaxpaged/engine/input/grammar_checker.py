@@ -1,8 +1,8 @@
 """Whether what a request asks of its answer can be compiled, found out where a crash or a hang hurts nobody.
 
 A child process compiles it first, under limits of computing time, memory and stack: grammars come from clients, and
-some make the compiler overflow its stack, which no `except` catches. Who has many to check can have the hard ones stand
-still while others are looked at (`Check.run`), and can take one back (`Check.drop`).
+some make the compiler overflow its stack, which no `except` catches. A caller with
+many checks can suspend hard ones while others run (`Check.run`), and take one back (`Check.drop`).
 
 This module knows no vocabulary and no engine.
 """
@@ -335,7 +335,7 @@ class Child:
             self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Make it die; whoever waits for its answer hears that it has."""
+        """Make it die. A caller that waits for its result is told."""
         self._process.kill()
 
     def _computed(self) -> float:

@@ -1,8 +1,8 @@
 """The part of a long text that matters: what is cut off a prompt, or makes it too long, is not tokenised.
 
-A text is tokenised in pieces until there are tokens enough, so that neither time nor memory follow what a client sends,
-but what the model takes. No bound of bytes per token is assumed: a normalizer may drop characters, and an unknown word
-may be a single token. This module knows no requests.
+A text is tokenised in pieces until there are enough tokens. So time and memory follow the model's limit, not the
+length of the text that a client sends. No bound of bytes per token is assumed: a normalizer may drop characters, and
+an unknown word may be a single token. This module knows no requests.
 """
 
 import re

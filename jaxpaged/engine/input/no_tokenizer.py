@@ -1,6 +1,6 @@
-"""What stands in a tokenizer's place with `skip_tokenizer_init`: prompts are token ids, and so are answers.
+"""The stand-in for a tokenizer with `skip_tokenizer_init`: prompts are token ids, and so are outputs.
 
-Whatever needs text or a vocabulary meets a RequestError that says so; no file of a tokenizer is read.
+A request that needs text or a vocabulary is refused with a RequestError. No file of a tokenizer is read.
 """
 
 from typing import NoReturn

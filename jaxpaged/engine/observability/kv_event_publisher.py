@@ -32,7 +32,7 @@ END = (-1).to_bytes(8, "big", signed=True)
 POLL_MS = 50
 PUBLISHERS = ("zmq", "null")
 MAX_QUESTION_BYTES = 4096
-"""Of a question, or of a topic that a follower asks for. Who sends more is disconnected."""
+"""Of a question, or of a topic that a follower asks for. A follower that sends more is disconnected."""
 QUESTIONS_AT_ONCE = 16
 """Between two batches."""
 

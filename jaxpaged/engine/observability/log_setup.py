@@ -1,8 +1,8 @@
 """What a process of ours writes to standard error about its work: a line of text, or of JSON, for each event.
 
-Commands and the engine core's process set this up. A library does not: who imports jaxpaged gets its loggers, called
-`jaxpaged....`, sees warnings and errors as Python shows them, and decides about everything else. Messages hold no text
-of prompts or answers. This module knows no event.
+Commands and the engine core's process set this up. A library does not: a program that imports jaxpaged gets its
+loggers, called `jaxpaged....`, sees warnings and errors as Python shows them, and decides about the rest. Messages hold
+no text of prompts or answers. This module knows no event.
 """
 
 import copy
@@ -26,7 +26,7 @@ REPEATED = (
     "jaxpaged.entrypoints.http.transport.connections",
     "uvicorn.error",
 )
-"""Loggers that whoever reaches a socket can make say the same as often as it likes."""
+"""Loggers whose lines a client of a socket can repeat as often as it likes."""
 REPEAT_SECONDS = 60.0
 
 

@@ -1,6 +1,6 @@
-"""What an engine core does at one moment, for whoever watches: queues, blocks and steps, never more than fits a screen.
+"""What an engine core does at one moment, for people to watch: queues, blocks and steps, at most a screen of them.
 
-It is taken between two steps, so it must be short; who asks is told how long it took. This module knows no text.
+It is taken between two steps, so it must be short. It says how long it took. This module knows no text.
 """
 
 import itertools

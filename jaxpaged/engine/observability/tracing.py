@@ -6,7 +6,7 @@
       decode      from the first token to the last one
 
 The times are those that are kept for the metrics; of several sequences the first begins and the last ends. A prompt
-may bring the W3C trace context of who sent it: then its spans are part of that trace, if that one is recorded. No text
+may bring the W3C trace context of its client. Then its spans are part of that trace, if that trace is recorded. No text
 gets into a span. This module knows neither HTTP nor how spans are sent.
 """
 

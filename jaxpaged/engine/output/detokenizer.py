@@ -45,7 +45,7 @@ class TextStream:
         self.settled = False  # the text so far ends with a whole character, so a plain piece can follow it
         self.last_plain: int | None = None  # the last token, when the decoder has not seen it
         self._held: list[int] = []  # tokens since the last that gave text
-        for token_id in begun:  # a character that the prompt only began belongs to whoever completes it
+        for token_id in begun:  # the token that completes a character has all of it
             self._decode(token_id)
         self._prompt_incomplete = bool(begun)
         self.settled = False  # only output counts

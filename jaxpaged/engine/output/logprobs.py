@@ -67,7 +67,7 @@ def candidates(
 
 
 class LatePromptLogprobs:
-    """What `prompt_logprob_dicts` makes, made when it is read, by whoever has the time: 80,000 entries for 20 of each
+    """What `prompt_logprob_dicts` makes, made when it is read, off the step path: 80,000 entries for 20 of each
     of 3,900 tokens."""
 
     def __init__(self, *arguments: Any):

@@ -1,4 +1,4 @@
-"""The results of one request on their way to whoever waits for them.
+"""The results of one request on their way to its consumer.
 
 A consumer that is slower than the engine finds what came meanwhile as one result: nothing queues up. One that keeps up
 may leave a function that takes results where they arise, so that nobody is woken for them. This module knows neither
