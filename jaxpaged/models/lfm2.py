@@ -91,10 +91,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = own_fields({**DEFAULTS, **hf})
     width = fields.count("intermediate_size")
     if fields.flag("block_auto_adjust_ff_dim", True):
-        width, factor = int(2 * width / 3), fields.number_or_none("block_ffn_dim_multiplier", 1.0)
-        if factor is not None:
-            block = fields.count("block_multiple_of", 256)
-            width = -(-int(factor * width) // block) * block
+        block, factor = fields.count("block_multiple_of", 256), fields.number("block_ffn_dim_multiplier", 1.0)
+        width = -(-int(factor * int(2 * width / 3)) // block) * block
     fields.read |= {"block_ffn_dim_multiplier", "block_multiple_of"}
     return hybrid_config(fields, intermediate_size=width)
 

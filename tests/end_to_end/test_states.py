@@ -1,0 +1,105 @@
+"""Models with recurrent states, through whole engines: transformers' tokens, from snapshots and without."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.build import resolve_model
+from jaxpaged.engine.core import EngineCore
+from jaxpaged.errors import ConfigError
+from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.messages import EngineCoreRequest
+from tests.models.checkpoints import prompt_of, write_checkpoint
+from tests.models.paged import golden_of
+
+# Prompts of 40 tokens come in chunks, answers in runs of steps.
+OPTIONS = {
+    "max_model_len": 64,
+    "block_size": 8,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "num_scheduler_steps": 4,
+}
+
+
+def test_snapshots_are_where_prompts_end_and_part_and_what_nobody_owns_may_be_nan(tmp_path):
+    """Each later request stands beside others, begins behind another's snapshot, and gives transformers' tokens."""
+    golden, prompt = golden_of("lfm2")["greedy"], prompt_of("lfm2")
+    options = EngineConfig.from_options(
+        **OPTIONS, model=str(write_checkpoint("lfm2", tmp_path)), num_gpu_blocks_override=64, dtype="float32"
+    )
+    folder, model, decoder, config = resolve_model(options)
+    executor = UniProcExecutor(config, model, decoder, folder)
+    device = executor.worker.device
+    device.state.kv = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), device.state.kv)
+    core = EngineCore(config, executor)
+
+    def serve(**prompts):
+        tokens, hits = {}, {}
+        for name, ids in prompts.items():
+            params = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
+            core.add_request(EngineCoreRequest(name, ids, params, arrival_time=0.0))
+        while core.has_work():
+            for output in core.step().outputs:
+                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                hits[output.request_id] = output.num_cached_tokens
+            core._scheduler.check_integrity()
+        return tokens, hits
+
+    tokens, hits = serve(first=prompt, short=prompt[5:17])
+    assert tokens["first"] == golden and hits == {"first": 0, "short": 0}
+    tokens, hits = serve(again=prompt, other=[*prompt[:27], 7, 8, 9])
+    assert tokens["again"] == golden and hits == {"again": 32, "other": 0}, "two ways part where nothing is kept yet"
+    tokens, hits = serve(third=[*prompt[:26], 9, 9, 9, 9], turn=[*prompt, *golden, 5], again=prompt)
+    assert hits == {"third": 24, "turn": 48, "again": 32}, "where they part, behind an answer, and a prompt"
+    assert tokens["again"] == golden
+    alone, others = tokens, {"third": [*prompt[:26], 9, 9, 9, 9], "turn": [*prompt, *golden, 5]}
+    core.reset_prefix_cache()
+    tokens, hits = serve(**others)
+    assert set(hits.values()) == {0} and tokens == {name: alone[name] for name in others}
+    core.shutdown()
+
+
+def answers(llm, *prompts, **params):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, **params)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs], outputs[0].num_cached_tokens
+
+
+STAGES = {"pipeline_parallel_size": 2, "num_scheduler_steps": 1}
+RANKS = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lfm2_moe", {"num_gpu_blocks_override": 14}),
+        ("lfm2_moe", STAGES),
+        ("lfm2", {**STAGES, "tensor_parallel_size": 2, "num_gpu_blocks_override": 14}),
+        ("lfm2", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "num_gpu_blocks_override": 14}),
+        ("lfm2_moe", RANKS),
+    ],
+)
+def test_states_go_with_stages_ranks_and_split_contexts(name, options, tmp_path):
+    """Chunks, cached beginnings, so few blocks that requests are preempted; log probabilities; and after sleeping."""
+    golden, prompt, folder = golden_of(name)["greedy"], prompt_of(name), write_checkpoint(name, tmp_path)
+    with LLM(**OPTIONS | options, model=str(folder), skip_tokenizer_init=True, compilation_cache_dir="off") as llm:
+        assert answers(llm, prompt) == ([golden], 0)
+        assert answers(llm, *[prompt] * 4) == ([golden] * 4, 32)
+        assert llm.stats().number("num_preemptions") > 0 or "num_gpu_blocks_override" not in options
+        assert answers(llm, prompt, prompt[:9], logprobs=1, prompt_logprobs=1)[0][0] == golden
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            assert answers(llm, prompt) == ([golden], 0)
+        assert llm.stats().number("recompiles") == 0
+
+
+def test_tiers_are_refused_in_words_before_a_weight_is_read(tmp_path):
+    options = {**OPTIONS, "model": str(write_checkpoint("lfm2", tmp_path)), "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match="kv_offload: recurrent states cannot be kept outside"):
+        LLM(**options, kv_offload="host=64M")
