@@ -126,9 +126,9 @@ class Held:
 
     def deliver(self) -> None:
         """Let the usual handler hear of an interrupt that was kept."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            self.usual(*pending)
+        assert self.pending is not None, "no interrupt was kept"
+        pending, self.pending = self.pending, None
+        self.usual(*pending)
 
 
 class held_interrupts:  # used like a function
@@ -153,7 +153,8 @@ class held_interrupts:  # used like a function
             current: object = signal.getsignal(signal.SIGINT)
             if current is held:
                 signal.signal(signal.SIGINT, held.usual)
-            held.deliver()
+            if held.pending is not None:
+                held.deliver()
 
 
 class accepted_interrupts:
@@ -165,7 +166,8 @@ class accepted_interrupts:
         self._held = handler if in_main and isinstance(handler, Held) else None
         if self._held is not None:
             watcher().moves += 1
-            self._held.deliver()
+            if self._held.pending is not None:
+                self._held.deliver()
             self._before, self._held.accepts = self._held.accepts, True
 
     def __exit__(self, *exception: object) -> None:

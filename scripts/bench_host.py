@@ -70,7 +70,7 @@ class FreePrograms:
     seconds_waited = 0.0  # for programs
 
     def __init__(self, token_id: int, device: "Device | None"):
-        self.activity = Activity(shares_cores=False)
+        self.activity, self.num_workers, self.callable = Activity(shares_cores=False), 0, {}
         self.state = jax.device_put(np.zeros(2, np.int32))
         sizes = doubling_buckets(4096, "cpu")
         self.tokens = {size: jax.device_put(np.full((1, size), token_id, np.int32)) for size in sizes}
@@ -79,6 +79,8 @@ class FreePrograms:
 
     def is_ready(self, key: Any) -> bool:
         return True
+
+    has = is_ready
 
     def smallest_ready(self, kind: str, size: int, buckets: tuple[int, ...]) -> int:
         return next(bucket for bucket in buckets if bucket >= size)

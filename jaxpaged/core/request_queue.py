@@ -80,27 +80,18 @@ class InOrder:
         raise NotImplementedError
 
 
-class FCFSQueue(InOrder):
-    """First come, first served; preempted requests go to the front."""
-
-    def __init__(self):
-        self._requests: OrderedDict[Request, None] = OrderedDict()
+class FCFSQueue(OrderedDict[Request, None], InOrder):
+    """First come, first served; preempted requests go to the front. Every step asks how many wait."""
 
     def add(self, request: Request) -> None:
-        self._requests[request] = None
+        self[request] = None
 
     def add_preempted(self, request: Request) -> None:
-        self._requests[request] = None
-        self._requests.move_to_end(request, last=False)
+        self[request] = None
+        self.move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
-        del self._requests[request]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        del self[request]
 
 
 def priority_order(request: Request) -> tuple[int, float, int]:

@@ -17,9 +17,9 @@ from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.in_flight import InFlight, StepPacer
 from jaxpaged.engine.kv_transfer import KVTransferDriver
+from jaxpaged.engine.merged_outputs import merged, without
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
-from jaxpaged.engine.output_queue import OutputQueue
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.errors import EngineDeadError, ProgramError, RequestError
 from jaxpaged.executor.base import Executor, KVTransferWorker
@@ -100,11 +100,12 @@ class EngineCore(EngineCoreClient):
             num_ranks=config.parallel.num_ranks,
         )
         self.transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
+        self._carries = transfer is not None
         # One step is computed on each stage, and one waits for a device.
         depth = config.parallel.pipeline_parallel_size + 1 if config.scheduler.async_scheduling else 1
         self._in_flight = InFlight(depth)
         self._pacer = StepPacer(config.scheduler.num_scheduler_steps, depth)
-        self._outputs = OutputQueue()  # what `step` has not returned yet
+        self._outputs: list[EngineCoreOutput] = []  # what `step` has not returned yet
         self._books = Books()
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
@@ -113,7 +114,7 @@ class EngineCore(EngineCoreClient):
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when it can never fit the KV cache, and while its id is in use: until
         `step` has returned the last that another one of this id said, or that one was aborted."""
-        if request.request_id in self._outputs:
+        if any(output.request_id == request.request_id for output in self._outputs):
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
         refusal = None
@@ -136,7 +137,7 @@ class EngineCore(EngineCoreClient):
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
         with self._books:
             self._scheduler.abort_requests(request_ids)
-        self._outputs.discard(request_ids)
+        self._outputs = without(self._outputs, request_ids)
         self.transfer.tell_peers()
 
     def call[R](self, call: CoreCall[R]) -> R:
@@ -159,14 +160,15 @@ class EngineCore(EngineCoreClient):
                 self._wait_for_work()
         if self._publishers:
             self._publish_events()
-        return EngineCoreOutputs(self._outputs.take(), self.stats(done))
+        outputs, self._outputs = self._outputs, []
+        return EngineCoreOutputs(outputs, self.stats(done))
 
     def _admit_ready(self) -> None:
         """Queue requests whose grammars and programs are compiled, and dispatch keys and values that have come."""
         if self._scheduler.structured_output_manager.waiting:
             with self._books:
-                self._outputs.add(self._scheduler.admit_prepared())
-        if self.transfer.is_on:
+                self._tell(self._scheduler.admit_prepared())
+        if self._carries:
             self._move(self.transfer.deliver)
 
     def _execute_next(self) -> bool:
@@ -179,13 +181,13 @@ class EngineCore(EngineCoreClient):
             max_tokens = self.executor.max_step_tokens()
             with self._books:
                 scheduled = self._scheduler.schedule(max_steps, max_tokens)
-            if self.transfer.is_on:
+            if self._carries:
                 self.transfer.before_step(scheduled.step_id)
             if not scheduled.total_num_scheduled_tokens:
                 return False
             end = time.perf_counter()
             pending = self.executor.execute_model(scheduled)
-            if self.transfer.is_on:
+            if self._carries:
                 self.transfer.save()
         except BaseException as error:  # an interrupt too leaves the device half way
             self._recover(error, scheduled)
@@ -233,13 +235,13 @@ class EngineCore(EngineCoreClient):
             return oldest
         with self._books:
             outputs = self._scheduler.update_from_output(oldest, done.result)
-            if self.transfer.is_on:
+            if self._carries:
                 outputs = self.transfer.hand_over(outputs)
-            self._outputs.add(outputs)
+            self._tell(outputs)
         num_unfinished = self._scheduler.get_num_unfinished_requests()
         record = self.step_log.add(oldest, done.result, num_unfinished, done.times)
         self._pacer.observe(record)
-        if self.transfer.is_on:
+        if self._carries:
             self.transfer.observe(record)
             self._settle_saves()
         if self._in_flight.awaits_masks:
@@ -257,7 +259,7 @@ class EngineCore(EngineCoreClient):
     def has_work(self) -> bool:
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
         if self._sleep.level is not None:
-            return len(self._outputs) > 0
+            return bool(self._outputs)
         return bool(self._in_flight or self._outputs or self._scheduler.get_num_unfinished_requests())
 
     def save_idle(self) -> bool:
@@ -278,7 +280,7 @@ class EngineCore(EngineCoreClient):
             self._books.refuse()
         stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
-        if self.transfer.is_on:
+        if self._carries:
             self.transfer.count_in(stats)
         return stats
 
@@ -319,7 +321,7 @@ class EngineCore(EngineCoreClient):
             self._await_all()
             if mode == "abort":
                 with self._books:
-                    self._outputs.add(self.transfer.hand_over(self._scheduler.abort_requests(self.unfinished())))
+                    self._tell(self.transfer.hand_over(self._scheduler.abort_requests(self.unfinished())))
         if level > 0:
             with self._books:
                 self._scheduler.preempt_all()
@@ -396,6 +398,10 @@ class EngineCore(EngineCoreClient):
                 events = rank.kv_cache_manager.take_events()
             publisher.publish(events)
 
+    def _tell(self, outputs: list[EngineCoreOutput]) -> None:
+        """Let this step, or the next one, return these outputs, at most one of each request."""
+        self._outputs = merged([self._outputs, outputs]) if self._outputs else outputs
+
     def _settle_saves(self) -> None:
         """Let what steps have computed be kept besides the device."""
         oldest = self._in_flight.oldest
@@ -404,19 +410,18 @@ class EngineCore(EngineCoreClient):
     def _move(self, act: Callable[[], list[EngineCoreOutput] | None]) -> None:
         """Dispatch keys and values that come or go, and say what `act` says. What fails in it fails as a step does."""
         try:
-            self._outputs.add(act() or [])
+            self._tell(act() or [])
         except Exception as error:
             self._recover(error, None)
 
     def _finish(self, request_ids: frozenset[str]) -> None:
         """Compute until these requests have ended. What steps give meanwhile is returned by the next one."""
-        told = OutputQueue()
+        told: list[EngineCoreOutput] = []
         try:
             while request_ids & self.unfinished():
-                told.add(self.step().outputs)
+                told = merged([told, self.step().outputs])
         finally:
-            told.add(self._outputs.take())
-            self._outputs = told
+            self._outputs = merged([told, self._outputs])
 
     def _await_all(self) -> None:
         while self._in_flight:
@@ -439,10 +444,10 @@ class EngineCore(EngineCoreClient):
         logger.error("%s; its requests end with an error", reason, exc_info=error)
         with self._books:
             if scheduled is not None:
-                self._outputs.add(self._scheduler.fail_requests(scheduled, reason))
+                self._tell(self._scheduler.fail_requests(scheduled, reason))
             left = [request.request_id for request in self._scheduler.running]
             reason = f"its cached keys and values were lost when {reason}"
-            self._outputs.add(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
+            self._tell(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
             self._scheduler.forget_steps()
             self._scheduler.lose_content()
             self.executor.recover()

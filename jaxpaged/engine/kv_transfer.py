@@ -43,11 +43,6 @@ class KVTransferDriver:
             self._manager: Any = manager
         self._worker: Any = worker
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything travels."""
-        return self._half is not None
-
     def save(self, before: int | None = None) -> None:
         """Dispatch copies of what steps before number `before` compute, None: all that are dispatched, as far as there
         is room. The rest waits."""

@@ -13,12 +13,12 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.core.balancer import Load
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.merged_outputs import as_one
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
 from jaxpaged.engine.observability.throughput_log import ThroughputLog
 from jaxpaged.engine.observability.tracing import RequestTracer
 from jaxpaged.engine.output.processor import OutputProcessor
 from jaxpaged.engine.output.stream import OutputStream
-from jaxpaged.engine.output_queue import as_one
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_link import CoreLink
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor

@@ -18,7 +18,6 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.programs.choose import Readiness
 from jaxpaged.worker.worker import Worker
 
@@ -34,6 +33,9 @@ class ReadyEverywhere:
             return True
         self._group.want(key, hurry=False)
         return False
+
+    def has(self, key: ProgramKey) -> bool:
+        return self._own.has(key) and self._group.is_ready(key)
 
     def prepare(self, key: ProgramKey) -> bool:
         if self._own.prepare(key) and self._group.is_ready(key):
@@ -114,6 +116,8 @@ class MultiProcExecutor:
         self._own = UniProcExecutor(config, model, decoder, folder, progress, group.settle_blocks, everywhere)
         self.kv_cache_config = self._own.kv_cache_config
         self.workers = Everybody(self._own.worker, group)
+        self.max_step_tokens, self.max_decode_steps = self._own.max_step_tokens, self._own.max_decode_steps
+        self.can_run = self._own.can_run
         group.wait_until_loaded()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> GroupStep:
@@ -137,15 +141,6 @@ class MultiProcExecutor:
     @property
     def weights_version(self) -> str:
         return self._own.weights_version
-
-    def max_step_tokens(self) -> int:
-        return self._own.max_step_tokens()
-
-    def max_decode_steps(self) -> int:
-        return self._own.max_decode_steps()
-
-    def can_run(self, extra: Extra) -> bool:
-        return self._own.can_run(extra)
 
     def recover(self) -> None:
         """Raises EngineDeadError: what the others have left of a failed step is not known, so all start anew."""

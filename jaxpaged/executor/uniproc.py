@@ -17,7 +17,6 @@ from jaxpaged.executor.base import KVTransferWorker, PendingOutput
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, ProgramChoice, Readiness, StepSizes
 from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, SMALL_PROMPT
 from jaxpaged.worker.step.verify import VERIFY_KINDS
@@ -74,6 +73,8 @@ class UniProcExecutor:
         self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)
         self.kv_cache_config = self.worker.kv_cache_config
         self.choice = ProgramChoice(readiness(self.worker.programs), sizes_of(self.worker))
+        self.max_step_tokens, self.max_decode_steps = self.choice.max_step_tokens, self.choice.max_decode_steps
+        self.can_run = self.choice.can_run
 
     @property
     def workers(self) -> Worker:
@@ -99,15 +100,6 @@ class UniProcExecutor:
     @property
     def weights_version(self) -> str:
         return self.worker.weights.version
-
-    def max_step_tokens(self) -> int:
-        return self.choice.max_step_tokens()
-
-    def max_decode_steps(self) -> int:
-        return self.choice.max_decode_steps()
-
-    def can_run(self, extra: Extra) -> bool:
-        return self.choice.can_run(extra)
 
     def recover(self) -> None:
         self.choice.forget_requests()

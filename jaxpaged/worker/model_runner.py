@@ -86,7 +86,7 @@ class PendingStep(NamedTuple):
     readings: Sequence[Reading] = ()
     refused: Mapping[str, str] = MappingProxyType({})
     buckets: StepBuckets | None = None
-    activity: Activity | None = None  # that hears when the step has ended
+    activity: Activity | None = None  # that hears when the step has ended, while programs are compiled
     drafted: tuple[Any, int] | None = None  # of a masked step with drafts: these, on their way to the host, for n rows
 
     def drafts(self) -> list[list[int]]:
@@ -175,7 +175,7 @@ class ModelRunner:
     def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
         """Dispatch one step, or the forward pass of a masked one. Results are read by `PendingStep.result`."""
         assert self._unsampled is None, "a step begins before the last one has sampled"
-        device, parts = self.device, scheduled.parts
+        device, parts = self.device, scheduled.ranks or (scheduled,)
         waited_before, refused = device.programs.seconds_waited, dict[str, str]()
         updates: list[Updates] = [[] for _ in parts]
         for rank, part in enumerate(parts):
@@ -184,8 +184,9 @@ class ModelRunner:
                 refused |= refused_here
         if not scheduled.request_ids:
             return PendingStep(scheduled.step_id, refused=refused)
-        activity = device.programs.activity
-        activity.begin(scheduled.step_id)
+        activity = device.programs.activity if device.programs.num_workers else None
+        if activity is not None:
+            activity.begin(scheduled.step_id)
         requests, drafted = [reader.read(part) for reader, part in zip(self.readers, parts, strict=True)], None
         programs = scheduled.programs
         if programs.draft is not None:

@@ -39,15 +39,15 @@ class RequestRows:
         self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
         self.shared = shared
         self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
-        self._last_rows = np.zeros(0, np.int32)
+        self.last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
+        self.last_rows = np.zeros(0, np.int32)
 
     def rows_of(self, request_ids: list[str]) -> np.ndarray:
         """The rows of requests, int32 [n]. From step to step they are mostly the same ones, in the same order."""
-        if request_ids != self._last_ids:
-            self._last_ids = request_ids
-            self._last_rows = np.array([self.row_of[request_id] for request_id in request_ids], np.int32)
-        return self._last_rows
+        if request_ids != self.last_ids:
+            self.last_ids = request_ids
+            self.last_rows = np.array([self.row_of[request_id] for request_id in request_ids], np.int32)
+        return self.last_rows
 
     def add(self, request: NewRequestData) -> int:
         """Give the request a row and remember what is known of it."""
@@ -55,7 +55,7 @@ class RequestRows:
         assert self._free, f"all {self.max_num_seqs} rows are taken; the scheduler ran more requests than that"
         row = self._free.pop()
         self.row_of[request.request_id] = row
-        self._last_ids = []
+        self.last_ids = []
         self.token_ids[row] = np.asarray(request.token_ids, np.int32)
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
@@ -80,7 +80,7 @@ class RequestRows:
             for group in self.shared:
                 group.end(row)
             self._free.append(row)
-            self._last_ids = []
+            self.last_ids = []
 
     def append_blocks(self, row: int, block_ids: tuple[list[int], ...], updates: list[tuple[int, int, int]]) -> None:
         """Add table entries of one request to `updates`, as (place, index, block)."""

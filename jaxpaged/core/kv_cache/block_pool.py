@@ -80,7 +80,7 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.num_usable_blocks = num_blocks - 1  # all but the null block
-        self._free = FreeBlockList(self.blocks[1:])
+        self.free_list = FreeBlockList(self.blocks[1:])
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._duplicates: dict[bytes, list[KVCacheBlock]] = {}
         self.reused: list[KVCacheBlock] | None = None  # that had content when they were given out, if anybody asks
@@ -90,21 +90,21 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._free.num_blocks
+        return self.free_list.num_blocks
 
     @property
     def num_held_blocks(self) -> int:
-        return self.num_usable_blocks - self._free.num_blocks
+        return self.num_usable_blocks - self.free_list.num_blocks
 
     def get_cached_block(self, cache_key: bytes) -> KVCacheBlock | None:
         return self._cached.get(cache_key)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks from the front of the free list, each with one owner; their old content is forgotten."""
-        assert num_blocks <= self._free.num_blocks, f"{num_blocks} blocks asked, {self._free.num_blocks} free"
+        assert num_blocks <= self.free_list.num_blocks, f"{num_blocks} blocks asked, {self.free_list.num_blocks} free"
         new_blocks = []
         for _ in range(num_blocks):
-            block = self._free.popleft()
+            block = self.free_list.popleft()
             if block.cache_key is not None:
                 if self.reused is not None:
                     self.reused.append(block)
@@ -121,7 +121,7 @@ class BlockPool:
             if block is self.null_block:
                 continue
             if block.ref_cnt == 0:
-                self._free.remove(block)
+                self.free_list.remove(block)
             block.ref_cnt += 1
 
     def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -137,9 +137,9 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 if block.cache_key is None:
-                    self._free.prepend(block)
+                    self.free_list.prepend(block)
                 else:
-                    self._free.append(block)
+                    self.free_list.append(block)
 
     def cache(self, block: KVCacheBlock, cache_key: bytes) -> bool:
         """Let `block` be found by its content. True when nothing with that content was there before."""
@@ -172,8 +172,8 @@ class BlockPool:
         """Uncache a block that nobody needs to find any more; if it is free, it is the next to be reused."""
         self.uncache(block)
         if block.ref_cnt == 0:
-            self._free.remove(block)
-            self._free.prepend(block)
+            self.free_list.remove(block)
+            self.free_list.prepend(block)
 
     def _record_removal(self, cache_key: bytes) -> None:
         group_idx = int.from_bytes(cache_key[-4:], "big")
@@ -191,8 +191,8 @@ class BlockPool:
     def check_integrity(self, owners: Counter[int]) -> None:
         """Assert that every block is accounted for. `owners[block_id]` is in how many tables a block stands; holds are
         such tables, too."""
-        free = {block.block_id for block in self._free}
-        assert len(free) == self._free.num_blocks, f"{len(free)} blocks linked, {self._free.num_blocks} counted"
+        free = {block.block_id for block in self.free_list}
+        assert len(free) == self.free_list.num_blocks, f"{len(free)} blocks linked, {self.free_list.num_blocks} counted"
         assert self.null_block.block_id not in free, "the null block is free"
         assert self.null_block.ref_cnt == 0, f"the null block has owners: {self.null_block}"
         for block in self.blocks[1:]:

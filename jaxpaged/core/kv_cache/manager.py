@@ -103,8 +103,8 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of the bytes of all usable blocks that somebody holds, 0..1."""
-        held = [pool.num_held_blocks * size for pool, size in zip(self.pools, self._block_bytes)]
-        return sum(held) / self._usable_bytes
+        free = [pool.free_list.num_blocks * size for pool, size in zip(self.pools, self._block_bytes)]
+        return (self._usable_bytes - sum(free)) / self._usable_bytes
 
     # ---- admission -----------------------------------------------------------------------------
 

@@ -157,13 +157,15 @@ class EngineMetrics:
 
         Steps that gave none are not counted, and those of a run one by one.
         """
-        self._warn_of_corrupted(stats.num_corrupted_reqs - self.stats.num_corrupted_reqs)
+        if self._num_unwarned or stats.num_corrupted_reqs > self.stats.num_corrupted_reqs:
+            self._warn_of_corrupted(stats.num_corrupted_reqs - self.stats.num_corrupted_reqs)
         self.stats = stats
         num_steps = min(stats.num_steps, num_tokens)
         if num_steps:
             each, more = divmod(num_tokens, num_steps)
             self.tallies["vllm:iteration_tokens_total"].observe(each, num_steps - more)
-            self.tallies["vllm:iteration_tokens_total"].observe(each + 1, more)
+            if more:
+                self.tallies["vllm:iteration_tokens_total"].observe(each + 1, more)
 
     def lose_core(self, executor_stats: Mapping[str, Any]) -> None:
         """The core that counted is gone, and the next one begins at 0. `executor_stats` are its last ones."""

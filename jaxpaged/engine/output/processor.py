@@ -157,8 +157,9 @@ class OutputProcessor:
         if num_usual:
             self._metrics.record_next_tokens(now, last_time, num_usual)
         self._last_time = now
-        others = (self._result(prompt, indices) for prompt, indices in changed.items())
-        results += [result for result in others if result is not None]
+        if changed:
+            others = (self._result(prompt, indices) for prompt, indices in changed.items())
+            results += [result for result in others if result is not None]
         return ProcessedOutputs(results, ids_to_abort, self._metrics.num_tokens - num_before)
 
     def abort(self, request_ids: Iterable[str], reason: str = "abort") -> tuple[list[str], list[RequestOutput]]:

@@ -4,6 +4,7 @@ The choice is the smallest bucket that is compiled; what is compiled is asked of
 what several workers have reported. This module calls no program.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -28,6 +29,10 @@ class Readiness(Protocol):
     def is_ready(self, key: ProgramKey) -> bool:
         """Whether a program can be called without waiting. One that is kept on demand is wanted from now on. Raises
         KeyError when there is no such program."""
+        ...
+
+    def has(self, key: ProgramKey) -> bool:
+        """Whether a program can be called without waiting. It is not wanted for that it is asked for."""
         ...
 
     def prepare(self, key: ProgramKey) -> bool:
@@ -77,7 +82,8 @@ class ProgramChoice:
     def __init__(self, programs: Readiness, sizes: StepSizes):
         self._programs, self._sizes = programs, sizes
         self._run_buckets = sorted({key.size for key in sizes.run_steps})
-        self._most_tokens = sizes.tokens[-1]
+        self._most_tokens, self._has_largest = sizes.tokens[-1], False
+        self._smallest_keys: dict[tuple[str, int], ProgramKey] = {}  # by kind and size, of those that are compiled
         self._num_decodes: Counter[ProgramKey] = Counter()  # steps in which all only decoded
         self.forget_requests()
 
@@ -88,7 +94,8 @@ class ProgramChoice:
 
     def choose(self, scheduled: SchedulerOutput) -> StepPrograms:
         """The programs of the next step; none for a step without requests."""
-        for rank, part in enumerate(scheduled.parts):
+        parts = scheduled.ranks or (scheduled,)
+        for rank, part in enumerate(parts):
             self._live[rank].difference_update(part.removed_request_ids)
             self._live[rank].update([request.request_id for request in part.new_requests])
         self._full.difference_update(scheduled.removed_request_ids)
@@ -97,13 +104,11 @@ class ProgramChoice:
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
             return StepPrograms()
-        num_sampling = max(
-            [len(part.max_sampled_tokens) - part.max_sampled_tokens.count(0) for part in scheduled.parts]
-        )
+        num_sampling = max([len(part.max_sampled_tokens) - part.max_sampled_tokens.count(0) for part in parts])
         run = self._run(scheduled, num_sampling)
         if run is not None:
             return StepPrograms(run=run)
-        num_tokens = max([part.total_num_scheduled_tokens for part in scheduled.parts])
+        num_tokens = max([part.total_num_scheduled_tokens for part in parts])
         largest = self._sizes.tokens[-1]
         if num_tokens == self._most_tokens < largest:
             self._programs.miss(ProgramKey("forward", largest), num_tokens)
@@ -117,8 +122,11 @@ class ProgramChoice:
 
     def max_step_tokens(self) -> int:
         """See `Executor`."""
-        usable = self._programs.largest_usable("forward", self._sizes.tokens)
-        self._most_tokens = max(usable, min(self._sizes.small_prompt, self._sizes.tokens[-1]))
+        if not self._has_largest:
+            largest = self._sizes.tokens[-1]
+            usable = self._programs.largest_usable("forward", self._sizes.tokens)
+            self._most_tokens = max(usable, min(self._sizes.small_prompt, largest))
+            self._has_largest = usable == largest and self._programs.has(ProgramKey("forward", largest))
         return self._most_tokens
 
     def max_decode_steps(self) -> int:
@@ -163,13 +171,16 @@ class ProgramChoice:
         With the full sampler a run brings back log probabilities for as many steps as it could have: only where that is
         one it serves single steps.
         """
-        kind = self._run_kind(scheduled.request_ids)
+        kind = "decode" if not self._full or self._full.isdisjoint(scheduled.request_ids) else "decode_full"
         if scheduled.num_steps > 1:
             return self._smallest(kind, num_sampling, self._run_buckets)
         one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
         if not (one_each and all(scheduled.max_sampled_tokens)) or scheduled.masked:
             return None
-        key = ProgramKey(kind, next((size for size in self._run_buckets if size >= num_sampling), 0))
+        place = bisect_left(self._run_buckets, num_sampling)
+        if place == len(self._run_buckets):
+            return None
+        key = ProgramKey(kind, self._run_buckets[place])
         most_steps = self._sizes.run_steps.get(key, 0)
         if not most_steps or (kind != "decode" and most_steps > 1):
             return None
@@ -186,9 +197,6 @@ class ProgramChoice:
         most for one, whose steps are the shortest."""
         self._programs.is_ready(ProgramKey(key.kind, self._run_buckets[0]))
         return self._programs.is_ready(key)
-
-    def _run_kind(self, request_ids: Sequence[str]) -> str:
-        return "decode" if not self._full or self._full.isdisjoint(request_ids) else "decode_full"
 
     def _finisher(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:
         kind, buckets = self._sizes.finisher, self._sizes.samples
@@ -207,4 +215,10 @@ class ProgramChoice:
         return self._smallest(kind, num_sampling, buckets)
 
     def _smallest(self, kind: str, size: int, buckets: Sequence[int]) -> ProgramKey:
-        return ProgramKey(kind, self._programs.smallest_ready(kind, size, buckets))
+        """The program for `size`: that of the smallest bucket, or another one until it is compiled."""
+        key = self._smallest_keys.get((kind, size))
+        if key is None:
+            key = ProgramKey(kind, self._programs.smallest_ready(kind, size, buckets))
+            if key.size == buckets[bisect_left(buckets, size)] and self._programs.has(key):
+                self._smallest_keys[kind, size] = key
+        return key

@@ -34,7 +34,8 @@ LOAD_REST_SHARE = 1
 
 
 class Activity:
-    """When steps are computed. Steps are one chain: where one has ended, so have those before it.
+    """When steps are computed. Steps are one chain: where one has ended, so have those before it. Nobody need tell of
+    steps while nothing waits to be compiled.
 
     `shares_cores` False: not where programs are compiled, so that it is always quiet there.
     """
@@ -60,6 +61,10 @@ class Activity:
         if bucket and bucket == self._bucket:
             self._bucket_seconds += now - begin
             self._bucket_steps += 1
+
+    def listen_again(self) -> None:
+        """Nobody told of steps for a while: one may be in flight, so it is not quiet before a pause was heard."""
+        self._quiet_since = self.now()
 
     def end_all(self) -> None:
         """Nothing is in flight any more."""

@@ -34,7 +34,7 @@ from jaxpaged.errors import ProgramError
 from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.worker.programs.compile_queue import Activity, CompileQueue
-from jaxpaged.worker.programs.executables import HIT
+from jaxpaged.worker.programs.executables import HIT, LoadedProgram
 from jaxpaged.worker.programs.program_index import ProgramIndex
 
 logger = logging.getLogger(__name__)
@@ -187,9 +187,12 @@ class CompiledPrograms:
         self._traced: dict[ProgramKey, jax.stages.Lowered] = {}  # and not compiled yet
         self.failure: ProgramError | None = None
         """Why no request can be served, if one of `ordinary` can never be compiled."""
-        self._num_workers = 0
+        self.num_workers = 0
+        """Threads that compile, or wait to: while there are any, `activity` is to be told of steps."""
         self._begun: list[ProgramKey] = []
         self._done: dict[ProgramKey, Any] = {}
+        self.callable: dict[ProgramKey, Any] = {}
+        """Programs that were called before: the others are asked for by `[]`."""
         self._changed = threading.Condition()
         self._lowering = threading.Lock()  # one at a time: side by side, each takes as much longer
         self._stopped = False
@@ -216,8 +219,8 @@ class CompiledPrograms:
     def _add_worker(self) -> None:
         """Start a thread that ends with the queue. The lock is held."""
         short_turns.begin()
-        self._num_workers += 1
-        threading.Thread(target=self._work, name=f"{THREAD_NAME}-{self._num_workers}").start()
+        self.num_workers += 1
+        threading.Thread(target=self._work, name=f"{THREAD_NAME}-{self.num_workers}").start()
 
     def is_ready(self, key: ProgramKey) -> bool:
         """Whether a program can be called without waiting. One that is kept on demand is wanted from now on."""
@@ -226,6 +229,10 @@ class CompiledPrograms:
         with self._changed:
             self._want(key)
         return False
+
+    def has(self, key: ProgramKey) -> bool:
+        """Whether a program can be called without waiting; asking does not make it wanted."""
+        return not isinstance(self._done.get(key, KeyError()), BaseException)
 
     def prepare(self, key: ProgramKey) -> bool:
         """The same for a program that somebody waits for: it goes to the front. Raises what its compilation raised."""
@@ -249,7 +256,8 @@ class CompiledPrograms:
         if key in self._unwanted and not self._stopped:
             self._unwanted.remove(key)
             self._queue.add(key)
-            if not self._num_workers:
+            if not self.num_workers:
+                self.activity.listen_again()
                 self._add_worker()
 
     def __getitem__(self, key: ProgramKey) -> Any:
@@ -259,6 +267,10 @@ class CompiledPrograms:
             program = self._wait(key)
         if isinstance(program, BaseException):
             raise program
+        if isinstance(program, LoadedProgram):
+            program = program.compiled or program  # which is compiled from its first call on
+        if not isinstance(program, LoadedProgram):
+            self.callable[key] = program
         return program
 
     def smallest_ready(self, kind: str, size: int, buckets: Sequence[int]) -> int:
@@ -366,7 +378,7 @@ class CompiledPrograms:
                     self._begun.append(key)
                     return key
                 self._changed.wait(LOOK_SECONDS)
-            self._num_workers -= 1
+            self.num_workers -= 1
             short_turns.end()
             return None
 
@@ -416,7 +428,7 @@ class CompiledPrograms:
                 self._changed.notify_all()
             logger.debug("%s of size %d is ready after %.2f s", key.kind, key.size, time.monotonic() - begin)
             self.progress("programs", num_ready, self.num_wanted)
-        if not self._num_workers:
+        if not self.num_workers:
             return_freed_memory()
 
 

@@ -133,12 +133,12 @@ class LoadedProgram:
 
     def __init__(self, executable: Any, record: ProgramRecord, out_tree: PyTreeDef):
         self.executable, self.record, self.out_tree = executable, record, out_tree
-        self._compiled: jax.stages.Compiled | None = None
+        self.compiled: jax.stages.Compiled | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._compiled is None:
-            self._compiled = self._bind(args)
-        return self._compiled(*args)
+        if self.compiled is None:
+            self.compiled = self._bind(args)
+        return self.compiled(*args)
 
     def as_text(self) -> str:
         """Its optimised HLO."""

@@ -44,8 +44,10 @@ class StepReader:
             self._counts, self._arrays = counts, count_arrays(*counts)
         num_scheduled, ends, samples = self._arrays
         num_computed = int32_array(scheduled.num_computed_tokens)
-        rows, seq_lens = self._rows.rows_of(scheduled.request_ids), num_computed + num_scheduled
-        return StepRequests(rows, num_scheduled, num_computed, seq_lens, ends, samples)
+        rows = self._rows.last_rows
+        if scheduled.request_ids != self._rows.last_ids:
+            rows = self._rows.rows_of(scheduled.request_ids)
+        return StepRequests(rows, num_scheduled, num_computed, num_computed + num_scheduled, ends, samples)
 
 
 def count_arrays(
@@ -68,8 +70,8 @@ def pack_step(
     layout: StepLayout, requests: StepRequests, rows: RequestRows, updates: list[tuple[int, int, int]]
 ) -> np.ndarray:
     """The packed array [layout.size] of one step."""
-    packed = np.zeros(layout.size, np.int32)
-    parts = layout.split(packed)
+    packed = np.zeros(layout.slices[-1].stop, np.int32)
+    parts = StepParts(*[packed[part] for part in layout.slices])
     n, ends = len(requests.rows), requests.ends
     parts.num_seqs[0] = n
     parts.rows_R[:n] = requests.rows
@@ -77,13 +79,17 @@ def pack_step(
     parts.query_start_loc_R1[1 : n + 1] = ends
     parts.query_start_loc_R1[n + 1 :] = num_tokens = ends[-1] if n else 0
     num_uploaded = rows.num_known_R[requests.rows] - requests.num_computed
-    parts.seq_lens_R[:n] = np.where(num_uploaded > 0, requests.seq_lens, -1)
+    is_uploaded = num_uploaded > 0
+    parts.seq_lens_R[:n] = np.where(is_uploaded, requests.seq_lens, -1)
     sample_ends = ends[requests.samples]
     parts.sample_idxs_R[: len(sample_ends)] = sample_ends - 1
     parts.token_ids_T[:num_tokens] = -1
-    fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
-    write_updates(parts, rows, updates)
-    if not n:
+    if is_uploaded.any():
+        fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
+    parts.table_place_U[len(updates) :] = rows.null_row
+    if updates:
+        write_updates(parts, updates)
+    if not (n and layout.shared_work):
         return packed
     for shared, shared_6R, work in zip(rows.shared, layout.shared_of_groups(parts), layout.shared_work):
         shared.fill(shared_6R, requests.rows, requests.num_scheduled, work)
@@ -99,14 +105,12 @@ def run_lines(lines_SF: np.ndarray, limits: list[int], stop_ids_RJ: np.ndarray) 
     return np.concatenate([lines_SF.view(np.int32), ends_SJ], axis=1)
 
 
-def write_updates(parts: StepParts, rows: RequestRows, updates: list[tuple[int, int, int]]) -> None:
+def write_updates(parts: StepParts, updates: list[tuple[int, int, int]]) -> None:
     """Fill the block table entries of a packed array's parts, which are zero."""
-    parts.table_place_U[len(updates) :] = rows.null_row
-    if updates:
-        table = int32_array(list(itertools.chain.from_iterable(updates))).reshape(-1, 3)
-        parts.table_place_U[: len(table)] = table[:, 0]
-        parts.table_idx_U[: len(table)] = table[:, 1]
-        parts.table_block_U[: len(table)] = table[:, 2]
+    table = int32_array(list(itertools.chain.from_iterable(updates))).reshape(-1, 3)
+    parts.table_place_U[: len(table)] = table[:, 0]
+    parts.table_idx_U[: len(table)] = table[:, 1]
+    parts.table_block_U[: len(table)] = table[:, 2]
 
 
 def fill_token_ids(

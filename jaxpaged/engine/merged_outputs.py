@@ -1,7 +1,7 @@
-"""What an engine core has to say and has not said yet: one output a request, however many steps it comes from.
+"""Outputs of several steps as one: one output a request.
 
-Usually that is what one step gave. More gathers while the core awaits all that is in flight, to reset its cache or to
-sleep, and on the front end's side while that does not keep up. This module knows nothing of who hears it.
+Usually a front end is told the outputs of one step. More gather while the core awaits all that is in flight, to reset
+its cache or to sleep, and on the front end's side while that does not keep up.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,35 +17,10 @@ GROWING = ("new_token_ids", "new_logprobs")
 OTHERS = tuple(name for name in EngineCoreOutput.__struct_fields__[1:] if name not in (*NEWEST, *GROWING))
 
 
-class OutputQueue:
-    """Outputs in the order in which their requests first had something to say."""
-
-    def __init__(self) -> None:
-        self._outputs: list[EngineCoreOutput] = []
-
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    def __contains__(self, request_id: str) -> bool:
-        return any(output.request_id == request_id for output in self._outputs)
-
-    def add(self, outputs: list[EngineCoreOutput]) -> None:
-        """What came next, at most one output of each request. The list is the queue's own from now on."""
-        if not self._outputs:
-            self._outputs = outputs
-            return
-        self._outputs = merged([self._outputs, outputs])
-
-    def take(self) -> list[EngineCoreOutput]:
-        """All there is; nothing is left."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def discard(self, request_ids: Iterable[str]) -> None:
-        """Whatever these requests had to say, nobody wants to hear it."""
-        if self._outputs:
-            unwanted: Collection[str] = frozenset(request_ids)
-            self._outputs = [output for output in self._outputs if output.request_id not in unwanted]
+def without(outputs: Sequence[EngineCoreOutput], request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+    """The outputs of all other requests."""
+    unwanted: Collection[str] = frozenset(request_ids)
+    return [output for output in outputs if output.request_id not in unwanted]
 
 
 def as_one(steps: Sequence[EngineCoreOutputs]) -> EngineCoreOutputs:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from jaxpaged.engine.output_queue import GROWING, OutputQueue, as_one, join
+from jaxpaged.engine.merged_outputs import GROWING, as_one, join, merged, without
 from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats, TokenLogprobs
 
 
@@ -12,17 +12,16 @@ def said(name, *tokens, **fields):
 
 
 def test_what_several_steps_gave_is_one_output_a_request():
-    queue = OutputQueue()
-    queue.add([said("a", 1), said("b", 2)])
-    queue.add([said("b", 3, 4, num_preemptions=1), said("c", 5)])
-    queue.add([said("a", finish_reason="abort"), said("c", 6)])
-    assert len(queue) == 3 and "c" in queue and "d" not in queue
-    assert queue.take() == [
+    steps = [
+        [said("a", 1), said("b", 2)],
+        [said("b", 3, 4, num_preemptions=1), said("c", 5)],
+        [said("a", finish_reason="abort"), said("c", 6)],
+    ]
+    assert merged(steps) == [
         said("a", 1, finish_reason="abort"),
         said("b", 2, 3, 4, num_preemptions=1),
         said("c", 5, 6),
     ]
-    assert len(queue) == 0 and queue.take() == []
 
 
 def test_steps_that_came_together_are_a_run_of_them():
@@ -32,10 +31,8 @@ def test_steps_that_came_together_are_a_run_of_them():
 
 
 def test_what_aborted_requests_had_to_say_is_forgotten():
-    queue = OutputQueue()
-    queue.add([said("a", 1), said("b", 2), said("c", finish_reason="abort")])
-    queue.discard(["c", "a", "unknown"])
-    assert queue.take() == [said("b", 2)]
+    outputs = [said("a", 1), said("b", 2), said("c", finish_reason="abort")]
+    assert without(outputs, ["c", "a", "unknown"]) == [said("b", 2)]
 
 
 def test_a_request_that_has_ended_says_no_more():
@@ -62,7 +59,7 @@ VALUES = {
 
 @pytest.mark.parametrize("name", EngineCoreOutput.__struct_fields__[1:])
 def test_no_field_is_forgotten(name):
-    """Whichever of two outputs says it. A new field needs a value here, and its kind in `output_queue.py`."""
+    """Whichever of two outputs says it. A new field needs a value here, and its kind in `merged_outputs.py`."""
     value = VALUES[name]
     later = said("a")
     join(later, msgspec.structs.replace(said("a"), **{name: value}))
