@@ -221,7 +221,8 @@ def main() -> None:
 
 
 def options_of(flags: str) -> dict[str, Any]:
-    from jaxpaged.entrypoints.cli.flags import add_engine_flags, engine_options
+    from jaxpaged.entrypoints.cli.flags import engine_options
+    from jaxpaged.entrypoints.option_flags import add_engine_flags
 
     parser = argparse.ArgumentParser(prog="--engine")
     add_engine_flags(parser)

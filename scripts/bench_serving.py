@@ -181,7 +181,9 @@ def seconds_of(engine: Any, prompts: list[dict], params: Any, num_streams: int) 
 def offline_engine(args: argparse.Namespace, of_server: Sequence[str]) -> Iterator[Any]:
     """An `LLMEngine` in this process, as the server has one in another."""
     from jaxpaged import LLM
-    from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
+    from jaxpaged.entrypoints.argument_parser import Parser
+    from jaxpaged.entrypoints.cli.flags import engine_options
+    from jaxpaged.entrypoints.option_flags import add_engine_flags
 
     if args.device_ms is not None:
         from bench_process import counting_config, counting_engine

@@ -13,7 +13,8 @@ from typing import Any, Self
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig, all_options
 from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 from jaxpaged.errors import ConfigError, did_you_mean
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
-from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.option_flags import whole_number
 from jaxpaged.errors import UsageError
 
 EPILOG = """\

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged import __version__
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes, output_of
 
 PACKAGES = (

@@ -7,8 +7,10 @@ import pytest
 
 from jaxpaged.config import EngineConfig, all_options, vllm_options
 from jaxpaged.config.vllm_options import FOREIGN_OPTIONS, VALUES
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli import main
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
+from jaxpaged.entrypoints.cli.flags import engine_options
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 from jaxpaged.errors import ConfigError
 
 OWN = {f.name for _, f in all_options()}

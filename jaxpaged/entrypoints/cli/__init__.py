@@ -13,9 +13,9 @@ from typing import NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli import chat, convert, generate, kv, models, proxy, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
-from jaxpaged.entrypoints.cli.flags import Parser
 from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
 

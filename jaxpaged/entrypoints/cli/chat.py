@@ -11,21 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.chat_commands import COMMANDS, QUOTES, Leave, say, turn
-from jaxpaged.entrypoints.cli.flags import (
-    Parser,
-    add_engine_flags,
-    add_model_argument,
-    add_sampling_flags,
-    chosen_model,
-    sampling_options,
-)
+from jaxpaged.entrypoints.cli.flags import add_model_argument, add_sampling_flags, chosen_model, sampling_options
 from jaxpaged.entrypoints.cli.remote import (
     add_server_flags,
     asking,
     check_server_flags,
     refuse_engine_options,
 )
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 
 HISTORY_LINES = 1000
 

@@ -7,11 +7,10 @@ import typing
 from collections.abc import Callable
 
 from jaxpaged.entrypoints.cli.conversation import Conversation
-from jaxpaged.entrypoints.cli.flags import SAMPLING_HELP
-from jaxpaged.entrypoints.cli.values import converter, essential_type
+from jaxpaged.entrypoints.option_flags import converter, essential_type
 from jaxpaged.entrypoints.terminal import columns_of, complain, fitted
 from jaxpaged.errors import UsageError, did_you_mean
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SAMPLING_HELP, SamplingParams
 
 QUOTES = '"""'
 COMMANDS = {

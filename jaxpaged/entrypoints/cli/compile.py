@@ -7,7 +7,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_argument, engine_options
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.flags import add_model_argument, engine_options
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 
 EPILOG = """\
 To use the folder, start with the same options and --bundle FOLDER.

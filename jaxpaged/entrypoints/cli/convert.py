@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.config import EMBEDDED_MODEL
-from jaxpaged.entrypoints.cli.flags import Parser, add_model_argument, chosen_model
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.flags import add_model_argument, chosen_model
 
 
 def add_parser(commands: Any) -> None:

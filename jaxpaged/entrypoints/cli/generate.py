@@ -12,19 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import (
-    Parser,
-    add_engine_flags,
-    add_sampling_flags,
-    chosen_model,
-    sampling_options,
-)
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.flags import add_sampling_flags, chosen_model, sampling_options
 from jaxpaged.entrypoints.cli.remote import (
     add_server_flags,
     asking,
     check_server_flags,
     refuse_engine_options,
 )
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.cli.batch import Batch

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes
-from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.option_flags import add_engine_flags, whole_number
 from jaxpaged.errors import UsageError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes, num_tpu_chips
 
 ROOM = 0.9

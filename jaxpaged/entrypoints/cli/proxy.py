@@ -7,8 +7,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_flag, shown_default
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.serve import check_extra
+from jaxpaged.entrypoints.option_flags import add_flag, shown_default
 from jaxpaged.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,17 +16,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.engine.observability.log_setup import set_up_logging
-from jaxpaged.entrypoints.cli.flags import (
-    Parser,
-    add_engine_flags,
-    add_flag,
-    add_foreign_flags,
-    add_model_argument,
-    engine_options,
-    shown_default,
-)
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.flags import add_model_argument, engine_options
 from jaxpaged.entrypoints.cli.start_report import StartReport
-from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.option_flags import add_engine_flags, add_flag, add_foreign_flags, shown_default, whole_number
 from jaxpaged.entrypoints.terminal import ERASE_LINE
 from jaxpaged.errors import UsageError, how_to_install, is_installed
 
@@ -134,7 +127,7 @@ def split_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
 
     Raises ConfigError, and UsageError for two models.
     """
-    from jaxpaged.entrypoints.cli.config_file import read_config_file
+    from jaxpaged.entrypoints.cli.flags import read_config_file
     from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
     from jaxpaged.serving.options import ServerOptions
 

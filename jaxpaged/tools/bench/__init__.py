@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.tools.bench import latency, serve, startup, sweep, throughput
 
 KINDS = (serve, sweep, throughput, latency, startup)

@@ -4,9 +4,10 @@ This module knows flags, and nothing that is done with them.
 """
 
 import argparse
+import typing
 from typing import Any
 
-from jaxpaged.entrypoints.cli.values import finite_number, json_object, number, whole_number
+from jaxpaged.entrypoints.option_flags import finite_number, json_object, number, whole_number
 from jaxpaged.sampling_params import SHAPING, SamplingParams
 
 HTTP_ENDPOINTS = {
@@ -16,7 +17,12 @@ HTTP_ENDPOINTS = {
 }
 BACKENDS = (*HTTP_ENDPOINTS, "grpc", "grpc-chat")
 DEFAULTS = SamplingParams()
-SAMPLING = {name: whole_number if isinstance(getattr(DEFAULTS, name), int) else finite_number for name in SHAPING}
+SAMPLING = {
+    name: whole_number if kind is int else finite_number
+    for name, kind in typing.get_type_hints(SamplingParams).items()
+    if name in SHAPING
+}
+"""Sampling parameters that requests may have -> what reads their flag."""
 NAMES = ("random", "sharegpt", "prefix_repetition", "custom", "timed_trace", "burstgpt")
 FROM_FILES = ("sharegpt", "custom", "timed_trace", "burstgpt")
 TIMED = ("timed_trace", "burstgpt")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.tools.bench.offline import (
     add_generation_flags,
     add_offline_flags,

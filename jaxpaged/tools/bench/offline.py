@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import add_engine_flags, add_model_argument, engine_options
-from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.cli.flags import add_model_argument, engine_options
+from jaxpaged.entrypoints.option_flags import add_engine_flags, whole_number
 from jaxpaged.errors import UsageError
 
 if TYPE_CHECKING:  # --help must not wait for the engine

@@ -6,8 +6,8 @@ This module knows flags; what is done with them is in `serve_run.py`.
 import argparse
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
-from jaxpaged.entrypoints.cli.values import number, whole_number
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.option_flags import number, whole_number
 from jaxpaged.tools.bench.flags import add_run_flags, add_server_flags, check_extras
 
 EPILOG = """\

@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import EngineError, UsageError
 from jaxpaged.tools.bench.offline import (

@@ -6,8 +6,8 @@ This module knows flags; what is done with them is in `sweep_run.py`.
 import argparse
 from typing import Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
-from jaxpaged.entrypoints.cli.values import comma_separated, number, whole_number
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.option_flags import comma_separated, number, whole_number
 from jaxpaged.tools.bench.flags import add_run_flags, add_server_flags, check_extras
 
 EPILOG = """\

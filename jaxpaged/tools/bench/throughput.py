@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench.flags import add_dataset_flags
 from jaxpaged.tools.bench.offline import (

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, add_model_argument, engine_options
-from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.flags import add_model_argument, engine_options
+from jaxpaged.entrypoints.option_flags import add_engine_flags, whole_number
 
 if TYPE_CHECKING:
     from jaxpaged.tools.kv_trace import TracedRequest

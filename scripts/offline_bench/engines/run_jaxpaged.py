@@ -48,7 +48,8 @@ class JaxpagedEngine:
 
 def main() -> None:
     session = Session()
-    from jaxpaged.entrypoints.cli.flags import add_engine_flags, engine_options
+    from jaxpaged.entrypoints.cli.flags import engine_options
+    from jaxpaged.entrypoints.option_flags import add_engine_flags
 
     parser = argparse.ArgumentParser(prog="--jaxpaged")
     add_engine_flags(parser)

@@ -5,18 +5,19 @@ import argparse
 import pytest
 
 from jaxpaged.config import EngineConfig, all_options
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli import flags
-from jaxpaged.entrypoints.cli.config_file import read_config_file
-from jaxpaged.entrypoints.cli.values import whole_number
+from jaxpaged.entrypoints.cli.flags import read_config_file
+from jaxpaged.entrypoints.option_flags import FLAGS_OF_THEIR_OWN, add_engine_flags, whole_number
 from jaxpaged.errors import ConfigError
-from jaxpaged.sampling_params import FILLED_IN, SamplingParams
+from jaxpaged.sampling_params import FILLED_IN, SAMPLING_HELP, SamplingParams
 
 
 @pytest.fixture
 def parser():
-    made = flags.Parser(prog="test")
+    made = Parser(prog="test")
     flags.add_sampling_flags(made)
-    flags.add_engine_flags(made)
+    add_engine_flags(made)
     return made
 
 
@@ -31,8 +32,8 @@ def test_the_engines_own_seed_has_a_flag_of_its_own_beside_that_of_the_requests(
 
 
 def test_where_requests_have_no_flags_the_engines_seed_has_vllms_name():
-    parser = flags.Parser(prog="test")
-    flags.add_engine_flags(parser)
+    parser = Parser(prog="test")
+    add_engine_flags(parser)
     for flag in ("--seed", "--engine-seed"):
         assert flags.engine_options(parser.parse_args([flag, "7"])) == {"seed": 7}
 
@@ -40,7 +41,7 @@ def test_where_requests_have_no_flags_the_engines_seed_has_vllms_name():
 def test_every_option_reaches_the_engine_from_its_flag_whatever_else_is_there(parser):
     """No flag of the command line is only a sampling parameter's where an option has the same name."""
     for _, option in all_options():
-        flag = "--" + flags.FLAGS_OF_THEIR_OWN.get(option.name, option.name).replace("_", "-")
+        flag = "--" + FLAGS_OF_THEIR_OWN.get(option.name, option.name).replace("_", "-")
         given = parser._option_string_actions[flag]
         value = object()
         assert flags.engine_options(argparse.Namespace(config=None, **{given.dest: value})) == {option.name: value}
@@ -48,7 +49,7 @@ def test_every_option_reaches_the_engine_from_its_flag_whatever_else_is_there(pa
 
 def test_every_sampling_parameter_has_its_flag_and_help():
     fields = set(SamplingParams.__struct_fields__)
-    assert set(flags.SAMPLING_HELP) == fields - {"output_kind", "stream_interval", *FILLED_IN}
+    assert set(SAMPLING_HELP) == fields - {"output_kind", "stream_interval", *FILLED_IN}
 
 
 def test_flags_that_are_not_given_leave_no_trace(parser):

@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
+from jaxpaged.entrypoints.argument_parser import FIRST, MANY, shown_options
+from jaxpaged.entrypoints.argument_parser import page as page_of
 from jaxpaged.entrypoints.cli import FIRST_COMMANDS, command_line, main
-from jaxpaged.entrypoints.cli.help_pages import FIRST, MANY, shown_options
-from jaxpaged.entrypoints.cli.help_pages import page as page_of
 
 SCREEN = 24, 80
 

@@ -10,7 +10,7 @@ from jaxpaged import EngineArgs
 from jaxpaged.config import EngineConfig
 from jaxpaged.config.vllm_options import FOREIGN_OPTIONS
 from jaxpaged.entrypoints.cli import command_line
-from jaxpaged.entrypoints.cli.config_file import read_config_file
+from jaxpaged.entrypoints.cli.flags import read_config_file
 from jaxpaged.entrypoints.cli.serve import split_options
 from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS

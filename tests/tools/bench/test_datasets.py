@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxpaged.entrypoints.cli.flags import Parser
+from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench.client_text import ClientText, load_client_text
 from jaxpaged.tools.bench.datasets import sample_requests
