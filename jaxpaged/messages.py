@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from jaxpaged.kv_connector.base import KVConnectorMetadata, KVConnectorOutput
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.result import Result
 from jaxpaged.sampling_params import SamplingParams
@@ -119,6 +120,7 @@ class SchedulerOutput(msgspec.Struct):
     masked: bool = False
     programs: StepPrograms = StepPrograms()
     ranks: list["SchedulerOutput"] = []
+    kv_connector_metadata: KVConnectorMetadata | None = None  # None: nothing is kept besides the device, or changes
 
     @property
     def parts(self) -> Sequence["SchedulerOutput"]:
@@ -194,6 +196,7 @@ class ModelRunnerOutput(msgspec.Struct):
     pooled: np.ndarray | None = None
     num_drafts: list[int] | None = None
     corrupted: list[str] = []
+    kv_connector_output: KVConnectorOutput | None = None
 
 
 # ---- Scheduler -> front end --------------------------------------------------------------------

@@ -43,14 +43,16 @@ def outcome(form: str, questions: list[str], stories: list[str]) -> Outcome:
     """Of pages of one form."""
     with LLM(kv_offload=f"host=4G,pages={form}", **OPTIONS) as llm:
         transfer = llm.llm_engine._core.executor.worker.kv_transfer
-        llm.llm_engine._core.transfer._half.rates.pays = lambda sources: True
+        llm.llm_engine._core.transfers.rates.pays = lambda sources: True
         computed = texts(llm, questions, stories)
         while transfer.stats()["kv_offload_tier_host"]["pages"] < transfer.num_saved or transfer._under_way:
             time.sleep(0.1)
         assert llm.reset_prefix_cache()
         loaded, stats = texts(llm, questions, stories), transfer.stats()
         assert stats["kv_offload_pages_loaded"] and not stats["kv_offload_pages_dropped"], stats
-        pages = {key: values_of(transfer._store.get(key), key) for key in transfer._store.tiers[0]._pages}
+        pages = {
+            key: values_of(transfer.connector.tiers.get(key), key) for key in transfer.connector.tiers.tiers[0]._pages
+        }
         return Outcome(computed, loaded, pages, stats["kv_offload_tier_host"]["bytes"])
 
 

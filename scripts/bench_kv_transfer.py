@@ -78,9 +78,9 @@ class TieredEngine:
     def __init__(self, llm: LLM):
         self.llm = llm
         core: Any = llm.llm_engine._core
-        self._transfer, half = core.executor.worker.kv_transfer, core.transfer._half
+        self._transfer, half = core.executor.worker.kv_transfer, core.transfers
         half.rates.pays, half.patience = (lambda sources: True), 300.0
-        self._store, self._keys = self._transfer._store, set[Any]()
+        self._store, self._keys = self._transfer.connector.tiers, set[Any]()
         put = self._store.put
         self._store.put = lambda key, buffers: self._keys.add(key) or put(key, buffers)
 
@@ -316,7 +316,7 @@ def show_restart(model: str, length: int, folder: str) -> None:
     for name, offload in (("without", None), ("with", tier)):
         with LLM(model, kv_offload=offload, **options) as llm:
             if offload is not None:
-                llm.llm_engine._core.executor.worker.kv_transfer._store.tiers[0].wait_ready(60)  # type: ignore[attr-defined]
+                llm.llm_engine._core.executor.worker.kv_transfer.connector.tiers.tiers[0].wait_ready(60)  # type: ignore[attr-defined]
             took[name] = 1000 * seconds_of(llm, prompt_of(length, 0))
     ratio = took["without"] / took["with"]
     print(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.kv_transfer.transfers import KVTransfers
 from jaxpaged.core.request import Request
 from jaxpaged.core.request_queue import RequestQueue, priority_order
 
@@ -67,12 +68,12 @@ def divide_budget(prefills: Sequence[Prefill], budget: int) -> list[int]:
 class PrefillScheduler:
     """Finds the prompts of a step, and divides its tokens among them."""
 
-    def __init__(self, config: SchedulerConfig, manager: KVCacheManager):
-        """`config` is resolved."""
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, transfers: KVTransfers | None = None):
+        """`config` is resolved. `transfers`: loads keys and values from besides the device."""
         self._is_cut = config.enable_chunked_prefill
         self._threshold = config.long_prefill_token_threshold
         self._age = AGES[config.scheduling_policy]
-        self._manager = manager
+        self._manager, self._transfers = manager, transfers
 
     def divide(
         self, prompts: Sequence[Request], queue: RequestQueue, num_rows: int, budget: int, *, is_alone: bool
@@ -102,7 +103,7 @@ class PrefillScheduler:
         No other request is passed by for want of blocks, or where prompts are not cut, of tokens: nothing is scheduled
         behind one that would not fit with all before it, nor behind one with a token in flight, from which it goes on.
         """
-        manager, transfers, prefills = self._manager, self._manager.transfers, list[Prefill]()
+        manager, transfers, prefills = self._manager, self._transfers, list[Prefill]()
         reserved, promised = [0] * len(manager.pools), set[bytes]()
         for each in running:
             manager.reserve_rest(each.request, reserved)

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.kv_transfer.transfers import KVTransfers
 from jaxpaged.core.prefill import PrefillScheduler
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.core.request_queue import priority_order, waiting_queue
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_connector.base import KVConnection
 from jaxpaged.messages import NewRequestData, SchedulerOutput, SchedulerStats
 
 MultiStep = list[tuple[Request, int]]
@@ -78,8 +80,11 @@ class Rank:
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool = False,
         num_stages: int = 1,
+        connection: KVConnection | None = None,
+        load_failure_policy: str = "recompute",
     ):
-        """`config` is resolved. `stats` counts preemptions and prefix cache hits. `num_stages`: of the pipeline."""
+        """`config` is resolved. `stats` counts preemptions and prefix cache hits. `num_stages`: of the pipeline.
+        `connection`, `load_failure_policy`: see `Scheduler`."""
         self._max_num_batched_tokens = settled(config.max_num_batched_tokens)
         self._max_num_seqs = settled(config.max_num_seqs)
         self._chunked_prefill = config.enable_chunked_prefill
@@ -91,7 +96,11 @@ class Rank:
             enable_prefix_caching=enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
-        self._prefill = PrefillScheduler(config, self.kv_cache_manager)
+        self.transfers: KVTransfers | None = None  # None: nothing is kept besides the device
+        if connection is not None:
+            fails = load_failure_policy == "fail"
+            self.transfers = KVTransfers(self.kv_cache_manager, *connection, fails=fails)
+        self._prefill = PrefillScheduler(config, self.kv_cache_manager, self.transfers)
         self._microbatches = PipelineMicrobatches(num_stages) if num_stages > 1 else None
         self.running: list[Request] = []  # in order of admission
         self.waiting = waiting_queue(config)
@@ -202,6 +211,8 @@ class Rank:
         step.new_requests.append(request.to_new_request_data())
         if num_tokens < num_lacking:
             manager.reserve_rest(request, step.num_reserved_blocks)
+        if self.transfers is not None:
+            self.transfers.begin_request(request)
         return True
 
     def _note_admission(self, request: Request, num_cached_tokens: int) -> None:

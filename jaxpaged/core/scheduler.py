@@ -9,11 +9,13 @@ This module knows no model, no device and no text.
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from typing import Any
 
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.kv_cache.block_map import map_blocks
+from jaxpaged.core.kv_cache.events import KVCacheEvent
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.output import collect_prompt_logprobs, count_back, fault_of, take_tokens
 from jaxpaged.core.rank import MultiStep, Rank
@@ -22,6 +24,7 @@ from jaxpaged.core.speculative import DraftLengths
 from jaxpaged.core.structured_output import StructuredOutputManager
 from jaxpaged.errors import ConfigError, EngineError, RequestError
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_connector.base import KVConnection, KVConnectorMetadata, KVConnectorOutput
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -51,10 +54,13 @@ class Scheduler:
         token_buckets: Sequence[int] = (),
         num_stages: int = 1,
         num_ranks: int = 1,
+        connection: KVConnection | None = None,
+        load_failure_policy: str = "recompute",
     ):
         """`scheduler_config` is resolved; it and `kv_cache_config` are those of each rank. `can_run`: see `Executor`.
-        `num_drafts`: of a request and step, at most. `num_stages`: steps that a pipeline computes at a time. Raises
-        ConfigError when options contradict."""
+        `num_drafts`: of a request and step, at most. `num_stages`: steps that a pipeline computes at a time.
+        `connection`: to what keeps keys and values besides the device, of one rank only; `load_failure_policy`:
+        "recompute", or "fail" requests whose pages do not come. Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -72,9 +78,13 @@ class Scheduler:
                 enable_prefix_caching=enable_prefix_caching,
                 enable_kv_cache_events=enable_kv_cache_events,
                 num_stages=num_stages,
+                connection=connection,
+                load_failure_policy=load_failure_policy,
             )
             for _ in range(num_ranks)
         ]
+        assert connection is None or num_ranks == 1, "attention ranks keep nothing besides the device"
+        self.transfers = self.ranks[0].transfers  # None: nothing is kept besides the device
         block_size = self.ranks[0].kv_cache_manager.groups.unit if enable_prefix_caching else 0
         self._balancer = Balancer(num_ranks, block_size) if num_ranks > 1 else None
         self.requests: dict[str, Request] = {}  # all that are unfinished
@@ -88,19 +98,29 @@ class Scheduler:
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when its id is in use or when it could never be served."""
-        name = message.request_id
-        if name in self.requests:
-            raise RequestError(f"request id {name!r} is in use by an unfinished request. Choose another.", "request_id")
+        try:
+            self._check(message)
+        except RequestError:
+            if self.transfers is not None:
+                self.transfers.refuse_request(message.sampling_params.extra_args)
+            raise
         manager = self.ranks[0].kv_cache_manager  # all ranks are alike
-        check_request(message, self._max_model_len, self._max_prompt_step, manager.shortage)
-        self.structured_output_manager.check(message)
         request = Request(message, self._max_model_len, self._num_arrivals, manager.num_groups)
         request.rank = 0 if self._balancer is None else self._choose_rank(self._balancer, message)
         if not self.structured_output_manager.add(request):
             self.ranks[request.rank].waiting.add(request)
         self._num_arrivals += 1
-        self.requests[name] = request
-        self.ranks[request.rank].kv_cache_manager.note(request, has_ended=False)
+        self.requests[request.request_id] = request
+        if self.transfers is not None:
+            self.transfers.add_request(request)
+
+    def _check(self, message: EngineCoreRequest) -> None:
+        name = message.request_id
+        if name in self.requests:
+            raise RequestError(f"request id {name!r} is in use by an unfinished request. Choose another.", "request_id")
+        shortage = self.ranks[0].kv_cache_manager.shortage  # all ranks are alike
+        check_request(message, self._max_model_len, self._max_prompt_step, shortage)
+        self.structured_output_manager.check(message)
 
     def _choose_rank(self, balancer: Balancer, message: EngineCoreRequest) -> int:
         num_waiting = [len(rank.waiting) for rank in self.ranks]
@@ -165,6 +185,9 @@ class Scheduler:
                 self.draft_lengths.note(scheduled.step_id)
                 for new in scheduled.new_requests:
                     self.draft_lengths.begin(requests[new.request_id])
+            if self.transfers is not None:
+                confirmed, step_id = self._num_confirmed, scheduled.step_id
+                scheduled.kv_connector_metadata = self.transfers.build_connector_meta(confirmed, step_id)
         return scheduled
 
     def _find_multi_step(self, max_steps: int) -> list[MultiStep] | None:
@@ -204,10 +227,13 @@ class Scheduler:
                 self._fail(request, result.error)
             else:
                 assert result.finish_reason is not None
-                self._finish(request, result.finish_reason)
+                result.kv_transfer_params = self._finish(request, result.finish_reason)
         for request_id, reason in output.failed.items():
             if not requests[request_id].is_finished:
                 results.append(self._fail(requests[request_id], *fault_of(requests[request_id], reason)))
+        if self.transfers is not None:
+            results += self.update_connector_output(output.kv_connector_output or KVConnectorOutput())
+            results = self.transfers.say_early(results, self.requests)
         return results
 
     def _take_step(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, Request] | None:
@@ -231,14 +257,39 @@ class Scheduler:
         step = self._in_flight.pop(scheduled.step_id, None)
         return None if step is None else step[0]
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, whatever it is doing. Its results in flight will be dropped."""
+    def _finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
+        """End a request, whatever it is doing. Its results in flight will be dropped. Returns the `kv_transfer_params`
+        of its last output, if it has any."""
         del self.requests[request.request_id]
         rank = self.ranks[request.rank]
         if not self.structured_output_manager.forget(request):
             rank.remove(request)
         request.finish(reason)
-        rank.kv_cache_manager.note(request, has_ended=True)
+        return self.transfers.finish_request(request) if self.transfers is not None else None
+
+    # ---- keys and values besides the device ----------------------------------------------------
+
+    @property
+    def _num_confirmed(self) -> int:
+        """The steps before this number are done."""
+        return next(iter(self._in_flight), self.ranks[0].last_step_id + 1)
+
+    def build_connector_meta(self, *, only_confirmed: bool = False) -> KVConnectorMetadata | None:
+        """What is said to the connector's worker side between steps; None: nothing. `only_confirmed`: what steps in
+        flight compute is not saved yet."""
+        assert self.transfers is not None
+        done = self._num_confirmed
+        return self.transfers.build_connector_meta(done, before=done if only_confirmed else None)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> list[EngineCoreOutput]:
+        """What the connector's worker side has to say. Returns the last outputs of requests that fail for it."""
+        assert self.transfers is not None
+        return [self._fail(*each) for each in self.transfers.update_connector_output(output)]
+
+    def take_events(self, rank: int) -> list[KVCacheEvent]:
+        """What has entered and left the prefix cache of a rank, and what can be loaded, since the last call."""
+        events = self.ranks[rank].kv_cache_manager.take_events()
+        return events if self.transfers is None else events + self.transfers.take_events()
 
     # ---- abort and failure ---------------------------------------------------------------------
 
@@ -280,6 +331,8 @@ class Scheduler:
         again."""
         for request in self._revoke_steps(0):
             request.num_tokens_with_placeholders = request.num_tokens
+        if self.transfers is not None:
+            self.transfers.revoke()
 
     def _fail(self, request: Request, reason: str, parameter: str | None = None) -> EngineCoreOutput:
         self.ranks[request.rank].kv_cache_manager.uncache_request(request)
@@ -340,6 +393,8 @@ class Scheduler:
         if step is not None:
             stats.step_id, stats.num_steps = step.step_id, step.num_steps
             stats.num_scheduled_tokens = step.total_num_scheduled_tokens
+        if self.transfers is not None:
+            self.transfers.count_in(stats)
         return stats
 
     def check_integrity(self) -> None:

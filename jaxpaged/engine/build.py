@@ -165,8 +165,8 @@ def build_core(config: EngineConfig, reports: Reports) -> EngineCore:
     with event_publishers(config) as publishers:
         executor = make_executor(config, model, decoder, folder, group, reports.progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
-        transfer = executor.kv_transfer if isinstance(executor, UniProcExecutor) else None
-        return EngineCore(config, executor, build_grammars(input_processor, decoder), publishers, transfer)
+        kv_transfer = executor.kv_transfer if isinstance(executor, UniProcExecutor) else None
+        return EngineCore(config, executor, build_grammars(input_processor, decoder), publishers, kv_transfer)
 
 
 def open_group(config: EngineConfig, reports: Reports) -> "Group | None":

@@ -4,9 +4,11 @@ With asynchronous scheduling a step is scheduled and dispatched before the one a
 never waits for the host. This module knows neither text nor devices.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,14 +18,16 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import EngineCoreClient
 from jaxpaged.engine.in_flight import InFlight, StepPacer
-from jaxpaged.engine.kv_transfer import KVTransferDriver
+from jaxpaged.engine.kv_connector import save_all, save_prefix, seconds_to_wait
 from jaxpaged.engine.merged_outputs import merged, without
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
-from jaxpaged.errors import EngineDeadError, ProgramError, RequestError
+from jaxpaged.errors import EngineDeadError, ProgramError, RequestError, UsageError
 from jaxpaged.executor.base import Executor, KVTransferWorker
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
+from jaxpaged.kv_connector.base import KVConnection
+from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -41,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 COMPILE_WAIT = 0.05
 """Seconds that a step sleeps at most with nothing to do but to wait for a grammar or a program."""
+
+NO_FILES = (
+    "keys and values are saved and loaded as files by engines that keep them besides the device. Give kv_offload, such "
+    "as host=1G."
+)
 
 
 class Books:
@@ -79,10 +88,10 @@ class EngineCore(EngineCoreClient):
         executor: Executor,
         grammars: Grammars | None = None,
         publishers: "Sequence[KVEventPublisher]" = (),
-        transfer: KVTransferWorker | None = None,
+        kv_transfer: KVTransferWorker | None = None,
     ):
         """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
-        `transfer`: keeps keys and values besides the device."""
+        `kv_transfer`: carries keys and values to what keeps them besides the device, and back."""
         self.executor = executor
         self._grammars = grammars
         self._publishers = publishers
@@ -98,9 +107,10 @@ class EngineCore(EngineCoreClient):
             token_buckets=executor.token_buckets if config.speculative.num_drafts else (),
             num_stages=config.parallel.pipeline_parallel_size,
             num_ranks=config.parallel.num_ranks,
+            connection=None if kv_transfer is None else KVConnection(kv_transfer.connector, kv_transfer.layout),
+            load_failure_policy=config.cache.load_failure_policy,
         )
-        self.transfer = KVTransferDriver(self._scheduler, transfer, config.cache.load_failure_policy)
-        self._carries = transfer is not None
+        self._kv_transfer, self.transfers = kv_transfer, self._scheduler.transfers  # None: nothing besides the device
         # One step is computed on each stage, and one waits for a device.
         depth = config.parallel.pipeline_parallel_size + 1 if config.scheduler.async_scheduling else 1
         self._in_flight = InFlight(depth)
@@ -124,9 +134,7 @@ class EngineCore(EngineCoreClient):
             except RequestError as error:  # which changes nothing
                 refusal = error
         if refusal is not None:
-            self.transfer.refuse(request)
             raise refusal
-        self.transfer.tell_peers()  # the next step may be far: what another engine lends is kept from now on
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """`add_request` for each; those before one that is refused are queued."""
@@ -138,7 +146,6 @@ class EngineCore(EngineCoreClient):
         with self._books:
             self._scheduler.abort_requests(request_ids)
         self._outputs = without(self._outputs, request_ids)
-        self.transfer.tell_peers()
 
     def call[R](self, call: CoreCall[R]) -> R:
         """Whatever else may be asked of a core: see `core_calls.py`."""
@@ -164,12 +171,10 @@ class EngineCore(EngineCoreClient):
         return EngineCoreOutputs(outputs, self.stats(done))
 
     def _admit_ready(self) -> None:
-        """Queue requests whose grammars and programs are compiled, and dispatch keys and values that have come."""
+        """Queue requests whose grammars and programs are compiled."""
         if self._scheduler.structured_output_manager.waiting:
             with self._books:
                 self._tell(self._scheduler.admit_prepared())
-        if self._carries:
-            self._move(self.transfer.deliver)
 
     def _execute_next(self) -> bool:
         """Schedule a step and dispatch it. False: there is nothing to compute, or it failed."""
@@ -181,14 +186,12 @@ class EngineCore(EngineCoreClient):
             max_tokens = self.executor.max_step_tokens()
             with self._books:
                 scheduled = self._scheduler.schedule(max_steps, max_tokens)
-            if self._carries:
-                self.transfer.before_step(scheduled.step_id)
             if not scheduled.total_num_scheduled_tokens:
+                if self.transfers is not None:
+                    self._exchange_kv()
                 return False
             end = time.perf_counter()
             pending = self.executor.execute_model(scheduled)
-            if self._carries:
-                self.transfer.save()
         except BaseException as error:  # an interrupt too leaves the device half way
             self._recover(error, scheduled)
             return False
@@ -235,26 +238,28 @@ class EngineCore(EngineCoreClient):
             return oldest
         with self._books:
             outputs = self._scheduler.update_from_output(oldest, done.result)
-            if self._carries:
-                outputs = self.transfer.hand_over(outputs)
             self._tell(outputs)
         num_unfinished = self._scheduler.get_num_unfinished_requests()
         record = self.step_log.add(oldest, done.result, num_unfinished, done.times)
         self._pacer.observe(record)
-        if self._carries:
-            self.transfer.observe(record)
-            self._settle_saves()
+        if self.transfers is not None:
+            self.transfers.observe(record)
+            if not self._in_flight:
+                self._exchange_kv()
         if self._in_flight.awaits_masks:
             self._sample_masked()
         return oldest
 
     def _wait_for_work(self) -> None:
         """Nothing is in flight: keep what was computed, and wait for grammars, programs, keys and values."""
-        self._move(self.transfer.save_idle)
+        if self.transfers is not None:
+            seconds = 0.0 if self._outputs else seconds_to_wait(self.transfers, COMPILE_WAIT)
+            self._exchange_kv(seconds)
+            if seconds:
+                return
         if not self._outputs:
             with accepted_interrupts():
-                if not self.transfer.wait(COMPILE_WAIT):
-                    self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
+                self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
 
     def has_work(self) -> bool:
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
@@ -265,10 +270,10 @@ class EngineCore(EngineCoreClient):
     def save_idle(self) -> bool:
         """While there is no work: go on to keep what was computed besides the device. Whether there is more of that to
         do, later."""
-        if self._sleep.level is not None or not self.transfer.has_saves:
+        if self._sleep.level is not None or self.transfers is None or not self.transfers.is_outstanding:
             return False
-        self._move(self.transfer.save_idle)
-        return self.transfer.has_saves
+        self._exchange_kv()
+        return self.transfers.is_outstanding
 
     def unfinished(self) -> frozenset[str]:
         """The ids of all requests that have not ended."""
@@ -280,8 +285,6 @@ class EngineCore(EngineCoreClient):
             self._books.refuse()
         stats = self._scheduler.make_stats(awaited)
         stats.sleep_level = self._sleep.level
-        if self._carries:
-            self.transfer.count_in(stats)
         return stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -292,11 +295,11 @@ class EngineCore(EngineCoreClient):
         kept besides the device.
         """
         self._await_all()
-        self._move(self.transfer.save_all)
+        self._save_all_kv()
         with self._books:
             if reset_running_requests:
                 self._scheduler.preempt_all()
-                self._settle_saves()
+                self._exchange_kv()
             done = self._scheduler.reset_prefix_cache()
         self._publish_events()
         return done
@@ -321,12 +324,11 @@ class EngineCore(EngineCoreClient):
             self._await_all()
             if mode == "abort":
                 with self._books:
-                    self._tell(self.transfer.hand_over(self._scheduler.abort_requests(self.unfinished())))
+                    self._tell(self._scheduler.abort_requests(self.unfinished()))
         if level > 0:
             with self._books:
                 self._scheduler.preempt_all()
-                self._settle_saves()
-                self._move(self.transfer.save_all)
+                self._save_all_kv()
                 self._scheduler.lose_content()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
@@ -368,9 +370,24 @@ class EngineCore(EngineCoreClient):
             self._weights_version = version
             with self._books:
                 self._scheduler.preempt_all()
-                self._settle_saves()
+                self._exchange_kv()
                 self._scheduler.change_weights(version)
             self._publish_events()
+
+    def save_prefix(self, path: Path, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
+        """Write what the prefix cache has of these tokens, all that fill blocks and pages, to a file. Raises
+        UsageError."""
+        if self.transfers is None or self._kv_transfer is None:
+            raise UsageError(NO_FILES)
+        self._exchange_kv()  # what has come is written
+        return save_prefix(self.transfers, self._kv_transfer, path, token_ids, cache_salt)
+
+    def load_prefix(self, path: Path) -> PrefixInfo:
+        """Bring the pages of a file to where they are kept. Raises UsageError, and PageError for one that must not be
+        used."""
+        if self._kv_transfer is None:
+            raise UsageError(NO_FILES)
+        return self._kv_transfer.load_prefix(path)
 
     def shutdown(self) -> None:
         """Release the devices, once what is kept besides them is where it outlives the engine, as far as that takes no
@@ -378,10 +395,10 @@ class EngineCore(EngineCoreClient):
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        oldest = self._in_flight.oldest
         if self._books.death is None and self._sleep.level is None:
             try:
-                self.transfer.save_last(oldest.step_id if oldest else None)
+                if self.transfers is not None and self.transfers.outlives_engine:
+                    self._save_all_kv(only_confirmed=bool(self._in_flight))
             except Exception:
                 logger.exception("the newest keys and values are not kept")
         self._in_flight.clear()
@@ -393,26 +410,39 @@ class EngineCore(EngineCoreClient):
 
     def _publish_events(self) -> None:
         """Tell routers what has entered and left the prefix cache of each rank."""
-        for publisher, rank in zip(self._publishers, self._scheduler.ranks):
+        for rank, publisher in enumerate(self._publishers):
             with self._books:
-                events = rank.kv_cache_manager.take_events()
+                events = self._scheduler.take_events(rank)
             publisher.publish(events)
 
     def _tell(self, outputs: list[EngineCoreOutput]) -> None:
         """Let this step, or the next one, return these outputs, at most one of each request."""
         self._outputs = merged([self._outputs, outputs]) if self._outputs else outputs
 
-    def _settle_saves(self) -> None:
-        """Let what steps have computed be kept besides the device."""
-        oldest = self._in_flight.oldest
-        self._move(lambda: self.transfer.settle(oldest.step_id if oldest else None))
-
-    def _move(self, act: Callable[[], list[EngineCoreOutput] | None]) -> None:
-        """Dispatch keys and values that come or go, and say what `act` says. What fails in it fails as a step does."""
+    def _exchange_kv(self, seconds: float = 0.0, *, only_confirmed: bool = False) -> None:
+        """Between steps: tell the workers which keys and values come and go, and wait at most so many seconds to hear
+        what has become of others. What fails in it fails as a step does."""
+        if self._kv_transfer is None:
+            return
         try:
-            self._tell(act() or [])
+            with self._books:
+                metadata = self._scheduler.build_connector_meta(only_confirmed=only_confirmed)
+            if metadata is None and not seconds:
+                return
+            with accepted_interrupts() if seconds else contextlib.nullcontext():
+                output = self._kv_transfer.exchange(metadata, seconds)
         except Exception as error:
             self._recover(error, None)
+            return
+        with self._books:
+            self._tell(self._scheduler.update_connector_output(output))
+
+    def _save_all_kv(self, *, only_confirmed: bool = False) -> None:
+        """Save what waits for it, before content is lost. No step may begin meanwhile."""
+        if self.transfers is not None:
+            oldest = self._in_flight.oldest
+            before = oldest.step_id if only_confirmed and oldest is not None else None
+            save_all(self.transfers, lambda seconds: self._exchange_kv(seconds, only_confirmed=only_confirmed), before)
 
     def _finish(self, request_ids: frozenset[str]) -> None:
         """Compute until these requests have ended. What steps give meanwhile is returned by the next one."""
@@ -439,7 +469,6 @@ class EngineCore(EngineCoreClient):
         if self._books.death is not None:
             raise error
         self._in_flight.clear()
-        self.transfer.revoke()
         reason = f"the step failed: {str(error) or type(error).__name__}"
         logger.error("%s; its requests end with an error", reason, exc_info=error)
         with self._books:
@@ -447,7 +476,7 @@ class EngineCore(EngineCoreClient):
                 self._tell(self._scheduler.fail_requests(scheduled, reason))
             left = [request.request_id for request in self._scheduler.running]
             reason = f"its cached keys and values were lost when {reason}"
-            self._tell(self.transfer.hand_over(self._scheduler.fail_requests(left, reason)))
+            self._tell(self._scheduler.fail_requests(left, reason))
             self._scheduler.forget_steps()
             self._scheduler.lose_content()
             self.executor.recover()

@@ -217,7 +217,7 @@ class SavePrefix(CoreCall[PrefixInfo]):
     cache_salt: str | None = None
 
     def answer(self, core: "EngineCore") -> PrefixInfo:
-        return core.transfer.save_prefix(Path(self.path), self.token_ids, self.cache_salt)
+        return core.save_prefix(Path(self.path), self.token_ids, self.cache_salt)
 
 
 class LoadPrefix(CoreCall[PrefixInfo]):
@@ -226,7 +226,7 @@ class LoadPrefix(CoreCall[PrefixInfo]):
     path: str
 
     def answer(self, core: "EngineCore") -> PrefixInfo:
-        return core.transfer.load_prefix(Path(self.path))
+        return core.load_prefix(Path(self.path))
 
 
 class KeepLease(CoreCall[None]):
@@ -237,8 +237,9 @@ class KeepLease(CoreCall[None]):
     is_needed: bool = True
 
     def answer(self, core: "EngineCore") -> None:
-        if (source := source_of(transfer_params({PARAMS: self.params}))) is not None:
-            core.transfer.keep_lease(source, self.is_needed)
+        source_of(transfer_params({PARAMS: self.params}))
+        if core.transfers is not None:
+            core.transfers.connector.expect_request(self.params, self.is_needed)
 
 
 class CollectiveRpc(CoreCall[list[Any]]):

@@ -5,16 +5,14 @@ nothing else of devices: it imports no jax.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
-from jaxpaged.kv_store.page import PageKey
-from jaxpaged.kv_store.pieces import Piece
-from jaxpaged.kv_store.tier import ChunkTiers, Lookup
-from jaxpaged.kv_store.tier_events import TierEvent
-from jaxpaged.kv_store.transfer_params import RemoteSource
+from jaxpaged.kv_connector.base import KVCacheLayout, KVConnector, KVConnectorMetadata, KVConnectorOutput
+from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixInfo
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra
 
@@ -97,96 +95,26 @@ class Executor(Protocol):
 
 
 class KVTransferWorker(Protocol):
-    """What carries keys and values between the devices and tiers of pages. A load of the core's has `pages`."""
+    """What carries keys and values between the devices and a connector. Steps bring it what to do, and their results
+    say what has become of it; this is for what is said without a step."""
 
-    def lookup(self, keys: Sequence[PageKey]) -> list[Lookup]:
-        """Whether pages are in a tier, at once."""
+    connector: KVConnector
+    layout: KVCacheLayout
+
+    def exchange(self, metadata: KVConnectorMetadata | None, seconds: float) -> KVConnectorOutput:
+        """Do what `metadata` says, and wait at most so many seconds for a load or a save to end. Returns what has
+        become of them."""
         ...
 
-    def where(self, keys: Sequence[PageKey]) -> list[str]:
-        """The names of the tiers that pages would come from, at once."""
+    def save_prefix(
+        self, path: Path, token_ids: Sequence[int], pieces: Sequence[tuple[Sequence[PlacedPage], Sequence[int]]]
+    ) -> PrefixInfo:
+        """Write keys and values to a file: pieces, each its pages and the ids of its blocks. Raises UsageError."""
         ...
 
-    chunk_tiers: ChunkTiers
-    """What is told of texts, where a tier needs it."""
-
-    def expect(self, keys: Sequence[PageKey], source: RemoteSource) -> None:
-        """Another engine lends these pages."""
-        ...
-
-    def keep_lease(self, source: RemoteSource) -> None:
-        """A request waits for what another engine lends: it is to be lent until `release`."""
-        ...
-
-    def release(self, source: RemoteSource) -> None:
-        """What it lends is not needed any more."""
-        ...
-
-    page_tokens: int
-    """Of a page."""
-
-    def lend(self, num_tokens: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Lend pages of a prompt, which are saved next. What an answer says of it."""
-        ...
-
-    @property
-    def outlives_engine(self) -> bool:
-        """Whether a tier keeps pages when this engine has ended."""
-        ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another copy off the devices may begin now."""
-        ...
-
-    def wait_for_room(self, seconds: float) -> bool:
-        """Sleep until a copy ends that is under way, at most so long. Whether another one may begin."""
-        ...
-
-    def save[S: tuple[int, Piece]](self, saves: Sequence[S]) -> list[S]:
-        """Dispatch copies of pieces off the devices, each behind the step that computes it. Those for which there is no
-        room now."""
-        ...
-
-    def give_up(self, saves: Sequence[tuple[int, Piece]]) -> None:
-        """These will not be saved: their content is lost next."""
-        ...
-
-    def confirm(self, before: int | None) -> None:
-        """The steps before number `before` are done, None: all are; what they computed may be kept."""
-        ...
-
-    def revoke(self) -> None:
-        """What is not confirmed is never kept."""
-        ...
-
-    def discard(self, keys: Sequence[PageKey]) -> None:
-        """Keep these pages no longer: what computed them failed."""
-        ...
-
-    def load(self, load: Any) -> None:
-        """Begin to fetch pages."""
-        ...
-
-    def take_fetched(self) -> Sequence[Any]:
-        """What became of loads since the last call: each has the `load`, `came` and `sources` (the
-        tier's name) for each page, and `seconds`."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until there is something to take, at most so long."""
-        ...
-
-    def take_changes(self) -> list[TierEvent]:
-        """What came into the tiers and left them since the last call; of the first call, all that is there."""
-        ...
-
-    def take_copied(self) -> tuple[int, int]:
-        """Blocks whose copies off the devices, and to them, were dispatched since the last call."""
-        ...
-
-    def write(self, fetched: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """Dispatch copies of what came into the blocks of each piece, 0 for none."""
+    def load_prefix(self, path: Path) -> PrefixInfo:
+        """Bring a file's pages to where they are kept. Raises UsageError, and PageError for one that must not be
+        used."""
         ...
 
 

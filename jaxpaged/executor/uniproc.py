@@ -88,7 +88,13 @@ class UniProcExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         scheduler_output.programs = self.choice.choose(scheduler_output)
-        return self.worker.runner.execute_model(scheduler_output)
+        metadata, transfer = scheduler_output.kv_connector_metadata, self.worker.kv_transfer
+        if metadata is None or transfer is None:
+            return self.worker.runner.execute_model(scheduler_output)
+        transfer.start_load_kv(metadata)
+        pending = self.worker.runner.execute_model(scheduler_output)
+        transfer.wait_for_save(metadata)
+        return pending._replace(readings=(*pending.readings, transfer))
 
     def sample_tokens(self, masks_NW: np.ndarray) -> PendingOutput:
         return self.worker.runner.sample_tokens(masks_NW)

@@ -31,7 +31,7 @@ A load that lacks pages is not used beyond them: the rest is computed, or the re
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -135,6 +135,11 @@ class KVConnectorScheduler(Protocol):
     @property
     def chunk_tiers(self) -> ChunkTiers | None:
         """What is told of texts, where pages are kept in larger chunks that are named by their tokens."""
+        ...
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether pages are there when this engine has ended, so that its end is worth waiting for the last of them."""
         ...
 
     def on_new_request(self, request: KVRequest) -> None:
@@ -254,11 +259,6 @@ class KVConnectorWorker(Protocol):
 
     name: str
 
-    @property
-    def outlives_engine(self) -> bool:
-        """Whether pages are there when this engine has ended, so that its end is worth waiting for the last of them."""
-        ...
-
     def register_kv_caches(self, layout: KVCacheLayout) -> None:
         """Called once, before anything else: what pages look like."""
         ...
@@ -290,6 +290,13 @@ class KVConnectorWorker(Protocol):
 
 class KVConnector(KVConnectorScheduler, KVConnectorWorker, Protocol):
     """Both sides. Where scheduler and worker are one process, they are one object."""
+
+
+class KVConnection(NamedTuple):
+    """A connector, and what the pages look like that it was told of."""
+
+    connector: KVConnector
+    layout: KVCacheLayout
 
 
 class KVConnectorBase:

@@ -35,6 +35,16 @@ class Page:
         self.buffers = encode(header, self.values, secret, *arrays[1:])
 
 
+class StoredPage:
+    """A page that is a file already: see `KVPage`."""
+
+    def __init__(self, content: PageContent, buffers: Sequence[Buffer], secret: bytes | None):
+        self.content, self.buffers = content, list(buffers)
+        whole = joined(self.buffers)
+        header, self.values = decode(whole, expect_namespace=None, key=content.key, secret=secret, verify=False)
+        self.scales = scales_of(whole, header)
+
+
 class PageChecker:
     """Tells whether bytes are the page that they must be."""
 
@@ -73,13 +83,18 @@ class Load:
         self.pages = [page for piece in fetch.pieces for page in piece]
         self.copies: CopyPages = ()
         self.begin, self.end = time.monotonic(), 0.0
-        self.has_progressed = False
+        self._has_progressed = False
         self._checker, self._stage, self._on_finish = checker, stage, on_finish
         self._contents = {page.key: page for page in self.pages}
         self._lock = threading.Lock()
         self._targets: Targets | None = None
         self._sources: dict[PageKey, str] = {}
         self._is_finished = False
+
+    def take_progress(self) -> bool:
+        """Whether a page has come since the last call."""
+        has_progressed, self._has_progressed = self._has_progressed, False
+        return has_progressed
 
     @property
     def sources(self) -> list[str]:
@@ -106,8 +121,8 @@ class Load:
             return False
         for target, part in zip(targets[key], arrays, strict=True):
             target[: len(part)] = part
-        self._sources[key] = source
-        self.has_progressed = True
+        self._sources[key] = source or "?"
+        self._has_progressed = True
         return True
 
     def _room(self) -> Targets | None:

@@ -291,6 +291,8 @@ class Worker:
 
         The old KV cache goes first: there is no memory for two.
         """
+        if self.kv_transfer is not None:
+            self.kv_transfer.revoke()
         free_state(self.device)
         self._renew_state()
         self.programs.activity.end_all()

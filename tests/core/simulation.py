@@ -26,6 +26,7 @@ from jaxpaged.kv_cache_spec import (
     StateSpec,
     pool_layouts,
 )
+from jaxpaged.kv_connector.base import KVConnection
 from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -347,6 +348,7 @@ class Engine:
         most_drafts: int = 0,
         num_stages: int = 1,
         num_ranks: int = 1,
+        connection: KVConnection | None = None,
         **scheduler_options,
     ):
         """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
@@ -366,6 +368,7 @@ class Engine:
             num_drafts=most_drafts,
             num_stages=num_stages,
             num_ranks=num_ranks,
+            connection=connection,
         )
         if most_drafts:
             self.scheduler.draft_lengths = any_length(most_drafts)

@@ -83,7 +83,7 @@ def carried(llm):
 
 def use(llm, transport):
     """As `--kv-transport` says, from the next connection on."""
-    borrower = worker_of(llm).kv_transfer._peers._borrower
+    borrower = worker_of(llm).kv_transfer.connector.connectors[1]._consumer
     borrower._shares = TRANSPORTS[transport]
     while borrower._idle:
         borrower._idle.pop()[1].close()
@@ -180,7 +180,7 @@ def test_a_request_is_preempted_behind_its_hand_over_and_while_its_pages_come(is
         step()
     engine.add_request("lent", prompt, msgspec.structs.replace(params, max_tokens=40))
     step()
-    half = engine._core.transfer._half
+    half = engine._core.transfers
     assert half.is_waited_for and not scheduler_of(consumer).requests["lent"].blocks[0]
     if is_early:
         consumer.sleep(1, "keep")

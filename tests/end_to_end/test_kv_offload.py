@@ -36,7 +36,9 @@ def test_what_a_disk_keeps_is_loaded_after_a_restart(expected, tmp_path):
     options = {**OPTIONS, "kv_offload": f"host=64M,disk={tmp_path}:256M"}
     llm = LLM(**options)
     assert answers(llm)[0] == expected
-    assert worker_of(llm).kv_transfer._store.tiers[1]._around_cache, "host memory keeps what the page cache would"
+    assert worker_of(llm).kv_transfer.connector.tiers.tiers[1]._around_cache, (
+        "host memory keeps what the page cache would"
+    )
     assert llm.reset_prefix_cache()
     again, cached = answers(llm)
     assert again == expected and min(cached) > 60

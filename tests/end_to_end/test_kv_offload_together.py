@@ -28,7 +28,7 @@ def engine_of(llm):
 
 def nothing_is_held(llm):
     """Whoever held a block or waited for pages has gone."""
-    half = engine_of(llm).transfer._half
+    half = engine_of(llm).transfers
     assert not half.loading and not half.is_asking and llm.reset_prefix_cache()
     return True
 
@@ -66,7 +66,7 @@ def test_an_abort_while_pages_come_and_preemption_of_who_runs_meanwhile(monkeypa
         expected, _ = answers(llm, [PROMPTS[0]])
         assert not engine_of(llm).stats().external_prefix_cache_hits and llm.reset_prefix_cache()
         worker, engine = worker_of(llm).kv_transfer, llm.llm_engine
-        opened, engine_of(llm).transfer._half.patience = slowed(worker, monkeypatch), 60.0
+        opened, engine_of(llm).transfers.patience = slowed(worker, monkeypatch), 60.0
         engine.add_request("gone", PROMPTS[0], GREEDY)
         engine.step()
         assert engine_of(llm).stats().num_kv_fetches == [0, 1, 0]

@@ -21,7 +21,7 @@ def expected():
 
 def patient(llm):
     """Let its requests load whatever that takes, on a machine with other work too."""
-    half = llm.llm_engine._core.transfer._half
+    half = llm.llm_engine._core.transfers
     half.rates.pays, half.patience = (lambda sources: True), 300.0
 
 
@@ -30,7 +30,7 @@ def kept(llm):
     transfer = worker_of(llm).kv_transfer
     while transfer.stats()["kv_offload_copies_under_way"]:
         time.sleep(0.05)
-    assert transfer._store.flush(300.0)
+    assert transfer.connector.tiers.flush(300.0)
 
 
 @pytest.mark.parametrize("degrees", [(1, 4), (4, 2, 1)])

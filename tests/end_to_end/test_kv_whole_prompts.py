@@ -37,12 +37,12 @@ def test_the_next_request_and_the_next_process_find_a_prompt_whole(tmp_path, mon
     with LLM(**OPTIONS, kv_offload=f"host=64M,disk={tmp_path}:256M") as llm:
         assert {found(llm, length) for length in LENGTHS} == {0.0}
         assert llm.reset_prefix_cache()
-        llm.llm_engine._core.transfer._half.rates.pays = lambda sources: True
+        llm.llm_engine._core.transfers.rates.pays = lambda sources: True
         assert [found(llm, length) for length in LENGTHS] == [1.0] * 3
         assert found(llm, 1500) == 0.0
         assert llm.llm_engine._core.executor.worker.stats()["kv_offload_pages_dropped"] == 0
     with LLM(**OPTIONS, kv_offload=f"disk={tmp_path}:256M") as llm:
-        llm.llm_engine._core.transfer._half.rates.pays = lambda sources: True
+        llm.llm_engine._core.transfers.rates.pays = lambda sources: True
         assert [found(llm, length) for length in (*LENGTHS, 1500)] == [1.0] * 4
 
 

@@ -5,23 +5,23 @@ import random
 
 import pytest
 
-from jaxpaged.engine.core import EngineCore
-from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
-from tests.engine.test_kv_transfer import PRODUCES, PROMPT, VOCAB, FakeTransfer, handed_over, request, run, step, tokens
+from tests.engine.fake_engine import counting_model
+from tests.engine.fake_kv import FakeTransfer, KVExecutor, core_of, pieces_of
+from tests.engine.test_kv_transfer import PRODUCES, PROMPT, VOCAB, handed_over, lease_of, request, run, step, tokens
 
 BLOCK = 4
 DOUBT = (-1, 0)
 """What a slot holds that a failed step wrote."""
 
 
-class Device(FakeExecutor):
+class Device(KVExecutor):
     """Every slot of a block holds its token and what stands for all tokens up to it."""
 
     def __init__(self, num_blocks):
         super().__init__(counting_model(VOCAB), VOCAB, num_blocks, BLOCK)
         self.slots, self.tables, self.wrong = {}, {}, []
 
-    def execute_model(self, scheduled):
+    def compute(self, scheduled):
         fails = self.fail_at.get(len(self.executed))
         for request_id in scheduled.removed_request_ids:
             self.tables.pop(request_id, None)
@@ -29,7 +29,7 @@ class Device(FakeExecutor):
             self.tables[new.request_id] = list(new.block_ids[0])
         for request_id, ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             self.tables[request_id] += [] if ids is None else ids[0]
-        done = super().execute_model(scheduled)
+        done = super().compute(scheduled)
         rows = zip(scheduled.request_ids, scheduled.num_computed_tokens, scheduled.num_scheduled_tokens)
         for request_id, start, count in rows:
             self._compute_slots(request_id, start, count, fails is not None)
@@ -56,24 +56,24 @@ class Copies(FakeTransfer):
         self._device, self._taken, self.kept = device, {}, {}
         self.num_checked = 0
 
-    def save(self, saves):
-        left = super().save(saves)
-        for _, (pages, block_ids) in saves[: len(saves) - len(left)]:
-            slots = [slot for block_id in block_ids for slot in self._device.block(block_id)]
-            for content, *taken in zip(pages, *(iter(slots),) * self.page_tokens, strict=True):
-                if DOUBT not in taken and [slot and slot[0] for slot in taken] != list(content.token_ids):
-                    self._device.wrong.append(f"blocks {block_ids} are copied as {taken}, not {content.token_ids}")
-                self._taken[content.key] = taken
-                self.num_checked += 1
-        return left
+    def save(self, save):
+        super().save(save)
+        ((pages, block_ids),) = pieces_of([save])
+        slots = [slot for block_id in block_ids for slot in self._device.block(block_id)]
+        for content, *taken in zip(pages, *(iter(slots),) * self.page_tokens, strict=True):
+            if DOUBT not in taken and [slot and slot[0] for slot in taken] != list(content.token_ids):
+                self._device.wrong.append(f"blocks {block_ids} are copied as {taken}, not {content.token_ids}")
+            self._taken[content.key] = taken
+            self.num_checked += 1
 
     def confirm(self, before):
         super().confirm(before)
         self.kept |= {key: self._taken[key] for key in self.stored if key in self._taken}
 
-    def write(self, fetched, block_ids):
-        super().write(fetched, block_ids)
-        for pages, ids in zip(fetched.load.pieces, block_ids):
+    def write(self, write):
+        load, _ = self.came[write.load_id]
+        super().write(write)
+        for pages, ids in zip(load.pieces, write.block_ids):
             if any(ids):
                 slots = [slot for page in pages for slot in self.kept[page.key]]
                 if DOUBT in slots:
@@ -85,9 +85,7 @@ class Copies(FakeTransfer):
 def made(num_blocks=24, page_tokens=BLOCK, **options):
     device = Device(num_blocks)
     transfer = Copies(device, page_tokens)
-    core = EngineCore(make_config(**options, kv_offload="host=1M"), device, transfer=transfer)
-    core.transfer._half.rates.pays = lambda sources: True
-    return core, device, transfer
+    return core_of(device, transfer, **options), device, transfer
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -150,22 +148,22 @@ def test_what_is_overwritten_goes_first_and_what_finds_no_room_then_is_given_up(
     transfer.room = 0
     core.add_request(request("a", PROMPT, 1))
     run(core)
-    assert len(core.transfer._half.saves) == 10 and not transfer.given_up
+    assert len(core.transfers.saves) == 10 and not transfer.given_up
     transfer.room = 2
     core.add_request(request("b", range(60, 100), 1))
     core.add_request(request("c", range(50, 90), 1))
     run(core)
     kept = {key for key, page in transfer.stored.items() if page.token_ids[0] in PROMPT[::4]}
-    given_up = {piece.pages[0].key for _, piece in transfer.given_up}
+    given_up = set(transfer.given_up)
     assert transfer.given_up and kept.isdisjoint(given_up) and not device.wrong
     while core.save_idle():
         pass
-    assert not core.transfer._half.saves and len(transfer.stored) > 20
+    assert not core.transfers.saves and len(transfer.stored) > 20
 
 
 def test_tiers_that_end_with_the_engine_get_nothing_from_its_end():
     core, _, transfer = made(64)
-    transfer.room, transfer.outlives_engine = 1, False
+    transfer.room, transfer.connector.outlives = 1, False
     core.add_request(request("a", PROMPT, 1))
     run(core)
     before = len(transfer.unconfirmed) + len(transfer.stored)
@@ -207,4 +205,6 @@ def test_a_prompt_whose_request_fails_is_not_lent():
     outputs = run(core)["a"]
     assert outputs[-1].finish_reason == "error"
     said = [output.kv_transfer_params for output in outputs]
-    assert said[-1] is None and transfer.taken_back == [each["lease"] for each in said if each]
+    assert said[-1] is None and transfer.taken_back == [
+        lease_of(output) for output in outputs if output.kv_transfer_params
+    ]

@@ -15,134 +15,19 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import KeepLease, LoadPrefix, SavePrefix
 from jaxpaged.errors import RequestError, UsageError
 from jaxpaged.kv_store.tier import Lookup
-from jaxpaged.kv_store.tier_events import MEMORY, TierEvent
 from jaxpaged.kv_store.transfer_params import check_request
 from jaxpaged.messages import EngineCoreRequest, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind
-from jaxpaged.worker.kv_transfer.transfer import Fetched
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
+from tests.engine.fake_kv import FakeTransfer, KVExecutor, core_of
 
 VOCAB = 100
 
 
-class FakeTransfer:
-    """A store and a device whose blocks hold keys. Loads come when the test says so."""
-
-    def __init__(self, page_tokens=4):
-        self.page_tokens, self.chunk_tiers = page_tokens, None
-        self.mistakes = []  # which an exception would not tell: the engine goes on after it
-        self.stored, self.unconfirmed, self.loads, self.fetched = {}, [], [], []
-        self.num_written, self.answer = 0, [True]
-        self.lent, self.sources, self.kept, self.released = {}, [], [], []
-        self.leases, self.taken_back = [], []
-        self.told, self.room, self.given_up, self.outlives_engine = set(), 10**9, [], True
-        self.tier, self.seconds = "host", 0.001  # where all pages are, and what a load takes
-        self.num_unsure = 0  # look-ups that a store elsewhere has not answered yet
-
-    def lookup(self, keys):
-        if self.num_unsure:
-            self.num_unsure -= 1
-            return [Lookup.PENDING] * len(keys)
-        return [Lookup.HIT if key in self.stored else Lookup.MISS for key in keys]
-
-    def where(self, keys):
-        return [self.tier for _ in keys]
-
-    def expect(self, keys, source):
-        self.stored |= {key: self.lent[key] for key in keys if key in self.lent}
-        self.sources.append(source)
-
-    def keep_lease(self, source):
-        self.kept.append(source)
-
-    def release(self, source):
-        self.released.append(source)
-
-    def lend(self, num_tokens, pieces):
-        self.leases.append(pages_of(pieces))
-        return {"remote_num_tokens": num_tokens, "lease": len(self.leases)}
-
-    def finish_lending(self, said, pieces):
-        assert all(piece.block_ids and all(piece.block_ids) for piece in pieces)
-        return {**said, "pages": pages_of(pieces)}
-
-    def take_back(self, said):
-        self.taken_back.append(said["lease"])
-
-    @property
-    def has_room(self):
-        """`room`: pieces that are copied and not stored yet, at most."""
-        return len(self.unconfirmed) < self.room
-
-    def wait_for_room(self, seconds):
-        return self.has_room
-
-    def save(self, saves):
-        num_taken = max(self.room - len(self.unconfirmed), 0)
-        self.unconfirmed += saves[:num_taken]
-        return saves[num_taken:]
-
-    def give_up(self, saves):
-        self.given_up += saves
-
-    def confirm(self, before):
-        done = [save for save in self.unconfirmed if before is None or save[0] < before]
-        self.unconfirmed = [save for save in self.unconfirmed if save not in done]
-        self.stored |= {page.key: page for page in pages_of([piece for _, piece in done])}
-
-    def revoke(self):
-        self.unconfirmed.clear()
-
-    def discard(self, keys):
-        for key in keys:
-            self.stored.pop(key, None)
-
-    def load(self, load):
-        self.loads.append(load)
-
-    def finish(self, came):
-        """The oldest load ends; `came` says of its pages in turn whether they do."""
-        if self.loads:
-            load = self.loads.pop(0)
-            some = [came[i % len(came)] and self.stored.get(page.key) == page for i, page in enumerate(load.pages)]
-            self.fetched.append(Fetched(load, some, [self.tier if ok else "" for ok in some], [], self.seconds))
-
-    def take_changes(self):
-        before, self.told = self.told, set(self.stored)
-        changes = [TierEvent(MEMORY, key, True) for key in sorted(self.told - before)]
-        return changes + [TierEvent(MEMORY, key, False) for key in sorted(before - self.told)]
-
-    def take_copied(self):
-        return len(self.unconfirmed), self.num_written
-
-    def take_fetched(self):
-        taken, self.fetched = self.fetched, []
-        return taken
-
-    def wait(self, seconds):
-        self.finish(self.answer)  # an idle engine sleeps until pages come
-
-    def write(self, fetched, block_ids):
-        came = {page.key for page, ok in zip(fetched.load.pages, fetched.came, strict=True) if ok}
-        for pages, ids in zip(fetched.load.pieces, block_ids, strict=True):
-            if any(ids) and not came >= {page.key for page in pages}:
-                self.mistakes.append(f"{ids} are written, and a part of {pages} did not come")
-        given = [block_id for ids in block_ids for block_id in ids if block_id]
-        if not given or len(set(given)) < len(given):
-            self.mistakes.append(f"{block_ids} are written")
-        self.num_written += len(given)
-
-
-def pages_of(pieces):
-    return [page for piece in pieces for page in piece.pages]
-
-
-def make(policy="recompute", num_blocks=64, page_tokens=4, **options):
-    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB, num_blocks), FakeTransfer(page_tokens)
+def make(policy="recompute", num_blocks=64, page_tokens=4, publishers=(), **options):
+    executor, transfer = KVExecutor(counting_model(VOCAB), VOCAB, num_blocks), FakeTransfer(page_tokens)
     connector = {"kv_connector": "OffloadingConnector", "kv_load_failure_policy": policy}
-    config = make_config(**options, kv_offload="host=1M", kv_transfer_config=connector)
-    core = EngineCore(config, executor, transfer=transfer)
-    core.transfer._half.rates.pays = lambda sources: True
+    core = core_of(executor, transfer, publishers, **options, kv_transfer_config=connector)
     return core, transfer
 
 
@@ -162,7 +47,7 @@ def step(core, heard):
     for output in core.step().outputs:
         heard.setdefault(output.request_id, []).append(output)
     core._scheduler.check_integrity()
-    assert not core.transfer._worker.mistakes
+    assert not core._kv_transfer.mistakes
 
 
 def tokens(outputs):
@@ -206,10 +91,10 @@ def test_who_waits_for_a_stores_answer_is_passed_and_asks_again():
     transfer.num_unsure = 10**9
     core.add_request(request("gone", PROMPT))
     step(core, {})
-    assert core.transfer._half.is_asking and core.stats().num_kv_fetches == [1, 0, 0]
+    assert core.transfers.is_asking and core.stats().num_kv_fetches == [1, 0, 0]
     core.abort_requests(["gone"])
-    assert not core.transfer._half.is_asking
-    core.transfer._half.patience = 0.05
+    assert not core.transfers.is_asking
+    core.transfers.patience = 0.05
     core.add_request(request("c", PROMPT))
     heard = run(core)
     assert tokens(heard["c"]) == first and heard["c"][0].num_cached_tokens == 0
@@ -220,7 +105,7 @@ def test_what_else_a_request_waits_for_does_not_use_up_its_patience_with_a_store
     transfer.num_unsure = 10**9
     core.add_request(request("a", PROMPT))
     step(core, {})
-    half, (waiting,) = core.transfer._half, core._scheduler.waiting
+    half, (waiting,) = core.transfers, core._scheduler.waiting
     hit = core._scheduler.kv_cache_manager.get_computed_blocks(waiting)
     half.patience = 0.2
     assert not half.is_loading(waiting, hit, may_begin=False)
@@ -248,14 +133,15 @@ def test_behind_one_for_which_there_is_no_room_nobody_uses_up_patience():
 
 
 def test_a_poll_looks_up_only_what_the_store_has_not_answered():
-    core, _ = make()
-    half, looked_up, num_known = core.transfer._half, [], 3
+    core, transfer = make()
+    half, looked_up, num_known = core.transfers, [], 3
+    transfer.wait = lambda: None  # nothing comes
 
     def lookup(keys):
         looked_up.append(keys)
         return [Lookup.HIT if key in known else Lookup.PENDING for key in keys]
 
-    known, half._lookup = set(), lookup
+    known, half.connector.look_up = set(), lookup
     core.add_request(request("a", PROMPT))
     step(core, {})
     keys = looked_up[0]
@@ -387,7 +273,7 @@ def test_requests_that_wait_for_pages_are_counted_by_how_far_they_came():
     assert core.stats().num_kv_fetches == [0, 1, 0]
     assert [state.is_loading for state in core.snapshot().waiting] == [True]
     transfer.finish([True])
-    core.transfer.deliver()
+    core._exchange_kv()
     state = core.snapshot().waiting[0]
     assert core.stats().num_kv_fetches == [0, 0, 1] and state.loaded["host"] > 20 and not state.is_loading
     run(core)
@@ -397,9 +283,8 @@ def test_requests_that_wait_for_pages_are_counted_by_how_far_they_came():
 @pytest.mark.parametrize("page_tokens", [4, 8, 2])
 def test_routers_hear_of_what_tiers_keep(page_tokens):
     batches = []
-    executor, transfer = FakeExecutor(counting_model(VOCAB), VOCAB), FakeTransfer(page_tokens)
     publisher = SimpleNamespace(publish=batches.extend, close=lambda: None)
-    core = EngineCore(make_config(kv_offload="host=1M"), executor, publishers=[publisher], transfer=transfer)
+    core, transfer = make(page_tokens=page_tokens, publishers=[publisher])
     core.add_request(request("a", PROMPT))
     run(core)
     core.add_request(request("b", [9, 9]))
@@ -459,8 +344,8 @@ def test_a_step_that_computes_while_it_is_dispatched_takes_that_time_but_not_tha
     record = StepRecord(
         step_id=1, full_sampler=False, num_unfinished=1, update_end=3.0, program_wait=1.0, **times, **sizes
     )
-    core.transfer.observe(record)
-    assert core.transfer._half.rates.prefill_seconds == pytest.approx(0.5 / 100)
+    core.transfers.observe(record)
+    assert core.transfers.rates.prefill_seconds == pytest.approx(0.5 / 100)
 
 
 def test_each_tier_is_judged_by_its_own_loads():
@@ -482,7 +367,7 @@ def test_each_tier_is_judged_by_its_own_loads():
 
 def test_a_slow_tier_keeps_nobody_from_a_fast_one():
     core, transfer = make(num_blocks=24)
-    del core.transfer._half.rates.pays
+    del core.transfers.rates.pays
     transfer.tier, transfer.seconds = "s3", 1e3
     sources = []
     for i in range(6):
@@ -507,6 +392,10 @@ CONSUMES = {
 }
 
 
+def lease_of(output):
+    return output.kv_transfer_params["remote_request_id"]
+
+
 def handed_over(extra_args, max_tokens=3, prompt=PROMPT, name="a"):
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=1, extra_args=extra_args)
     return EngineCoreRequest(name, list(prompt), params, arrival_time=0.0)
@@ -516,20 +405,20 @@ def test_a_prompt_is_lent_from_its_first_step_on_and_not_once_it_is_aborted():
     core, transfer = make()
     core.add_request(handed_over(PRODUCES, 1))
     early, last = run(core)["a"]
-    assert not early.new_token_ids and early.finish_reason is None and early.kv_transfer_params["lease"] == 1
+    assert not early.new_token_ids and early.finish_reason is None and lease_of(early) == "1"
     lent = last.kv_transfer_params
-    assert lent["lease"] == 1 and lent["remote_num_tokens"] == 40 // 4 * 4 and lent["pages"] == transfer.leases[0]
-    assert {page.key for page in lent["pages"]} <= set(transfer.stored)
+    assert lease_of(last) == "1" and lent["remote_num_tokens"] == 40 // 4 * 4
+    assert transfer.ended_leases["1"] == transfer.leases[0] and set(transfer.leases[0]) <= set(transfer.stored)
     core.add_request(handed_over(PRODUCES, 50, name="b"))
     heard = {}
     step(core, heard)
-    assert heard["b"][0].kv_transfer_params["lease"] == 2
+    assert lease_of(heard["b"][0]) == "2"
     core.abort_requests(["b"])
-    assert transfer.taken_back == [2]
+    assert transfer.taken_back == ["2"]
     run(core, heard)
     core.add_request(request("c", PROMPT))
     assert all(each.kv_transfer_params is None for each in run(core, heard)["c"])
-    assert not core.transfer._half.handovers.take_ended() and transfer.taken_back == [2]
+    assert not core.transfers.connector._lent and transfer.taken_back == ["2"]
 
 
 def test_who_wants_only_the_end_hears_of_the_lease_then():
@@ -538,7 +427,7 @@ def test_who_wants_only_the_end_hears_of_the_lease_then():
     asked.sampling_params.output_kind = RequestOutputKind.FINAL_ONLY
     core.add_request(asked)
     (output,) = run(core)["a"]
-    assert output.kv_transfer_params["lease"] == 1 and output.new_token_ids
+    assert lease_of(output) == "1" and output.new_token_ids
 
 
 def test_a_lease_outlives_preemption_and_ends_with_a_step_that_fails():
@@ -549,11 +438,11 @@ def test_a_lease_outlives_preemption_and_ends_with_a_step_that_fails():
     core.sleep(1, "keep")
     core.wake_up()
     outputs = run(core, heard)["a"]
-    assert outputs[-1].kv_transfer_params["lease"] == 1 and len(transfer.leases) == 1 and outputs[-1].num_preemptions
+    assert lease_of(outputs[-1]) == "1" and len(transfer.leases) == 1 and outputs[-1].num_preemptions
     core.add_request(handed_over(PRODUCES, 20, name="b"))
     step(core, heard)
     core.executor.execute_model = fail
-    assert run(core, heard)["b"][-1].finish_reason == "error" and transfer.taken_back == [2]
+    assert run(core, heard)["b"][-1].finish_reason == "error" and transfer.taken_back == ["2"]
 
 
 def test_a_lease_ends_when_the_engine_falls_asleep():
@@ -561,7 +450,7 @@ def test_a_lease_ends_when_the_engine_falls_asleep():
     core.add_request(handed_over(PRODUCES, 20))
     step(core, {})
     core.sleep(1, "abort")
-    assert transfer.taken_back == [1]
+    assert transfer.taken_back == ["1"]
 
 
 def fail(*args):
@@ -577,7 +466,7 @@ def lender_of(prompt=PROMPT):
 def test_a_borrower_loads_what_is_lent_and_gives_it_back_once():
     expected, lent = lender_of()
     core, transfer = make()
-    core.transfer._half.rates.pays = lambda sources: False  # somebody has computed it for this request
+    core.transfers.rates.pays = lambda sources: False  # somebody has computed it for this request
     transfer.lent = lent
     core.add_request(handed_over(CONSUMES, 5))
     outputs = run(core)["a"]
@@ -630,17 +519,19 @@ def test_a_lease_is_kept_from_a_requests_arrival_and_given_back_when_it_is_abort
     assert [source.lease for source in transfer.released] == ["lease"]
     core.add_request(handed_over(CONSUMES, 5, name="b"))
     run(core)
-    assert [source.lease for source in transfer.kept] == ["lease"] * 2 == [each.lease for each in transfer.released]
+    assert (
+        [source.lease for source in transfer.kept_leases] == ["lease"] * 2 == [each.lease for each in transfer.released]
+    )
 
 
 def test_a_lease_is_kept_before_the_next_step_and_before_its_request_comes():
     core, transfer = make()
     core.add_request(handed_over(CONSUMES, 5))
-    assert [source.lease for source in transfer.kept] == ["lease"], "no step was run"
+    assert [source.lease for source in transfer.kept_leases] == ["lease"], "no step was run"
     other = {**CONSUMES["kv_transfer_params"], "remote_request_id": "other"}
     core.call(KeepLease(other))
     core.call(KeepLease({"do_remote_decode": True}))
-    assert [source.lease for source in transfer.kept] == ["lease", "other"] and not transfer.released
+    assert [source.lease for source in transfer.kept_leases] == ["lease", "other"] and not transfer.released
     core.call(KeepLease(other, is_needed=False))
     assert [source.lease for source in transfer.released] == ["other"]
     with pytest.raises(RequestError, match="remote_port"):

@@ -2,16 +2,16 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
+from jaxpaged.kv_connector.base import KVConnectorMetadata
+from jaxpaged.kv_connector.offloading import NUM_THREADS, OffloadingConnector
 from jaxpaged.kv_store import remote_store
 from jaxpaged.kv_store.custom_store import CustomTier
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
-from jaxpaged.worker.kv_transfer.transfer import NUM_THREADS
-from tests.worker.test_kv_transfer import CACHE, SPACE, Made, content
+from tests.worker.test_kv_transfer import SPACE, Made, came, content
 
 CALLS = ("exist", "get", "put", "delete", "close")
 
@@ -52,32 +52,34 @@ class Behind(Made):
 
     def __init__(self, store, *, has_host=True):
         super().__init__()
+        self.tokens = {}
         self.store, self.far = store, CustomTier("far", store, SPACE)
         self.far._patience_s = 0.2
         self.worker.close()
-        form, copies = self.worker._form, self.device
         tiers = Tiers([self.tier, self.far] if has_host else [self.far], close_patience_s=0.2)
-        self.worker = type(self.worker)(copies, CACHE, tiers, SPACE, form)
-
-    def begin(self, *contents):
-        self.worker.load(SimpleNamespace(pages=contents, pieces=tuple((each,) for each in contents), news=0.0))
+        self.open(OffloadingConnector(tiers), self.worker._form)
 
     def came(self, count, seconds=10):
         """What became of so many loads, in the order in which they ended."""
         ended, deadline = [], time.monotonic() + seconds
         while len(ended) < count and time.monotonic() < deadline:
-            self.worker.wait(0.05)
-            ended += self.worker.take_fetched()
-        return [(fetched.load.pages[0].token_ids[0], fetched.came) for fetched in ended]
+            output = self.worker.exchange(None, 0.05)
+            ended += output.finished_fetches
+            for save_id in output.finished_saves:
+                self.gathers.end(save_id)
+        return [(self.tokens[fetched.load_id], came(fetched)) for fetched in ended]
+
+    def begin(self, content):
+        self.tokens[super().begin(content)] = content.token_ids[0]
 
     def keep(self, *contents):
         """Pages that only the store has."""
         for each in contents:
             self.device.fill(3, 1.0)
             self.save((7, each, 3))
-            self.worker.confirm(None)
+            self.confirm()
             self.settled()
-        assert self.worker._store.flush(10)
+        assert self.connector.tiers.flush(10)
         self.tier.delete([each.key for each in contents])
 
 
@@ -94,26 +96,26 @@ def test_pages_in_host_memory_come_while_a_store_hangs_and_it_is_left_alone_then
     made.keep(*far)
     near = content(20)
     made.save((7, near, 3))
-    made.worker.confirm(None)
+    made.confirm()
     made.settled()
-    assert made.worker._store.flush(10)
+    assert made.connector.tiers.flush(10)
     store.hanging.add("get")
     for each in far[: 2 * NUM_THREADS]:
         made.begin(each)
     made.begin(near)
     assert made.came(1) == [(20, [True])], "who needs host memory only waited for the store"
-    assert {came for _, some in made.came(2 * NUM_THREADS) for came in some} == {False}
+    assert {is_there for _, some in made.came(2 * NUM_THREADS) for is_there in some} == {False}
     num_asked = store.num_calls["get"]
-    assert made.worker.lookup([each.key for each in far]) == [Lookup.MISS] * 8, "the next request would wait again"
+    assert made.connector.look_up([each.key for each in far]) == [Lookup.MISS] * 8, "the next request would wait again"
     made.begin(far[-1])
     assert made.came(1) == [(8, [False])] and store.num_calls["get"] == num_asked
     store.gate.set()
     store.hanging.clear()
     made.far._reads._open_until = 0.0
-    assert made.worker.lookup([far[0].key]) == [Lookup.HIT]
+    assert made.connector.look_up([far[0].key]) == [Lookup.HIT]
     made.begin(far[0])
     assert made.came(1) == [(1, [True])], "it answers again"
-    made.worker.close()
+    made.close()
 
 
 @pytest.mark.parametrize("has_host", [True, False])
@@ -122,15 +124,14 @@ def test_whatever_hangs_saving_and_closing_end(hanging, has_host):
     store = Hanging(*hanging)
     made, begin = Behind(store, has_host=has_host), time.monotonic()
     for number in range(12):
-        made.worker.lookup([content(number).key])
+        made.connector.look_up([content(number).key])
         made.save((7, content(number), 3))
-        made.worker.confirm(None)
+        made.confirm()
         made.begin(content(number))
-    made.worker.discard([content(0).key])
-    came = made.came(12)
-    assert len(came) == 12
-    assert made.worker.wait_for_room(10)
-    made.worker.close()
+    made.worker.start_load_kv(KVConnectorMetadata(discarded=[content(0).key]))
+    assert len(made.came(12)) == 12
+    assert made.has_room(10)
+    made.close()
     assert time.monotonic() - begin < 20
     store.gate.set()
     assert store.num_calls["put"] <= remote_store.NUM_CALLS
@@ -140,11 +141,11 @@ def test_a_store_that_does_not_say_what_it_has_is_not_asked_again_for_a_while():
     store = Hanging("exist")
     made = Behind(store)
     keys = [content(number).key for number in range(40)]
-    assert made.worker.lookup(keys[:1]) == [Lookup.PENDING]
+    assert made.connector.look_up(keys[:1]) == [Lookup.PENDING]
     deadline = time.monotonic() + 10
     while not made.far._breaker.blocks:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert made.worker.lookup(keys) == [Lookup.MISS] * 40 and store.num_calls["exist"] == 1
+    assert made.connector.look_up(keys) == [Lookup.MISS] * 40 and store.num_calls["exist"] == 1
     store.gate.set()
-    made.worker.close()
+    made.close()

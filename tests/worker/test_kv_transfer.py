@@ -1,13 +1,20 @@
 """The worker's half of KV transfer over a device of numpy arrays: what is stored and when, and what is loaded."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxpaged.core.kv_transfer.gathers import Gathers
+from jaxpaged.core.kv_transfer.saves import Save
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_connector.base import KVConnectorMetadata, KVFetch, KVWrite
+from jaxpaged.kv_connector.multi import MultiConnector
+from jaxpaged.kv_connector.offloading import OffloadingConnector
+from jaxpaged.kv_connector.peers import PeersConnector
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.page import PageContent, PageHeader, PageKey, decode, encode, namespace, scales_of
 from jaxpaged.kv_store.pieces import Piece
@@ -15,8 +22,7 @@ from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.worker.kv_transfer import transfer
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from jaxpaged.worker.kv_transfer.peers import Peers
-from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker, Losses, Room
+from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker, Losses
 
 SPACE, OTHER = namespace(weights="a"), namespace(weights="b")
 SPEC = AttentionSpec(4, 2, 8, 4)
@@ -74,19 +80,39 @@ def content(number, group=0, tokens=4):
 
 def whole(save):
     """A save of a piece, or of (step, the only page, the only block)."""
-    return save if len(save) == 2 else (save[0], Piece((save[1],), (save[2],)))
+    return Save(*save) if len(save) == 2 else Save(save[0], Piece((save[1],), (save[2],)))
 
 
 class Made:
-    """A worker with its device and store."""
+    """A worker with its device and store, and what says to it which pieces to save."""
 
-    def __init__(self, name="exact", page_tokens=4, **options):
+    def __init__(self, name="exact", page_tokens=4, behind=(), **options):
         form = PageForm(name, np.dtype(np.float32), page_tokens)
         self.device, self.tier = NumpyDevice(form), HostTier(1 << 20)
-        self.worker = KVTransferWorker(self.device, CACHE, Tiers([self.tier]), SPACE, form, **options)
+        self.open(OffloadingConnector(Tiers([self.tier])), form, behind, **options)
+
+    def open(self, connector, form, behind=(), **options):
+        self.connector = MultiConnector([connector, *behind]) if behind else connector
+        self.worker = KVTransferWorker(self.device, CACHE, self.connector, SPACE, form, **options)
+        self.gathers, self.num_loads = Gathers(self.connector, self.worker.layout), 0
 
     def save(self, *saves):
-        return self.worker.save([whole(save) for save in saves])
+        """What finds no room."""
+        begun, left = self.gathers.begin(list(map(whole, saves)))
+        self.worker.wait_for_save(KVConnectorMetadata(after_step=begun))
+        return left
+
+    def confirm(self, before=1 << 30):
+        self.worker.start_load_kv(KVConnectorMetadata(confirmed=before))
+
+    def has_room(self, seconds=0.0):
+        """Whether another copy may begin, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for save_id in self.worker.exchange(None, 0.05 * bool(seconds)).finished_saves:
+                self.gathers.end(save_id)
+            if self.gathers.has_room or time.monotonic() >= deadline:
+                return self.gathers.has_room
 
     def settled(self):
         """The pages in the tier once threads have done all that they were given."""
@@ -98,61 +124,85 @@ class Made:
         gate.wait(5)
         return {key: decode(page, expect_namespace=SPACE, key=key)[1] for key, page in self.tier._pages.items()}
 
+    def begin(self, *contents, each=1):
+        """Fetch pages, so many of which make a piece. The number of the load."""
+        pieces = [list(contents[i : i + each]) for i in range(0, len(contents), each)]
+        self.num_loads += 1
+        fetch = KVFetch(self.num_loads, "a", pieces, [4 * (i + 1) for i in range(len(contents))])
+        self.worker.start_load_kv(KVConnectorMetadata(fetches=[fetch]))
+        return self.num_loads
+
     def load(self, *contents, each=1):
-        """Fetch pages, so many of which make a piece: what came of them."""
-        pieces = tuple(contents[i : i + each] for i in range(0, len(contents), each))
-        self.worker.load(SimpleNamespace(pages=contents, pieces=pieces))
-        self.worker.wait(5)
-        (fetched,) = self.worker.take_fetched()
-        return fetched
+        """The same: what came of them."""
+        self.begin(*contents, each=each)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            if fetched := self.worker.exchange(None, 0.05).finished_fetches:
+                return fetched[0]
+        raise AssertionError("a load does not end")
+
+    def write(self, fetched, block_ids):
+        self.worker.start_load_kv(KVConnectorMetadata(before_step=[KVWrite(fetched.load_id, block_ids)]))
+
+    def close(self):
+        self.worker.close()
+
+
+def came(fetched):
+    return list(map(bool, fetched.sources))
 
 
 @pytest.fixture
 def made():
     made = Made()
     yield made
-    made.worker.close()
+    made.close()
 
 
 def test_a_block_is_copied_as_it_was_and_stored_once_its_step_is_confirmed(made):
     made.device.fill(3, 1.0)
     made.save((7, content(1), 3))
     made.device.fill(3, 2.0)  # the block is another's at once
-    made.worker.confirm(7)
+    made.confirm(7)
     assert not made.settled()
-    made.worker.confirm(8)
+    made.confirm(8)
     assert [float(page.max()) for page in made.settled().values()] == [1.0]
     made.save((9, content(2), 3), (12, content(3), 4))
-    made.worker.confirm(12)
+    made.confirm(12)
     assert len(made.settled()) == 1, "the later step is not done"
-    made.worker.confirm(None)
+    made.confirm()
     assert len(made.settled()) == 3
 
 
 def test_what_a_failed_step_computed_is_dropped_and_its_room_is_free_again(made, monkeypatch):
-    made.worker._room = Room(1)
+    made.gathers.room = 1
     for number in range(5):
-        assert not made.save((7, content(number), 3)) and not made.worker.has_room
+        assert not made.save((7, content(number), 3)) and not made.has_room()
         made.worker.revoke()
-    made.worker.confirm(None)
-    assert not made.settled() and made.worker.has_room
+        assert made.has_room()
+    made.confirm()
+    assert not made.settled()
     stats = made.worker.stats()
     assert stats["kv_offload_copies_under_way"] == stats["kv_offload_pages_dropped"] == 0
     made.save((8, content(0), 3))
-    made.worker.confirm(None)
+    made.confirm()
     assert list(made.settled()) == [content(0).key], "it may be saved later"
 
 
 def test_what_finds_no_room_is_handed_back_and_goes_later(made):
     each = made.worker._copies.num_bytes(0, 1)
-    made.worker._room = Room(2 * each)
-    saves = [(7, Piece((content(number),), (3,))) for number in range(5)]
-    assert [made.worker.save([save]) for save in saves] == [[], [], *([save] for save in saves[2:])]
-    assert not made.worker.wait_for_room(0.01) and made.worker.stats()["kv_offload_copies_under_way"] == 2
-    made.worker.confirm(None)
-    assert made.worker.wait_for_room(10) and len(made.settled()) == 2
-    made.worker.save(saves[2:])
-    made.worker.confirm(None)
+    made.gathers.room = 2 * each
+    saves = [Save(7, Piece((content(number),), (3,))) for number in range(5)]
+    assert [made.save(save) for save in saves] == [[], [], *([save] for save in saves[2:])]
+    assert not made.has_room(0.01) and made.worker.stats()["kv_offload_copies_under_way"] == 2
+    made.confirm()
+    assert made.has_room(10) and len(made.settled()) == 2
+    made.has_room()
+    made.save(*saves[2:4])
+    made.confirm()
+    assert made.has_room(10)
+    made.save(*saves[4:])
+    made.confirm()
     assert len(made.settled()) == 5 and made.worker.stats()["kv_offload_copies_under_way"] == 0
 
 
@@ -163,17 +213,13 @@ def test_room_is_counted_by_the_bytes_of_copies(made):
     sizes = made.worker._copies._sizes[0]
     assert [made.worker._copies.num_bytes(0, size) for size in sizes] == [size * piece_bytes for size in sizes]
     made.save((7, content(1), 3))
-    assert made.worker._room.num_bytes == sizes[0] * piece_bytes, "padding takes room, too"
+    assert made.gathers.num_bytes == sizes[0] * piece_bytes, "padding takes room, too"
 
 
 def test_what_is_given_up_is_counted_and_told_of_once(made, caplog):
-    saves = [(7, Piece((content(number),), (3,))) for number in range(1, 4)]
-    made.worker.save(saves[:1])
-    made.worker.confirm(None)
-    made.settled()
-    made.worker.give_up(saves[:2])  # one of which the store has
-    made.worker.give_up(saves[2:])
-    made.worker.give_up([])
+    keys = [content(number).key for number in range(3)]
+    for some in (keys[1:2], keys[2:], []):
+        made.worker.start_load_kv(KVConnectorMetadata(given_up=some))
     assert made.worker.stats()["kv_offload_pages_dropped"] == 2
     assert [record.getMessage()[:7] for record in caplog.records] == ["1 pages"]
 
@@ -188,49 +234,52 @@ def test_losses_are_told_of_once_for_each_reason(caplog):
 def test_pages_that_no_tier_takes_are_counted_and_told_of(made, caplog):
     made.tier.capacity = 100
     made.save((7, content(1), 3), (7, content(2), 4))
-    made.worker.confirm(None)
+    made.confirm()
     assert not made.settled() and made.worker.stats()["kv_offload_pages_dropped"] == 2
     assert len(caplog.records) == 1 and "no tier takes them" in caplog.text
 
 
-class Told(Peers):
+class Told(PeersConnector):
     """What consumers hear."""
 
     def __init__(self):
         super().__init__()
         self.keys = []
 
-    def hold(self, keys):
-        self.keys.append(list(keys))
+    def save_kv(self, pages):
+        self.keys.append([page.content.key for page in pages])
+        return super().save_kv(pages)
 
 
-def test_borrowers_hear_of_pages_while_the_rest_of_a_copy_is_stored(monkeypatch):
-    made = Made(peers=Told())
+def test_consumers_hear_of_pages_while_the_rest_of_a_copy_is_stored(monkeypatch):
+    told = Told()
+    made = Made(behind=[told])
     contents = [content(number) for number in range(1, 6)]
-    monkeypatch.setattr(transfer, "TOLD_BYTES", 2 * made.worker._copies.page_bytes(0))
+    monkeypatch.setattr(transfer, "SAVED_BYTES", 2 * made.worker._copies.page_bytes(0))
     made.save(*((1, each, each.token_ids[0]) for each in contents))
-    made.worker.confirm(None)
-    made.worker.close()
+    made.confirm()
+    made.close()
     keys = [each.key for each in contents]
-    assert made.worker._peers.keys == [keys[:2], keys[2:4], keys]
+    assert told.keys == [keys[:2], keys[2:4], keys[4:]]
 
 
 def test_a_page_is_copied_once(made):
     made.save((7, content(1), 3))
     made.save((8, content(1), 4))
-    assert made.worker.take_copied() == (1, 0)
-    made.worker.confirm(None)
+    assert len(made.gathers) == 1
+    made.confirm()
     made.settled()
+    assert made.has_room(1) and not made.gathers
     made.save((9, content(1), 5))
-    assert made.worker.take_copied() == (0, 0)
+    assert not made.gathers
 
 
 def test_what_is_discarded_is_kept_neither_before_nor_after_it_is_stored(made):
     made.save((7, content(1), 3), (7, content(2), 4))
-    made.worker.discard([content(1).key])
-    made.worker.confirm(None)
+    made.worker.start_load_kv(KVConnectorMetadata(discarded=[content(1).key]))
+    made.confirm()
     assert list(made.settled()) == [content(2).key]
-    made.worker.discard([content(2).key])
+    made.worker.start_load_kv(KVConnectorMetadata(discarded=[content(2).key]))
     assert not made.settled()
 
 
@@ -239,14 +288,14 @@ def test_what_was_saved_is_written_to_other_blocks_and_what_did_not_come_to_none
     for number, page in enumerate(pages):
         made.device.fill(3 + number, number + 1.0)
         made.save((7, page, 3 + number))
-    made.worker.confirm(None)
+    made.confirm()
     assert sorted(page.shape[0] for page in made.settled().values()) == [1, 2, 2]
-    assert made.worker.lookup([pages[0].key, content(9).key]) == [Lookup.HIT, Lookup.MISS]
+    assert made.connector.look_up([pages[0].key, content(9).key]) == [Lookup.HIT, Lookup.MISS]
     fetched = made.load(content(9), *pages)
-    assert fetched.came == [False, True, True, True] and fetched.sources == ["", "host", "host", "host"]
+    assert came(fetched) == [False, True, True, True] and fetched.sources == ["", "host", "host", "host"]
     assert made.worker.num_lost == 1 and made.worker.num_loaded == 3
     made.device.fill(0, 5.0)
-    made.worker.write(fetched, [[0], [10], [11], [12]])
+    made.write(fetched, [[0], [10], [11], [12]])
     assert [made.device.holds(block) for block in (0, 10, 11, 12)] == [[5.0] * 2, [1.0] * 2, [2.0] * 2, [3.0, 0.0]]
 
 
@@ -262,24 +311,25 @@ def test_blocks_are_joined_to_pages_and_cut_into_them(page_tokens, name):
         [Piece((pages[0],), (3, 4))] if page_tokens == 8 else [Piece((*pages[:2],), (3,)), Piece((*pages[2:],), (4,))]
     )
     made.save(*[(7, piece) for piece in pieces])
-    assert made.worker.take_copied() == (2, 0)
-    made.worker.confirm(None)
+    assert sum(len(gathered.save.block_ids) for gathered in made.worker._unconfirmed) == 2
+    made.confirm()
     stored = made.settled()
     for number, page in enumerate(pages):
         expected = np.arange(number * page_tokens, (number + 1) * page_tokens)
         assert (stored[page.key] == expected.reshape(1, 1, -1, 1, 1)).all(), "tokens are in other places"
     made.tier.delete([pages[0].key])
+    made.has_room()
     made.save(*[(8, piece) for piece in pieces])
-    made.worker.confirm(None)
+    made.confirm()
     assert made.settled().keys() == stored.keys() and made.worker.num_saved == len(pages) + 1, "only what was missing"
     fetched = made.load(*pages, each=len(pages) // len(pieces))
-    assert all(fetched.came)
+    assert all(came(fetched))
     before = [tensor[:2].copy() for tensor in made.device.state.kv]
-    made.worker.write(fetched, [[10, 0]] if page_tokens == 8 else [[10], [0]])
+    made.write(fetched, [[10, 0]] if page_tokens == 8 else [[10], [0]])
     for old, tensor in zip(before, made.device.state.kv):
         scale = 1.0 if name == "exact" else 0.1 * np.arange(4).reshape(1, 4, 1, 1)  # as the device rounds
         assert np.allclose(tensor[10], tensor[3] * scale) and (tensor[:2] == old).all()
-    made.worker.close()
+    made.close()
 
 
 def kept(tier, page, header_content, space=SPACE, scales=None):
@@ -299,27 +349,27 @@ def test_pages_of_others_are_not_loaded_and_are_removed(made):
     }
     for page, said in cases.items():
         kept(made.tier, page, **said)
-        assert made.load(page).came == [False] and made.worker.lookup([page.key]) == [Lookup.MISS]
+        assert came(made.load(page)) == [False] and made.connector.look_up([page.key]) == [Lookup.MISS]
     kept(made.tier, content(6), content(6))
-    assert made.load(content(6)).came == [True]
+    assert came(made.load(content(6))) == [True]
 
 
 def test_rounded_pages_come_back_with_their_scales_and_exact_ones_are_none():
     made = Made("int8")
     made.device.fill(3, 20.0)
     made.save((7, content(1), 3), (7, content(1, group=1), 3))
-    made.worker.confirm(None)
+    made.confirm()
     pages = made.settled()
     assert [page.dtype for page in pages.values()] == [np.int8] * 2
     header, _ = decode(made.tier.get(content(1).key), expect_namespace=SPACE, key=content(1).key)
     assert (scales_of(made.tier.get(content(1).key), header) == 2.0).all()
-    made.worker.write(made.load(content(1), content(1, group=1)), [[10], [11]])
+    made.write(made.load(content(1), content(1, group=1)), [[10], [11]])
     assert [made.device.holds(block) for block in (10, 11)] == [[40.0] * 2, [40.0, 0.0]]
     kept(made.tier, content(2), content(2))
     eight = PageHeader(SPACE, content(4).key, None, content(4).token_ids)
     made.tier.put(content(4).key, encode(eight, np.ones((2, 2, 4, 2, 8), np.int8)))
-    assert made.load(content(2)).came == made.load(content(4)).came == [False], "they have no scales"
-    made.worker.close()
+    assert came(made.load(content(2))) == came(made.load(content(4))) == [False], "they have no scales"
+    made.close()
 
 
 def test_forms_tell_namespaces_apart():

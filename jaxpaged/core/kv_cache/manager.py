@@ -31,7 +31,7 @@ This module decides nothing about who gets blocks; that is the scheduler's.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, root_of
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
@@ -39,9 +39,6 @@ from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent
 from jaxpaged.core.kv_cache.groups import CacheGroup, CacheGroups
 from jaxpaged.core.request import Request
 from jaxpaged.kv_cache_spec import KVCacheConfig
-
-if TYPE_CHECKING:
-    from jaxpaged.core.kv_transfer.transfers import KVTransfers
 
 
 class CacheHit(NamedTuple):
@@ -63,6 +60,18 @@ class Hold:
         self.reason = reason
         self.blocks = tuple(map(tuple, blocks))  # of each KV group
         self.is_intact = True
+
+
+class CacheListener(Protocol):
+    """What hears of the blocks of requests that enter the prefix cache, so that their content can be kept elsewhere."""
+
+    def note_stored(self, request: Request, block_idxs: Sequence[Sequence[int]], step_id: int) -> None:
+        """Blocks of a request, some of each group, have entered, computed by the steps up to `step_id`."""
+        ...
+
+    def note_lost(self, request: Request, g: int, block_idx: int) -> None:
+        """What a block of a request holds, which the prefix cache has, is in doubt."""
+        ...
 
 
 class KVCacheManager:
@@ -97,7 +106,7 @@ class KVCacheManager:
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
         self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
         self.holds: list[Hold] = []
-        self.transfers: KVTransfers | None = None  # what hears of cached blocks, to save them
+        self._listener: CacheListener | None = None
         self.take_events()
 
     @property
@@ -233,12 +242,6 @@ class KVCacheManager:
         request.num_skipped_blocks = [0] * self.num_groups
         request.num_entered_tokens = 0
 
-    def note(self, request: Request, *, has_ended: bool) -> None:
-        """A request may wait for blocks from elsewhere from now on, or for nothing any more."""
-        if self.transfers is not None and request.sampling_params.extra_args:
-            handovers = self.transfers.handovers
-            (handovers.end if has_ended else handovers.note)(request)
-
     def hold(self, reason: str, blocks: Sequence[Sequence[KVCacheBlock]]) -> Hold:
         """Keep blocks, some of each KV group, from being given out until `release`, whoever else gives them back."""
         hold = Hold(reason, blocks)
@@ -255,6 +258,10 @@ class KVCacheManager:
     def num_slots(self, request: Request) -> int:
         return min([len(table) * size for size, table in zip(self._block_sizes, request.blocks)])
 
+    def listen(self, listener: CacheListener) -> None:
+        """Tell somebody of what enters the prefix cache from now on."""
+        self._listener = listener
+
     # ---- prefix cache --------------------------------------------------------------------------
 
     def cache_blocks(self, request: Request, step_id: int) -> None:
@@ -269,8 +276,8 @@ class KVCacheManager:
         for g, table in enumerate(request.blocks):
             stored.append(self._cache_group_blocks(request, self._group_list[g], table, first, end, step_id))
             self.record_stored(request, g, stored[g])
-        if self.transfers is not None:
-            self.transfers.note_stored(request, stored, step_id)
+        if self._listener is not None:
+            self._listener.note_stored(request, stored, step_id)
         request.num_entered_tokens = end // self.groups.unit * self.groups.unit
 
     def _cache_group_blocks(
@@ -335,8 +342,8 @@ class KVCacheManager:
         for g, (group, table) in enumerate(zip(self.groups, request.blocks)):
             for block_idx, block in enumerate(table):
                 if block.cache_key is not None:
-                    if self.transfers is not None:
-                        self.transfers.note_lost(request, g, block_idx)
+                    if self._listener is not None:
+                        self._listener.note_lost(request, g, block_idx)
                     group.pool.uncache(block)
 
     def lose_content(self) -> None:
@@ -354,9 +361,6 @@ class KVCacheManager:
         for request in requests:
             request.forget_hashes()
         self.hasher.root = root_of(weights_version)
-
-    def add_events(self, events: Sequence[KVCacheEvent]) -> None:
-        self._events += events
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, of all pools in the order in which they came."""

@@ -11,35 +11,47 @@ if another had computed them. So nobody holds a block while bytes are fetched, a
 anything to undo, and a piece of which a page does not come is to be computed.
 Of a group with a window only the blocks are loaded that the next token sees.
 
+What to do is said to the worker's side of the connector with a step, or between steps (`build_connector_meta`), and
+what has become of it comes back (`update_connector_output`).
+
 This module knows neither bytes nor devices.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jaxpaged.core.kv_cache.events import KVCacheEvent
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_transfer.chunks import Chunks
-from jaxpaged.core.kv_transfer.handovers import Handovers
+from jaxpaged.core.kv_transfer.gathers import Gathers
 from jaxpaged.core.kv_transfer.page_events import PageEvents
 from jaxpaged.core.kv_transfer.pieces import Pieces, read_range
 from jaxpaged.core.kv_transfer.rates import Rates
 from jaxpaged.core.kv_transfer.saves import Save, Saves
 from jaxpaged.core.request import Request, RequestStatus
+from jaxpaged.kv_connector.base import (
+    FinishedFetch,
+    KVCacheLayout,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVFetch,
+    KVSave,
+    KVWrite,
+    LookUp,
+)
 from jaxpaged.kv_store.page import PageContent, PageKey
 from jaxpaged.kv_store.pieces import Piece
 from jaxpaged.kv_store.prefix_file import PlacedPage
-from jaxpaged.kv_store.tier import ChunkTiers, Lookup
-from jaxpaged.kv_store.transfer_params import RemoteSource
-
-LookUp = Callable[[Sequence[PageKey]], list[Lookup]]
-Where = Callable[[Sequence[PageKey]], list[str]]
-Expect = Callable[[Sequence[PageKey], RemoteSource], None]
-
+from jaxpaged.kv_store.tier import Lookup
+from jaxpaged.kv_store.transfer_params import PARAMS
+from jaxpaged.messages import EngineCoreOutput, SchedulerStats, StepRecord
+from jaxpaged.sampling_params import RequestOutputKind
 
 Place = tuple[int, int]
 """A group, and the number of a piece, or the index of a block, of a request."""
@@ -49,8 +61,9 @@ Place = tuple[int, int]
 class Load:
     """Pages that are on their way for a request, which has `num_tokens` more of its beginning with them, up to `end`.
     `places` and `pieces`: where they belong, and the pages of each; `ends`: of each page in the request; `news`: when
-    one came last, which whoever fetches them says; monotonic."""
+    one came last; monotonic."""
 
+    load_id: int
     request: Request
     num_tokens: int
     end: int
@@ -62,6 +75,19 @@ class Load:
     @cached_property
     def pages(self) -> tuple[PageContent, ...]:
         return tuple(page for piece in self.pieces for page in piece)
+
+
+@dataclass
+class Missing:
+    """What the device lacks of a request: blocks by the piece that they are in, and the keys of those pieces that could
+    be loaded. What was found of it: its beginning up to `end`; more, once it is known of `open_keys` whether they are
+    there."""
+
+    blocks: dict[Place, list[int]]
+    keys: dict[Place, list[PageKey]]
+    num_hit: int
+    end: int = 0
+    open_keys: tuple[PageKey, ...] = ()
 
 
 class Question(NamedTuple):
@@ -76,36 +102,201 @@ class Question(NamedTuple):
 PATIENCE = 10.0
 """Seconds that a request waits for pages, of which none comes, before it is computed without them."""
 MOST_REMEMBERED = 4096
+MOST_PIECES = 64
+"""That are offered for copies at a time."""
 
 
 class KVTransfers:
-    """What travels, in pages of `page_tokens`. `lookup` answers at once whether pages are in a tier, `where` in which;
-    `expect` is told which ones another engine lends, `chunk_tiers` of texts."""
+    """What travels between the KV cache of `manager` and a connector. With `fails` a request whose pages do not come
+    ends with an error, instead of being computed."""
 
     def __init__(
-        self,
-        manager: KVCacheManager,
-        page_tokens: int,
-        lookup: LookUp,
-        where: Where,
-        expect: Expect | None = None,
-        chunk_tiers: ChunkTiers | None = None,
+        self, manager: KVCacheManager, connector: KVConnectorScheduler, layout: KVCacheLayout, *, fails: bool = False
     ):
-        self._manager, self._lookup, self._where, self._expect = manager, lookup, where, expect
-        self._pieces, self._chunks = Pieces(manager, page_tokens), None
-        if chunk_tiers is not None and chunk_tiers.chunk_tokens is not None:
-            self._chunks = Chunks(manager, self._pieces, chunk_tiers, chunk_tiers.chunk_tokens)
-        self._groups, self.handovers = manager.groups, Handovers()
+        self.connector, self.patience = connector, PATIENCE
+        self._manager, self._groups, self._fails = manager, manager.groups, fails
+        self._pieces, self._chunks = Pieces(manager, layout.page_tokens), None
+        if (tiers := connector.chunk_tiers) is not None and tiers.chunk_tokens is not None:
+            self._chunks = Chunks(manager, self._pieces, tiers, tiers.chunk_tokens)
         self.events = PageEvents(self._groups.groups, self._pieces, manager.records_events)
-        self.rates, self.patience = Rates(), PATIENCE
-        self.saves = Saves(self._groups.groups)
+        self.rates = Rates()
+        self.saves, self.gathers = Saves(self._groups.groups), Gathers(connector, layout)
         self.lost: set[PageKey] = set()  # whose content is in doubt
-        self.loading: dict[str, Load] = {}
+        self.loading: dict[str, Load] = {}  # by the request that waits for it
+        self._loads: dict[int, Load] = {}  # all that are under way, by number
+        self._load_ids = count()
         self._begun: list[Load] = []
+        self._before_step: list[KVSave | KVWrite] = []  # copies ahead of the next step
+        self._given_up: list[PageKey] = []
+        self._last_step_id = 0
         self._asked: dict[int, int] = {}  # a request's number -> how often it had been preempted when it was asked for
         self._asking: dict[int, Question] = {}  # by the request's number
         self._has_come: dict[int, Request] = {}  # whose pages are on the device, and who may still wait, by number
         self.num_queries = self.num_hits = 0  # tokens
+        self._num_copied = [0, 0]  # blocks since `observe`: off the device, and to it
+        manager.listen(self)
+
+    # ---- requests come and go ------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """It was queued."""
+        self.connector.on_new_request(RequestView(request, self))
+
+    def refuse_request(self, extra_args: Mapping[str, Any] | None) -> None:
+        """A request with these arguments was refused."""
+        if params := (extra_args or {}).get(PARAMS):
+            self.connector.expect_request(params, False)
+
+    def begin_request(self, request: Request) -> None:
+        """It has blocks, and its next step is being scheduled."""
+        self.connector.update_state_after_alloc(RequestView(request, self), (), 0)
+
+    def finish_request(self, request: Request) -> dict[str, Any] | None:
+        """It has ended. Returns the `kv_transfer_params` of its last output, if it has any."""
+        is_computed = request.finish_reason in ("stop", "length")
+        return self.connector.request_finished(RequestView(request, self), is_computed)
+
+    def say_early(self, outputs: list[EngineCoreOutput], requests: Mapping[str, Request]) -> list[EngineCoreOutput]:
+        """Add to the outputs of a step what clients that read a stream are to hear before the end. `requests`: all that
+        have not ended."""
+        if not (told := self.connector.take_params()):
+            return outputs
+        by_id = {output.request_id: output for output in outputs}
+        for request_id, params in told.items():
+            request = requests.get(request_id)
+            if request is None or request.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            output = by_id.get(request_id)
+            if output is None:
+                output = EngineCoreOutput(request_id, [], max(request.num_cached_tokens, 0), request.num_preemptions)
+                outputs.append(output)
+            output.kv_transfer_params = params
+        return outputs
+
+    def prompt_pieces(self, request: Request) -> tuple[int, list[Piece]]:
+        """How many tokens of a prompt are whole pages, and the pieces that whoever goes on behind it needs, those too
+        that no blocks hold yet."""
+        if not request.reads_prefix_cache:
+            return 0, []
+        pieces, num_tokens = self._pieces, self._pieces.align(request.num_prompt_tokens)
+        return num_tokens, [
+            pieces.piece(request, g, number)
+            for g, piece_size in enumerate(pieces.piece_sizes)  # the last token is always computed
+            for number in range(pieces.first_needed(g, request.num_prompt_tokens - 1), num_tokens // piece_size.tokens)
+        ]
+
+    def save_prompt(self, request: Request) -> None:
+        """Save the pieces of a prompt that are there, before all others. What is still computed is saved behind the
+        step that computes it."""
+        step_id = -1 if request.is_finished else self._last_step_id
+        saves = [Save(step_id, piece) for piece in self.prompt_pieces(request)[1] if piece.block_ids]
+        self.saves.add_first([save for save in saves if save.key not in self.saves])
+
+    # ---- what is said to the worker's side, and what comes back ---------------------------------
+
+    def build_connector_meta(
+        self, confirmed: int, step_id: int | None = None, before: int | None = None
+    ) -> KVConnectorMetadata | None:
+        """What goes with step `step_id`, or, None, between steps. The steps before number `confirmed` are done. What
+        steps before number `before` compute is saved, None: what all compute that are dispatched. Returns None where
+        there is nothing to say, nor to hear."""
+        discarded = self.take_lost()
+        self._begin_urgent()
+        saves: list[KVSave] = []
+        while self.saves and self.gathers.has_room and (some := self.saves.take(before, MOST_PIECES)):
+            begun, left = self.gathers.begin(some)
+            saves += begun
+            self.saves.add_first(left)
+        self._num_copied[0] += sum(len(save.block_ids) for save in saves)
+        metadata = KVConnectorMetadata(
+            confirmed=confirmed,
+            discarded=discarded,
+            given_up=self._given_up,
+            before_step=self._before_step,
+            after_step=saves,
+            fetches=[KVFetch(load.load_id, load.request.request_id, list(map(list, load.pieces)), list(load.ends))
+                     for load in self._begun],
+            connector=self.connector.build_connector_meta(),
+        )  # fmt: skip
+        self._given_up, self._before_step, self._begun = [], [], []
+        if step_id is not None:
+            self._last_step_id = step_id
+        return metadata if self.gathers or self._loads or metadata != KVConnectorMetadata(confirmed) else None
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Whether pages are there when this engine has ended."""
+        return self.connector.outlives_engine
+
+    @property
+    def is_outstanding(self) -> bool:
+        """Whether something was begun of which the end is not known, or has not."""
+        return bool(self.saves or self.gathers or self._loads or self._begun or self._before_step or self.lost)
+
+    def _begin_urgent(self) -> None:
+        """Copy ahead of the next step what is overwritten next, and give up what finds no room."""
+        if urgent := self.saves.take_urgent():
+            begun, left = self.gathers.begin(urgent)
+            self._before_step += begun
+            self._num_copied[0] += sum(len(save.block_ids) for save in begun)
+            self.give_up(left)
+
+    def give_up(self, saves: Sequence[Save]) -> None:
+        """These will not be saved: their content is lost next."""
+        keys = [page.key for save in saves for page in save.piece.pages]
+        self._given_up += [key for key, is_lacking in zip(keys, self.gathers.lacks(saves)) if is_lacking]
+
+    def update_connector_output(self, output: KVConnectorOutput) -> list[tuple[Request, str]]:
+        """Loads and saves have ended. Returns requests that have failed for it, and why."""
+        for save_id in output.finished_saves:
+            self.gathers.end(save_id)
+        for load_id in output.progressed:
+            if load_id in self._loads:
+                self._loads[load_id].news = time.monotonic()
+        failed = [self._finish_load(self._loads.pop(each.load_id), each) for each in output.finished_fetches]
+        return [each for each in failed if each is not None]
+
+    def _finish_load(self, load: Load, fetch: FinishedFetch) -> tuple[Request, str] | None:
+        """Give blocks to what came. A request that fails for what did not come, and why."""
+        came = list(map(bool, fetch.sources))
+        is_waiting = self.loading.get(load.request.request_id) is load and not load.request.is_finished
+        failed = None
+        if all(came):
+            self.rates.observe_load(load.num_tokens, fetch.seconds, fetch.sources)
+        elif self._fails and is_waiting:
+            failed = load.request, f"{came.count(False)} of {len(came)} pages of its beginning were not loaded"
+            del self.loading[load.request.request_id]
+        block_ids = self.arrived(load, came, fetch.sources) if failed is None else None
+        if block_ids is None:
+            self._before_step.append(KVWrite(load.load_id, []))
+        else:
+            self._begin_urgent()
+            self._before_step.append(KVWrite(load.load_id, block_ids))
+            self._num_copied[1] += sum(block_id > 0 for ids in block_ids for block_id in ids)
+        return failed
+
+    def revoke(self) -> None:
+        """A step has failed: what is not confirmed is not kept, and what was not written is not there."""
+        self.saves.clear()
+        for each in self._before_step:
+            if isinstance(each, KVSave):
+                self.gathers.end(each.save_id)
+        self._before_step = [KVWrite(each.load_id, []) for each in self._before_step if isinstance(each, KVWrite)]
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What routers are told of pages that can be loaded, and of those that cannot any more."""
+        return self.events.of(self.connector.take_events())
+
+    def observe(self, record: StepRecord) -> None:
+        """A step is done."""
+        (record.pages_saved, record.pages_loaded), self._num_copied = self._num_copied, [0, 0]
+        begin = record.schedule_end + record.program_wait  # a CPU may compute while it is dispatched
+        self.rates.observe_step(record.num_tokens, record.num_sampled, begin, record.result_ready)
+
+    def count_in(self, stats: SchedulerStats) -> None:
+        """Say what was looked for, and who waits for it now."""
+        stats.external_prefix_cache_queries, stats.external_prefix_cache_hits = self.num_queries, self.num_hits
+        stats.num_kv_fetches = self.fetch_stages()
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -139,6 +330,11 @@ class KVTransfers:
         return list(lost)
 
     @property
+    def num_groups(self) -> int:
+        """Of the KV cache."""
+        return len(self._groups)
+
+    @property
     def alignment(self) -> int:
         """Tokens of the shortest beginning that is whole blocks and pages."""
         return self._pieces.alignment
@@ -165,20 +361,6 @@ class KVTransfers:
                     return 0, []
         return num_tokens, found
 
-    # ---- other engines -------------------------------------------------------------------------
-
-    def lent_pieces(self, request: Request) -> tuple[int, list[Piece]]:
-        """What to lend of a request that begins, or has ended: how many tokens, and the pieces that whoever goes on
-        behind its prompt needs, those too that no blocks hold yet."""
-        if not request.reads_prefix_cache:
-            return 0, []
-        pieces, num_tokens = self._pieces, self._pieces.align(request.num_prompt_tokens)
-        return num_tokens, [
-            pieces.piece(request, g, number)
-            for g, piece_size in enumerate(pieces.piece_sizes)  # the last token is always computed
-            for number in range(pieces.first_needed(g, request.num_prompt_tokens - 1), num_tokens // piece_size.tokens)
-        ]
-
     # ---- loading -------------------------------------------------------------------------------
 
     def is_loading(self, request: Request, hit: CacheHit, may_begin: bool) -> bool:
@@ -189,7 +371,7 @@ class KVTransfers:
             if time.monotonic() < load.news + self.patience:
                 return True
             del self.loading[request.request_id]
-            self.handovers.give_back(request)
+            self.connector.load_finished(RequestView(request, self))
         if not may_begin:
             self._asking.pop(number, None)  # it waits for something else, which is not to use up its patience
             return False
@@ -199,20 +381,22 @@ class KVTransfers:
         has_patience = asked is None or now < asked.begin + self.patience
         if asked is not None and has_patience and asked.num_hit == hit.num_tokens and self._is_open(asked):
             return True
-        load, unknown = self._find(request, hit)
-        if unknown and has_patience:
-            self._asking[number] = Question(request, hit.num_tokens, unknown, now if asked is None else asked.begin)
+        load, open_keys = self._find(request, hit)
+        if open_keys is not None and has_patience:
+            self._asking[number] = Question(request, hit.num_tokens, open_keys, now if asked is None else asked.begin)
             return True
         self._asking.pop(number, None)
         if len(self._asked) > MOST_REMEMBERED:
             self._asked.clear()  # who still waits may be asked for once more
         self._asked[number] = request.num_preemptions
         self.num_queries += request.num_tokens - hit.num_tokens
-        if load is None or not self._pays(load):
-            self.handovers.give_back(request)
+        view = RequestView(request, self)
+        if load is None or not self._pays(load, view):
+            self.connector.load_finished(view)
             return False
         self.events.note(request, load.pages)
-        self.loading[request.request_id] = load
+        self.connector.update_state_after_alloc(view, load.pages, load.num_tokens)
+        self.loading[request.request_id] = self._loads[load.load_id] = load
         self._begun.append(load)
         return True
 
@@ -223,11 +407,11 @@ class KVTransfers:
             for request in requests:
                 self._asking.pop(request.arrival_order, None)
 
-    def _pays(self, load: Load) -> bool:
-        """Whether to load rather than to compute. What another engine has computed for the request always is."""
-        if self.handovers.source(load.request) is not None:
+    def _pays(self, load: Load, view: "RequestView") -> bool:
+        """Whether to load rather than to compute."""
+        if self.connector.must_load(view):
             return True
-        return self.rates.pays(self._where([page.key for page in load.pages]))
+        return self.rates.pays(self.connector.where([page.key for page in load.pages]))
 
     def num_tokens_loading(self, request: Request) -> int:
         """How many tokens of its beginning are on their way for a request."""
@@ -245,52 +429,66 @@ class KVTransfers:
         self._asking = {number: each for number, each in self._asking.items() if not each.request.is_finished}
         return bool(self._asking)
 
-    def take_begun(self) -> list[Load]:
-        """Loads that nobody has begun yet."""
-        begun, self._begun = self._begun, []
-        return begun
-
     def _is_open(self, question: Question) -> bool:
         """Whether nothing of it is answered. Much cheaper than to find out anew what could be loaded."""
-        return all(state is Lookup.PENDING for state in self._lookup(question.keys))
+        keys = question.keys
+        return bool(keys) and all(state is Lookup.PENDING for state in self.connector.look_up(keys))
 
-    def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, tuple[PageKey, ...]]:
-        """What the tiers have beyond a hit, if anything, and the keys that a store is asked for, if it may be more once
-        that has answered."""
+    def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, tuple[PageKey, ...] | None]:
+        """What can be loaded beyond a hit, if anything; and, where it may be more once a store has answered, the keys
+        that this is asked for, as far as they are known."""
+        pieces, missing = self._pieces, self._missing(request, hit)
+        if not missing.keys:
+            return None, None
+        if self._chunks is not None:
+            self._chunks.introduce(request, request.num_tokens - 1)
+        ends = [zip(keys, pieces.ends(*place)) for place, keys in missing.keys.items()]
+        view = RequestView(request, self, missing)
+        self.connector.before_look_up(view, [each for pairs in ends for each in pairs])
+        num_new = self.connector.get_num_new_matched_tokens(view, hit.num_tokens)
+        end = (
+            missing.end
+            if num_new is None
+            else self._groups.align(min(hit.num_tokens + num_new, request.num_tokens - 1))
+        )
+        open_keys = missing.open_keys if num_new is None else None
+        if end <= hit.num_tokens:
+            return None, open_keys
+        reads = [range(*read_range(group, end)) for group in self._groups.groups]
+        needed = tuple(place for place in missing.keys if any(i in reads[place[0]] for i in missing.blocks[place]))
+        pages = tuple(pieces.pages(request, *place) for place in needed)
+        page_ends = tuple(each for place in needed for each in pieces.ends(*place))
+        now = time.monotonic()
+        num_tokens = end - hit.num_tokens
+        return Load(next(self._load_ids), request, num_tokens, end, needed, pages, page_ends, now), open_keys
+
+    def _missing(self, request: Request, hit: CacheHit) -> Missing:
         pieces, most = self._pieces, request.num_tokens - 1
-        missing: dict[Place, list[int]] = {}  # pieces, and which blocks of each
+        blocks: dict[Place, list[int]] = {}
         for g, group in enumerate(self._groups.groups):
             per_piece = pieces.piece_sizes[g].num_blocks
             for idx in range(most // group.block_size):
                 if group.cached_block(request.block_hashes, idx) is None:
-                    missing.setdefault((g, idx // per_piece), []).append(idx)
-        keys = {place: pieces.keys(request, *place) for place in missing if pieces.ends(*place)[-1] <= most}
-        if not keys:
-            return None, ()
-        if self._chunks is not None:
-            self._chunks.introduce(request, most)
-        source = self.handovers.source(request)
-        if source is not None and self._expect is not None:
-            lent = [zip(some, pieces.ends(*place)) for place, some in keys.items()]
-            self._expect([key for each in lent for key, end in each if end <= source.num_tokens], source)
+                    blocks.setdefault((g, idx // per_piece), []).append(idx)
+        keys = {place: pieces.keys(request, *place) for place in blocks if pieces.ends(*place)[-1] <= most}
+        return Missing(blocks, keys, hit.num_tokens)
+
+    def num_matched_tokens(self, request: Request, missing: Missing | None, look_up: LookUp) -> int | None:
+        """See `KVRequest`."""
+        if missing is None:
+            missing = self._missing(request, self._manager.get_computed_blocks(request))
+        keys, most, num_hit = missing.keys, request.num_tokens - 1, missing.num_hit
         every = [key for some in keys.values() for key in some]
-        states = dict(zip(every, self._lookup(every)))
+        states = dict(zip(every, look_up(every), strict=True))
         found = {place for place, some in keys.items() if all(states[key] is Lookup.HIT for key in some)}
         unknown = {place for place, some in keys.items() if all(states[key] is not Lookup.MISS for key in some)} - found
-        blocks_of = lambda places: {(g, idx) for g, number in places for idx in missing[g, number]}
-        end = self._reach(most, blocks_of(missing.keys() - found))
-        open_keys: tuple[PageKey, ...] = ()
-        if unknown and self._reach(most, blocks_of(missing.keys() - found - unknown)) > max(end, hit.num_tokens):
-            open_keys = tuple(key for place in unknown for key in keys[place] if states[key] is Lookup.PENDING)
-        if end <= hit.num_tokens:
-            return None, open_keys
-        reads = [range(*read_range(group, end)) for group in self._groups.groups]
-        needed = tuple(
-            (g, number) for g, number in keys if (g, number) in found and any(i in reads[g] for i in missing[g, number])
-        )
-        pages = tuple(pieces.pages(request, *place) for place in needed)
-        ends = tuple(each for place in needed for each in pieces.ends(*place))
-        return Load(request, end - hit.num_tokens, end, needed, pages, ends, time.monotonic()), open_keys
+        blocks_of = lambda places: {(g, idx) for g, number in places for idx in missing.blocks[g, number]}
+        lost = missing.blocks.keys() - found
+        missing.end = max(self._reach(most, blocks_of(lost)), num_hit)
+        if not unknown or self._reach(most, blocks_of(lost - unknown)) <= missing.end:
+            return missing.end
+        missing.open_keys = tuple(key for place in unknown for key in keys[place] if states[key] is Lookup.PENDING)
+        return None
 
     def _reach(self, most: int, lost: set[Place]) -> int:
         """Tokens of the longest beginning that needs no lost block, of `most` at most."""
@@ -324,7 +522,7 @@ class KVTransfers:
         if self.loading.get(request.request_id) is not load:
             return None
         del self.loading[request.request_id]
-        self.handovers.give_back(request)
+        self.connector.load_finished(RequestView(request, self))
         if request.is_finished or not any(came):
             return None
         before = self._manager.get_computed_blocks(request)  # its hashes are those of the weights as they are now
@@ -373,6 +571,38 @@ class KVTransfers:
                 groups[g].pool.free_blocks([block])
         manager.release(hold)
         return [block.block_id for block in blocks] or None
+
+
+class RequestView:
+    """What a connector sees of a request: see `KVRequest`."""
+
+    def __init__(self, request: Request, transfers: KVTransfers, missing: Missing | None = None):
+        self._request, self._transfers, self._missing = request, transfers, missing
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self._request.all_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._request.num_prompt_tokens
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        return (self._request.sampling_params.extra_args or {}).get(PARAMS)
+
+    def num_matched_tokens(self, look_up: LookUp) -> int | None:
+        return self._transfers.num_matched_tokens(self._request, self._missing, look_up)
+
+    def prompt_pieces(self) -> tuple[int, Sequence[Piece]]:
+        return self._transfers.prompt_pieces(self._request)
+
+    def save_prompt(self) -> None:
+        self._transfers.save_prompt(self._request)
 
 
 def shared_out(num_tokens: int, sources: Sequence[str]) -> dict[str, int]:

@@ -24,8 +24,8 @@ def take_snapshot(
     """The state of all these now. `since_step`: how many steps since the start need not be told again."""
     begin = time.thread_time()
     steps, num_before = step_log.read(since_step, MOST_STEPS)
+    transfers = scheduler.transfers
     waiting = itertools.chain(scheduler.structured_output_manager.waiting, scheduler.waiting)
-    transfers = scheduler.ranks[0].kv_cache_manager.transfers  # of several ranks none has any
     return EngineSnapshot(
         stats=stats,
         executor=executor.workers.stats(),

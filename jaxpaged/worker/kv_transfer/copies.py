@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_connector.base import KVCacheLayout, KVGroupLayout, KVPoolLayout
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.pieces import PieceSize
 from jaxpaged.worker.device import Device
@@ -37,6 +38,26 @@ class Copies:
         self.pool_of = {g: p for p, pool in enumerate(kv_cache.pools) for g in pool.group_idxs}
         self._piece_sizes: list[PieceSize] = [piece_size_of(pool.storage, form) for pool in kv_cache.pools]
         self._sizes = [copy_sizes(pool, form) for pool in kv_cache.pools]
+
+    def layout(self, namespace: str, model: str) -> KVCacheLayout:
+        """What a connector is told of pages."""
+        groups = tuple(
+            KVGroupLayout(
+                group.spec.kind,
+                tuple(group.layer_idxs),
+                group.spec.block_size,
+                group.spec.most_seen,
+                self.shape(g),
+                self.form.page_dtype.name,
+                self.form.is_scaled,
+            )
+            for g, group in enumerate(self._kv_cache.groups)
+        )
+        pools = tuple(
+            KVPoolLayout(tuple(pool.group_idxs), tuple(sizes), tuple(self.num_bytes(p, size) for size in sizes))
+            for p, (pool, sizes) in enumerate(zip(self._kv_cache.pools, self._sizes))
+        )
+        return KVCacheLayout(namespace, model, self.form.page_tokens, groups, pools)
 
     def shape(self, g: int) -> tuple[int, ...]:
         """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim]."""

@@ -7,6 +7,10 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_connector.base import KVConnector
+from jaxpaged.kv_connector.multi import MultiConnector
+from jaxpaged.kv_connector.offloading import OffloadingConnector
+from jaxpaged.kv_connector.peers import PeersConnector
 from jaxpaged.kv_store.connector_options import load_class
 from jaxpaged.kv_store.consumer import KVConsumer
 from jaxpaged.kv_store.custom_store import CustomTier, open_store
@@ -26,7 +30,6 @@ from jaxpaged.models.config import DecoderConfig, facts_text
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
-from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 
 SCAN_SECONDS = 5.0
@@ -83,8 +86,8 @@ def open_transfer(
         else open_lmcache(wish, space, secrets, engine_spec, kv_cache)
         for number, wish in enumerate(offload.tiers)
     ]
-    store, peers = Tiers(tiers), None
-    peering = offload.peering
+    store, peering = Tiers(tiers), offload.peering
+    connector: KVConnector = OffloadingConnector(store)
     if peering is not None:
         producer = consumer = None
         if peering.lends:
@@ -112,9 +115,9 @@ def open_transfer(
                 shares=peering.shares,
                 page_tokens=form.page_tokens,
             )
-        peers = Peers(producer, consumer)
+        connector = MultiConnector([connector, PeersConnector(producer, consumer)])
     return KVTransferWorker(
-        device, kv_cache, store, space, form, secret=secrets.signing, model=engine_spec.config.model.model, peers=peers
+        device, kv_cache, connector, space, form, secret=secrets.signing, model=engine_spec.config.model.model
     )
 
 

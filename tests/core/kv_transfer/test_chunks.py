@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpaged.core.kv_transfer.transfers import KVTransfers
+from jaxpaged.kv_connector.base import KVConnectorBase
 from tests.core.kv_transfer.test_pieces import ENDLESS, PAGE, Sharing
 from tests.core.simulation import prompt_of
 
@@ -26,14 +26,20 @@ class Tiers:
         return True
 
 
+class ChunkConnector(KVConnectorBase):
+    """Its pages are in chunks."""
+
+    chunk_tiers = None
+
+
 class Chunked(Sharing):
     """An engine that saves chunks only."""
 
     def __init__(self, windows, **options):
-        super().__init__({}, 8, windows, **options)
         self.tiers, self.groups = Tiers(), len(windows)
-        where = lambda keys: [""] * len(keys)
-        self.manager.transfers = self.half = KVTransfers(self.manager, PAGE, self.lookup, where, None, self.tiers)
+        connector = ChunkConnector()
+        connector.chunk_tiers = self.tiers
+        super().__init__({}, 8, windows, connector, **options)
 
     def keep(self, piece):
         super().keep(piece)

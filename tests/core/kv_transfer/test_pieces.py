@@ -6,9 +6,18 @@ from hypothesis import strategies as st
 
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.pieces import MOST_PAGES, Pieces
-from jaxpaged.core.kv_transfer.transfers import KVTransfers
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, pool_layouts
+from jaxpaged.kv_connector.base import (
+    FinishedFetch,
+    KVCacheLayout,
+    KVConnection,
+    KVConnectorBase,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVPoolLayout,
+    KVWrite,
+)
 from jaxpaged.kv_store.pieces import Piece, page_tokens_of
 from jaxpaged.kv_store.tier import Lookup
 from tests.core.kv_cache.test_block_hash import make_request
@@ -26,13 +35,18 @@ class Sharing(Engine):
     Whatever a token reads is checked; what the prefix cache has besides, at the end.
     """
 
-    def __init__(self, store, block_size, windows=WINDOWS, **options):
+    def __init__(self, store, block_size, windows=WINDOWS, connector=None, **options):
         specs = tuple(AttentionSpec(block_size, 1, 8, 4, window) for window in windows)
         sizes = {"max_model_len": 128, "max_num_batched_tokens": 24, "num_blocks": 4000 // block_size, **options}
-        super().__init__(windows=specs, **sizes)
-        self.store, self.block_size, self.loads, self.num_copies = store, block_size, [], 0
-        self.manager = self.scheduler.kv_cache_manager
-        self.manager.transfers = self.half = KVTransfers(self.manager, PAGE, self.lookup, lambda keys: [""] * len(keys))
+        connector = connector or KVConnectorBase()
+        connector.look_up, connector.lacks = self.lookup, lambda keys, under_way: [True] * len(keys)
+        groups = tuple(KVCacheGroup(spec, (g,)) for g, spec in enumerate(specs))
+        pools = [KVPoolLayout(tuple(pool.group_idxs), (1,), (1,)) for pool in pool_layouts(groups)]
+        layout = KVCacheLayout("", "", PAGE, (), tuple(pools))
+        super().__init__(windows=specs, connection=KVConnection(connector, layout), **sizes)
+        self.store, self.block_size, self.num_copies = store, block_size, 0
+        self.loads, self.unwritten = {}, []
+        self.manager, self.half, self.finished_saves = self.scheduler.kv_cache_manager, self.scheduler.transfers, []
 
     def lookup(self, keys):
         return [Lookup.HIT if key in self.store else Lookup.MISS for key in keys]
@@ -41,9 +55,15 @@ class Sharing(Engine):
         pool = self.runner.pool_of[g]
         return [(pool, block_id, slot) for block_id in block_ids for slot in range(self.block_size)]
 
-    def save(self, before=None):
-        for _, piece in [*self.half.saves.take_urgent(), *self.half.saves.take(before, 10**9)]:
-            self.keep(piece)
+    def save(self, save):
+        self.keep(Piece(tuple(save.pages), tuple(save.block_ids)))
+        self.finished_saves.append(save.save_id)
+
+    def write(self, write):
+        for pages, ids in zip(self.loads.pop(write.load_id), write.block_ids):
+            places = self.slots(pages[0].key.group, ids)
+            held = [slot for page in pages for slot in self.store[page.key][1]]
+            self.runner.memory |= {place: slot for place, slot in zip(places, held, strict=True) if place[1]}
 
     def keep(self, piece):
         g = piece.pages[0].key.group
@@ -56,18 +76,20 @@ class Sharing(Engine):
             self.num_copies += 1
 
     def dispatch(self):
-        for load in self.loads:
-            block_ids = self.half.arrived(load, [True] * len(load.pages), ["host"] * len(load.pages))
-            for pages, ids in zip(load.pieces, block_ids or ()):
-                places = self.slots(pages[0].key.group, ids)
-                held = [slot for page in pages for slot in self.store[page.key][1]]
-                self.runner.memory |= {place: slot for place, slot in zip(places, held, strict=True) if place[1]}
+        sources = lambda pieces: ["host"] * sum(map(len, pieces))
+        came = [FinishedFetch(load_id, sources(self.loads[load_id]), 1.0) for load_id in self.unwritten]
+        self.scheduler.update_connector_output(KVConnectorOutput(came, [], self.finished_saves))
+        self.finished_saves, self.unwritten = [], []
         scheduled = self.scheduler.schedule(self.max_steps)
         self.scheduler.check_integrity()
-        self.save(scheduled.step_id)
-        self.loads = self.half.take_begun()
+        metadata = scheduled.kv_connector_metadata or self.scheduler.build_connector_meta() or KVConnectorMetadata()
+        for each in metadata.before_step:
+            (self.write if isinstance(each, KVWrite) else self.save)(each)
+        self.unwritten = [fetch.load_id for fetch in metadata.fetches]
+        self.loads |= {fetch.load_id: fetch.pieces for fetch in metadata.fetches}
         self.in_flight.append((scheduled, self.runner.execute(scheduled)))
-        self.save()
+        for save in metadata.after_step:
+            self.save(save)
         return scheduled
 
     def check_cache(self):
@@ -138,7 +160,7 @@ def test_what_is_lent_or_in_a_file_is_enough_for_blocks_of_any_size(producer, co
         engine.answers([prompt])
         (request,) = engine.books
         if way == "lent":
-            num_tokens, pieces = engine.half.lent_pieces(request)
+            num_tokens, pieces = engine.half.prompt_pieces(request)
         else:
             whole = make_request([*prompt[: engine.half.align(length)], 0])
             num_tokens, placed = engine.half.beginning(whole)

@@ -9,6 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpaged.engine.observability.metrics import EngineMetrics
 from jaxpaged.entrypoints.http.metrics import exposition
+from jaxpaged.kv_connector.multi import MultiConnector
+from jaxpaged.kv_connector.offloading import OffloadingConnector
+from jaxpaged.kv_connector.peers import PeersConnector
 from jaxpaged.kv_store.consumer import KVConsumer
 from jaxpaged.kv_store.custom_store import CustomTier
 from jaxpaged.kv_store.disk import DiskTier
@@ -17,7 +20,6 @@ from jaxpaged.kv_store.producer import KVProducer
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.messages import SchedulerStats
 from jaxpaged.worker.kv_transfer.forms import PageForm
-from jaxpaged.worker.kv_transfer.peers import Peers
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 from tests.worker.test_kv_hanging_stores import Hanging
 from tests.worker.test_kv_transfer import CACHE, SPACE, NumpyDevice
@@ -31,7 +33,8 @@ def stats_of(role, tiers):
     store, form = Tiers(tiers), PageForm("exact", np.dtype(np.float32), 4)
     producer = KVProducer(store, ("127.0.0.1", 0), SPACE, lease_s=9.0, capacity=1 << 20) if lends else None
     consumer = KVConsumer(SPACE, 1 << 20, peers="127.0.0.1") if borrows else None
-    worker = KVTransferWorker(NumpyDevice(form), CACHE, store, SPACE, form, peers=Peers(producer, consumer))
+    connector = MultiConnector([OffloadingConnector(store), PeersConnector(producer, consumer)])
+    worker = KVTransferWorker(NumpyDevice(form), CACHE, connector, SPACE, form)
     with closing(worker):
         return worker.stats()
 
