@@ -37,6 +37,7 @@ import numpy as np
 from bench_kv_tiers import leave_page_cache, rate
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.kv_connector.base import KVConnectorOutput
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.redis_tier import connect_redis
 from jaxpaged.kv_store.tier import Lookup
@@ -281,15 +282,13 @@ def idle_microseconds(llm: LLM, count: int = 20_000) -> float:
     """CPU time of a step's calls to what saves and loads, where it has nothing to do."""
     core: Any = llm.llm_engine._core
     [record], _ = core.step_log.read(most=1)
-    assert core.transfer.deliver() == []
+    scheduler, nothing = core._scheduler, KVConnectorOutput()
+    assert scheduler.build_connector_meta() is None
     begin = time.thread_time()
-    for step_id in range(count):
-        core.transfer.deliver()
-        core.transfer.before_step(step_id)
-        core.transfer.save()
-        core.transfer.hand_over([])
-        core.transfer.observe(record)
-        core.transfer.settle(step_id)
+    for _ in range(count):
+        scheduler.build_connector_meta()
+        scheduler.update_connector_output(nothing)
+        core.transfers.observe(record)
     return 1e6 * (time.thread_time() - begin) / count
 
 

@@ -99,11 +99,7 @@ LONG: dict[str, str] = {
 # Circles of files that are still there, each by its files below the root. This list only shrinks.
 KNOWN_CIRCLES = tuple(
     frozenset(f"jaxpaged/{name}.py" for name in names.split())
-    for names in (
-        "core/kv_cache/manager core/kv_transfer/chunks core/kv_transfer/page_events core/kv_transfer/pieces "
-        "core/kv_transfer/transfers",
-        "engine/core engine/core_calls engine/core_client",
-    )
+    for names in ("engine/core engine/core_calls engine/core_client",)
 )
 
 # What pip calls a distribution, where it is not the name of the module.

@@ -29,6 +29,7 @@ from jaxpaged.core.kv_cache.events import KVCacheEvent
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_transfer.chunks import Chunks
 from jaxpaged.core.kv_transfer.gathers import Gathers
+from jaxpaged.core.kv_transfer.matching import Matching, Missing, Place
 from jaxpaged.core.kv_transfer.page_events import PageEvents
 from jaxpaged.core.kv_transfer.pieces import Pieces, read_range
 from jaxpaged.core.kv_transfer.rates import Rates
@@ -53,9 +54,6 @@ from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.messages import EngineCoreOutput, SchedulerStats, StepRecord
 from jaxpaged.sampling_params import RequestOutputKind
 
-Place = tuple[int, int]
-"""A group, and the number of a piece, or the index of a block, of a request."""
-
 
 @dataclass(eq=False)
 class Load:
@@ -75,19 +73,6 @@ class Load:
     @cached_property
     def pages(self) -> tuple[PageContent, ...]:
         return tuple(page for piece in self.pieces for page in piece)
-
-
-@dataclass
-class Missing:
-    """What the device lacks of a request: blocks by the piece that they are in, and the keys of those pieces that could
-    be loaded. What was found of it: its beginning up to `end`; more, once it is known of `open_keys` whether they are
-    there."""
-
-    blocks: dict[Place, list[int]]
-    keys: dict[Place, list[PageKey]]
-    num_hit: int
-    end: int = 0
-    open_keys: tuple[PageKey, ...] = ()
 
 
 class Question(NamedTuple):
@@ -116,6 +101,7 @@ class KVTransfers:
         self.connector, self.patience = connector, PATIENCE
         self._manager, self._groups, self._fails = manager, manager.groups, fails
         self._pieces, self._chunks = Pieces(manager, layout.page_tokens), None
+        self._matching = Matching(self._groups, self._pieces)
         if (tiers := connector.chunk_tiers) is not None and tiers.chunk_tokens is not None:
             self._chunks = Chunks(manager, self._pieces, tiers, tiers.chunk_tokens)
         self.events = PageEvents(self._groups.groups, self._pieces, manager.records_events)
@@ -437,7 +423,7 @@ class KVTransfers:
     def _find(self, request: Request, hit: CacheHit) -> tuple[Load | None, tuple[PageKey, ...] | None]:
         """What can be loaded beyond a hit, if anything; and, where it may be more once a store has answered, the keys
         that this is asked for, as far as they are known."""
-        pieces, missing = self._pieces, self._missing(request, hit)
+        pieces, missing = self._pieces, self._matching.missing(request, hit)
         if not missing.keys:
             return None, None
         if self._chunks is not None:
@@ -462,47 +448,11 @@ class KVTransfers:
         num_tokens = end - hit.num_tokens
         return Load(next(self._load_ids), request, num_tokens, end, needed, pages, page_ends, now), open_keys
 
-    def _missing(self, request: Request, hit: CacheHit) -> Missing:
-        pieces, most = self._pieces, request.num_tokens - 1
-        blocks: dict[Place, list[int]] = {}
-        for g, group in enumerate(self._groups.groups):
-            per_piece = pieces.piece_sizes[g].num_blocks
-            for idx in range(most // group.block_size):
-                if group.cached_block(request.block_hashes, idx) is None:
-                    blocks.setdefault((g, idx // per_piece), []).append(idx)
-        keys = {place: pieces.keys(request, *place) for place in blocks if pieces.ends(*place)[-1] <= most}
-        return Missing(blocks, keys, hit.num_tokens)
-
     def num_matched_tokens(self, request: Request, missing: Missing | None, look_up: LookUp) -> int | None:
         """See `KVRequest`."""
         if missing is None:
-            missing = self._missing(request, self._manager.get_computed_blocks(request))
-        keys, most, num_hit = missing.keys, request.num_tokens - 1, missing.num_hit
-        every = [key for some in keys.values() for key in some]
-        states = dict(zip(every, look_up(every), strict=True))
-        found = {place for place, some in keys.items() if all(states[key] is Lookup.HIT for key in some)}
-        unknown = {place for place, some in keys.items() if all(states[key] is not Lookup.MISS for key in some)} - found
-        blocks_of = lambda places: {(g, idx) for g, number in places for idx in missing.blocks[g, number]}
-        lost = missing.blocks.keys() - found
-        missing.end = max(self._reach(most, blocks_of(lost)), num_hit)
-        if not unknown or self._reach(most, blocks_of(lost - unknown)) <= missing.end:
-            return missing.end
-        missing.open_keys = tuple(key for place in unknown for key in keys[place] if states[key] is Lookup.PENDING)
-        return None
-
-    def _reach(self, most: int, lost: set[Place]) -> int:
-        """Tokens of the longest beginning that needs no lost block, of `most` at most."""
-        end = self._groups.align(most)
-        while True:
-            wanted = end
-            for g, group in enumerate(self._groups.groups):
-                lacking = [idx for idx in range(*read_range(group, end)) if (g, idx) in lost]
-                if lacking:  # with a window the run may begin behind a lost block, but not hold one
-                    end = self._groups.align(
-                        (lacking[0] if group.spec.num_read_blocks is None else lacking[-1]) * group.block_size
-                    )
-            if end == wanted:
-                return end
+            missing = self._matching.missing(request, self._manager.get_computed_blocks(request))
+        return self._matching.match(missing, look_up)
 
     def fetch_stages(self) -> list[int]:
         """Requests whose pages are asked for, are on their way, and have come while the requests wait on."""
