@@ -73,8 +73,10 @@ SWITCHES = (
 )
 FILLED_IN = ("bad_words_token_ids", "thinking_token_ids", "is_thinking")
 """Fields that no request sets."""
-SHAPING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Numbers that shape the distribution from which a token is drawn."""
+OPENAI_PENALTIES = ("frequency_penalty", "presence_penalty")
+"""Parameters that transformers does not have."""
+SHAPING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *OPENAI_PENALTIES)
+"""Numbers that shape the distribution from which a token is sampled."""
 SAMPLING_HELP: dict[str, str] = {
     "temperature": "in [0, 2]; 0 takes the most likely token",
     "top_p": "keep the smallest set of tokens whose probability reaches this",

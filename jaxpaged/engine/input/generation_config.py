@@ -10,11 +10,9 @@ from typing import Any
 
 from jaxpaged.engine.input.tokenizer import read_json
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError, did_you_mean
-from jaxpaged.sampling_params import SHAPING, SamplingParams
+from jaxpaged.sampling_params import OPENAI_PENALTIES, SHAPING, SamplingParams
 
-OPENAIS = ("frequency_penalty", "presence_penalty")
-"""Parameters that transformers does not have."""
-SAMPLING_FIELDS = {name: name for name in SHAPING if name not in OPENAIS} | {"max_new_tokens": "max_tokens"}
+SAMPLING_FIELDS = {name: name for name in SHAPING if name not in OPENAI_PENALTIES} | {"max_new_tokens": "max_tokens"}
 """Name in the file -> name in SamplingParams. Other entries of the file do not change what vLLM's users get."""
 
 NEUTRAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
