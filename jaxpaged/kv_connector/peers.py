@@ -2,8 +2,8 @@
 
 A request with `do_remote_decode` has the pages of its prompt lent out from its first step on: its outputs say where. A
 request with `do_remote_prefill` pulls such pages, and keeps their lease alive while it waits. What such requests say is
-in `kv_store/transfer_params.py`. What is lent is read from the stores of other connectors, so this one comes behind
-them in a `MultiConnector`.
+in `kv_store/transfer_params.py`. What is lent is read from the stores of other connectors, so this one comes after
+them where several are combined.
 """
 
 import logging
