@@ -16,8 +16,7 @@ from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output.stream import OutputStream
-from jaxpaged.entrypoints.cli.serve import announce, run_loop
-from jaxpaged.entrypoints.cli.start_report import StartReport
+from jaxpaged.entrypoints.cli.serve import StartReport, announce, run_loop
 from jaxpaged.entrypoints.http.server import Sockets, serve
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput

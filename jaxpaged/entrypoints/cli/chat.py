@@ -1,18 +1,20 @@
 """`jaxpaged chat`: a conversation in the terminal, or one line a turn from a pipe.
 
-This module knows flags, and where lines come from; what lines do is in `chat_commands`.
+This module knows flags, where lines come from, and what lines do; the conversation is in `conversation.py`.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.argument_parser import Parser
-from jaxpaged.entrypoints.cli.chat_commands import COMMANDS, QUOTES, Leave, say, turn
+from jaxpaged.entrypoints.cli.conversation import Conversation
 from jaxpaged.entrypoints.cli.flags import add_model_argument, add_sampling_flags, chosen_model, sampling_options
 from jaxpaged.entrypoints.cli.remote import (
     add_server_flags,
@@ -20,9 +22,23 @@ from jaxpaged.entrypoints.cli.remote import (
     check_server_flags,
     refuse_engine_options,
 )
-from jaxpaged.entrypoints.option_flags import add_engine_flags
+from jaxpaged.entrypoints.option_flags import add_engine_flags, converter, essential_type
+from jaxpaged.entrypoints.terminal import columns_of, complain, fitted
+from jaxpaged.errors import UsageError, did_you_mean
+from jaxpaged.sampling_params import SAMPLING_HELP, SamplingParams
 
 HISTORY_LINES = 1000
+QUOTES = '"""'
+COMMANDS = {
+    "/help": "show these commands",
+    "/regen": "answer the last message again (with temperature 0, or a seed, it is the same answer)",
+    "/set": "/set temperature 0.7 sets a sampling parameter, /set temperature forgets it, /set shows all",
+    "/system": "/system TEXT sets the system message and forgets the conversation",
+    "/clear": "forget the conversation, keep the system message",
+    "/save": "/save FILE writes the conversation as a line of JSON that generate --file reads",
+    "/bye": "leave; so do /exit and Ctrl-D",
+}
+ALIASES = {"/exit": "/bye", "/quit": "/bye", "/?": "/help"}
 
 
 def add_parser(commands: Any) -> None:
@@ -61,10 +77,6 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Hold the conversation. Returns the exit status: 1 if a turn of a pipe failed."""
-    from jaxpaged.entrypoints.cli.conversation import Conversation
-    from jaxpaged.errors import UsageError
-    from jaxpaged.sampling_params import SamplingParams
-
     given = sampling_options(args)
     SamplingParams(**given)
     if given.get("n", 1) != 1:
@@ -92,7 +104,6 @@ def local_answers(args: argparse.Namespace) -> Iterator[Any]:
     """An engine in this process."""
     from jaxpaged.entrypoints.cli.engine import has_chat_template, start
     from jaxpaged.entrypoints.cli.local_answers import LocalAnswers
-    from jaxpaged.errors import UsageError
 
     if args.api_key is not None:
         raise UsageError("--api-key is for --url or --server, and none is given. Leave it out.")
@@ -118,8 +129,6 @@ def server_answers(args: argparse.Namespace) -> Iterator[Any]:
 @contextlib.contextmanager
 def remote_answers(args: argparse.Namespace) -> Iterator[Any]:
     """A server over gRPC. Raises UsageError as `server_answers` does, and for a model that cannot chat."""
-    from jaxpaged.errors import UsageError
-
     refuse_engine_options(args, "--server")
     with asking(args) as (client, model):
         from jaxpaged.entrypoints.cli.remote_engine import RemoteAnswers  # it imports grpcio
@@ -148,7 +157,7 @@ def history() -> Iterator[None]:
             readline.write_history_file(file)
 
 
-def talk(conversation: Any) -> None:
+def talk(conversation: Conversation) -> None:
     """Read turns with line editing until the end of input."""
     import readline  # noqa: F401  input() edits lines once this is imported
 
@@ -170,3 +179,100 @@ def typed(prompt: str) -> str | None:
         return input(prompt)
     except EOFError:
         return None
+
+
+# ---- what a user can type: messages, of several lines too, and commands that begin with / ----------
+
+
+class Leave(Exception):
+    """The user said /bye."""
+
+
+def whole_message(line: str, read_more: Callable[[], str | None]) -> str:
+    """A message: the line, or, when it begins with three quotes, all lines up to the next three quotes.
+
+    `read_more` gives the next line, None at the end of input, which ends a message too.
+    """
+    if not line.lstrip().startswith(QUOTES):
+        return line
+    rest: str | None = line.lstrip().removeprefix(QUOTES)
+    lines = []
+    while rest is not None and QUOTES not in rest:
+        lines.append(rest)
+        rest = read_more()
+    lines.append("" if rest is None else rest.partition(QUOTES)[0])
+    return "\n".join(lines).strip("\n")
+
+
+def turn(conversation: Conversation, line: str, read_more: Callable[[], str | None] = lambda: None) -> bool:
+    """A command, or a message and its answer. False when it failed; the failure has been reported."""
+    if not line.strip():
+        return True
+    word, _, rest = line.strip().partition(" ")
+    if not word.startswith("/"):
+        message = whole_message(line, read_more)
+        return conversation.say(message) if message.strip() else True
+    try:
+        return command(conversation, ALIASES.get(word, word), rest.strip())
+    except UsageError as error:
+        complain("jaxpaged chat", str(error))
+        return False
+
+
+def command(conversation: Conversation, word: str, rest: str) -> bool:
+    """Do what a command says. Raises UsageError, and Leave."""
+    match word:
+        case "/bye":
+            raise Leave
+        case "/help":
+            say(
+                *(f"{name:<9} {text}" for name, text in COMMANDS.items()),
+                f"{QUOTES:<9} begins and ends a message of several lines",
+            )
+        case "/clear":
+            conversation.clear(conversation.system)
+        case "/system":
+            conversation.clear(rest)
+        case "/regen":
+            return conversation.regenerate()
+        case "/save":
+            if not rest:
+                raise UsageError("/save needs the name of a file.")
+            conversation.save(rest)
+            say(f"saved in {conversation.file}")
+        case "/set":
+            set_parameter(conversation, rest)
+        case _:
+            near = did_you_mean(word, [*COMMANDS, *ALIASES]) or " Type /help for the commands."
+            raise UsageError(f"unknown command {word!r}.{near}")
+    return True
+
+
+def set_parameter(conversation: Conversation, words: str) -> None:
+    """`NAME VALUE`, `NAME=VALUE`, `NAME` alone to forget it, or nothing to show all. Raises UsageError."""
+    given = conversation.given
+    if not words:
+        shown = [f"{name} {json.dumps(value, default=str)}" for name, value in given.items()]
+        say(*(shown or ["nothing is set: the defaults of the model hold"]))
+        return
+    name, _, value = words.replace("=", " ", 1).partition(" ")
+    name, value = name.removeprefix("--").replace("-", "_"), value.strip()
+    known = SAMPLING_HELP.keys() - {"n"}  # a conversation goes on from one answer
+    if name not in known:
+        near = did_you_mean(name, known) or " See the sampling flags in jaxpaged chat --help."
+        raise UsageError(f"there is no parameter {name!r} to set.{near}")
+    if not value:
+        given.pop(name, None)
+        return
+    annotation = typing.get_type_hints(SamplingParams)[name]
+    try:
+        read = [value] if essential_type(annotation) == list[str] else converter(annotation)(value)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{name}: {error}") from None
+    SamplingParams(**{**given, name: read})  # refuses what is out of range
+    given[name] = read
+
+
+def say(*lines: str) -> None:
+    """Lines for people, on standard error, no wider than the terminal."""
+    print(fitted("\n".join(lines), columns_of(sys.stderr)), file=sys.stderr, flush=True)

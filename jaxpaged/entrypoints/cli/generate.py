@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer all prompts. Returns the exit status."""
     from jaxpaged.engine.observability.step_times import ProgramWaits
     from jaxpaged.entrypoints.cli.prompts import collect_prompts
-    from jaxpaged.entrypoints.cli.stats import print_stats
+    from jaxpaged.entrypoints.cli.results import print_stats
 
     check_combination(args)
     read_schema(args)

@@ -1,15 +1,19 @@
-"""Answers of a chat from an engine in this process."""
+"""Answers of a chat from an engine in this process, and a notice while programs for them are being compiled."""
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from jaxpaged.engine.observability.step_times import ProgramWaits
-from jaxpaged.entrypoints.cli.compile_notice import CompileNotice
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.entrypoints.cli.engine import CHAT_MAX_TOKENS, Engine, request_params
+from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import EngineError
 from jaxpaged.messages import RequestOutput
+
+SECONDS = 0.5
+"""Before it is said for the first time, and between two looks."""
 
 
 class LocalAnswers:
@@ -52,3 +56,38 @@ class LocalAnswers:
             seconds = times.finished_time - times.first_token_time
             seconds -= waits.between(times.first_token_time, times.finished_time)
         return Answer(completion.text, completion.finish_reason, len(completion.token_ids), first, seconds)
+
+
+# ---- programs that are being compiled --------------------------------------------------------------
+
+
+class CompileNotice:
+    """A line in a terminal, from a thread, until `end` takes it away. `stats` are those of an executor."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]]):
+        self._stats, self._line = stats, ProgressLine()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxpaged-compile-notice", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._line.open:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take the line away, for good."""
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._thread.is_alive():
+                self._thread.join()
+            self._line.close()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SECONDS):
+            stats = self._stats()
+            ready, needed = (stats.get(name, 0) for name in ("ordinary_programs_ready", "ordinary_programs"))
+            if ready < needed:
+                self._line.show(f"compiling: {ready} of {needed} programs are ready; the answer may have to wait")

@@ -12,15 +12,15 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.flags import add_model_argument, engine_options
-from jaxpaged.entrypoints.cli.start_report import StartReport
 from jaxpaged.entrypoints.option_flags import add_engine_flags, add_flag, add_foreign_flags, shown_default, whole_number
-from jaxpaged.entrypoints.terminal import ERASE_LINE
+from jaxpaged.entrypoints.terminal import ERASE_LINE, ProgressLine
 from jaxpaged.errors import UsageError, how_to_install, is_installed
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ examples:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "What is the capital of Portugal?"}]}'
 """
+LOG_SECONDS = 5.0
+"""Between two lines in the log."""
+LOOK_SECONDS = 0.25
+"""Between two looks at what the engine waits for."""
 
 
 def add_parser(commands: Any) -> None:
@@ -150,7 +154,7 @@ def open_async_engine(options: Mapping[str, Any], progress: Any, step_timeout: f
     )
 
 
-def announce(service: "Service", sockets: "Sockets", report: StartReport, guarded: bool) -> None:
+def announce(service: "Service", sockets: "Sockets", report: "StartReport", guarded: bool) -> None:
     """Say where the model is served, and to whom; and, once it is so, that the server is ready."""
     model, is_logged = service.model.names[0], service.options.log_format == "json"
     keys = "an API key is needed" if guarded else "whoever reaches it may ask, no API key is needed"
@@ -214,3 +218,45 @@ def run_loop(running: Any) -> Any:
         sys.setswitchinterval(turn)
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+# ---- what a server waits for -----------------------------------------------------------------------
+
+
+class StartReport:
+    """From the start to `close`. `update` fits `messages.Progress` and may be called by several threads."""
+
+    def __init__(self) -> None:
+        self._line = ProgressLine()
+        self._began = self._logged = time.monotonic()
+        self._is_loading = True
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._began
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Loading has come so far. What is told once somebody waits for readiness is not shown: that tells of all."""
+        if self._is_loading:
+            self.waits(f"loading: {what} {done / max(total, 1):.0%}")
+
+    def waits(self, words: str) -> None:
+        if self._line.open:
+            self._line.show(words)
+        elif time.monotonic() - self._logged >= LOG_SECONDS:
+            self._logged = time.monotonic()
+            logger.info("after %.0f s: %s", self.seconds, words)
+
+    async def until_ready(self, obstacle: Callable[[], str | None]) -> float:
+        """Wait until there is no `obstacle` to serving any more. Returns the seconds since the start."""
+        self._is_loading = False
+        while (reason := obstacle()) is not None:
+            self.waits(f"not ready yet: {reason}")
+            await asyncio.sleep(LOOK_SECONDS)
+        self.close()
+        return self.seconds
+
+    def close(self) -> None:
+        """Take the line away, for good."""
+        self._line.close()

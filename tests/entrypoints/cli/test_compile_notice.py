@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from jaxpaged.entrypoints.cli import compile_notice
-from jaxpaged.entrypoints.cli.compile_notice import CompileNotice
+from jaxpaged.entrypoints.cli import local_answers
+from jaxpaged.entrypoints.cli.local_answers import CompileNotice
 from jaxpaged.entrypoints.terminal import ERASE_LINE
 
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(compile_notice, "SECONDS", 0.01)
+    monkeypatch.setattr(local_answers, "SECONDS", 0.01)
 
 
 def watched(monkeypatch, ready, until):

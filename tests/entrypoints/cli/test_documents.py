@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.entrypoints.cli import chat_commands, command_line, generate, serve
+from jaxpaged.entrypoints.cli import chat, command_line, generate, serve
 from jaxpaged.tools import bench
 from tests.guides.guide_blocks import commands_of
 
@@ -48,7 +48,7 @@ def test_the_help_of_chat_names_its_commands(capsys):
     with pytest.raises(SystemExit):
         command_line().parse_args(["chat", "--help"])
     shown = capsys.readouterr().out
-    assert all(name in shown for name in chat_commands.COMMANDS)
+    assert all(name in shown for name in chat.COMMANDS)
 
 
 def options_of(parser):

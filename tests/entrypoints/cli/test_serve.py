@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from jaxpaged import errors
-from jaxpaged.entrypoints.cli import main, start_report
+from jaxpaged.entrypoints.cli import main
 from jaxpaged.entrypoints.cli import serve as serve_command
 from jaxpaged.errors import CapacityError
 
@@ -73,8 +73,8 @@ def test_the_embedded_model_is_served_on_this_machine_by_default(served):
 
 
 def test_what_a_server_waits_for_is_told_until_it_is_ready(served, monkeypatch):
-    monkeypatch.setattr(start_report, "LOG_SECONDS", 0.0)
-    monkeypatch.setattr(start_report, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(serve_command, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(serve_command, "LOOK_SECONDS", 0.01)
     _, _, err = served(cold=True)
     lines = err.splitlines()
     waits = [line for line in lines if "not ready yet: 3 of the 7 programs that ordinary requests need" in line]
@@ -85,7 +85,7 @@ def test_what_a_server_waits_for_is_told_until_it_is_ready(served, monkeypatch):
 
 
 def test_with_json_what_a_server_waits_for_is_json_too(served, monkeypatch):
-    monkeypatch.setattr(start_report, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(serve_command, "LOG_SECONDS", 0.0)
     _, _, err = served("--log-format", "json", cold=True)
     said = [json.loads(line)["message"] for line in err.splitlines()]
     assert any("not ready yet" in line for line in said)

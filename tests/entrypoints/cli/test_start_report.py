@@ -5,8 +5,8 @@ import io
 import logging
 import sys
 
-from jaxpaged.entrypoints.cli import start_report
-from jaxpaged.entrypoints.cli.start_report import StartReport
+from jaxpaged.entrypoints.cli import serve
+from jaxpaged.entrypoints.cli.serve import StartReport
 from jaxpaged.entrypoints.terminal import ERASE_LINE
 
 
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 def test_in_a_terminal_one_line_is_rewritten_and_taken_away(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(start_report, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", Terminal())
     report, reasons = StartReport(), ["2 of 3 programs.", None]
     report.update("weights", 1, 4)
@@ -30,7 +30,7 @@ def test_in_a_terminal_one_line_is_rewritten_and_taken_away(monkeypatch):
 def test_elsewhere_the_log_has_a_line_now_and_then(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "jaxpaged")
     now = [100.0]
-    monkeypatch.setattr(start_report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(serve.time, "monotonic", lambda: now[0])
     report = StartReport()
     for second in range(12):
         now[0] = 100.0 + second

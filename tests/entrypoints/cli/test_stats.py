@@ -3,7 +3,7 @@
 import time
 
 from jaxpaged.engine.observability.step_times import ProgramWaits
-from jaxpaged.entrypoints.cli.stats import request_lines
+from jaxpaged.entrypoints.cli.results import request_lines
 from jaxpaged.messages import CompletionOutput, RequestMetrics, RequestOutput
 from tests.tools.pictures.records import record
 
