@@ -108,6 +108,15 @@ class GuardedConnector(KVConnectorBase):
     def outlives_engine(self) -> bool:
         return self._outlives_engine
 
+    def check_joined(self) -> None:
+        """Raise ConfigError for a connector that cannot be one of several."""
+        if "get_num_new_matched_tokens" in self._open:
+            raise ConfigError(
+                f"the kv_connector {self.name!r} defines get_num_new_matched_tokens, and is one of several: pages of "
+                "these are joined by what `look_up` says. Leave the method out, or the other connectors (kv_offload, "
+                "kv_role, those of a MultiConnector)."
+            )
+
     def _hook[R](self, method: str, default: R, is_right: Callable[[Any], bool], *args: Any) -> R:
         """What a method of the connector returns. `default` where it has none of its own, is left alone, fails, or
         returns what it must not."""

@@ -1,5 +1,6 @@
 """Opens the tiers that the options name, for the keys and values of one engine."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_connector.base import KVConnector
+from jaxpaged.kv_connector.guarded import GuardedConnector, check_class, is_connector, open_connector
 from jaxpaged.kv_connector.multi import MultiConnector
 from jaxpaged.kv_connector.offloading import OffloadingConnector
 from jaxpaged.kv_connector.peers import PeersConnector
@@ -18,6 +20,7 @@ from jaxpaged.kv_store.disk import DiskTier
 from jaxpaged.kv_store.host import HostTier
 from jaxpaged.kv_store.options import EXACT, KVOffload
 from jaxpaged.kv_store.page import MAX_HEADER_BYTES, namespace
+from jaxpaged.kv_store.peering import Peering
 from jaxpaged.kv_store.producer import KVProducer
 from jaxpaged.kv_store.redis_tier import RedisTier
 from jaxpaged.kv_store.s3 import S3Tier
@@ -29,6 +32,7 @@ from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import DecoderConfig, facts_text
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
+from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.lmcache import agreed_lmcache, open_lmcache
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
 
@@ -43,8 +47,8 @@ LEAST_TO_LEND = 1 << 30
 
 def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig) -> KVOffload:
     """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
-    packages are missing, and for files of secrets and certificates that are none. Returns the options for
-    `open_transfer`, with what servers said of themselves."""
+    packages are missing, for strangers' classes that are no connectors, and for files of secrets and certificates that
+    are none. Returns the options for `open_transfer`, with what servers said of themselves."""
     if not all(group.spec.has_pages for group in kv_cache.groups):
         raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
     if offload.pages != EXACT and not all(group.spec.has_one_scale for group in kv_cache.groups):
@@ -53,6 +57,8 @@ def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCache
             f"for one scale. Leave it out: pages={EXACT}."
         )
     for wish in offload.tiers:
+        if wish.kind == "custom" and is_connector(made := load_class(wish.place, wish.module)):
+            check_class(wish.place, made)
         store = wish.place.partition(":")[0] if wish.kind == "lmcache" else wish.kind
         extra = {"rediss": "redis", "unix": "redis"}.get(store, store)
         if extra in PACKAGES and not is_installed(PACKAGES[extra]):
@@ -75,50 +81,81 @@ def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCache
 def open_transfer(
     offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig, device: Device, weights_version: str
 ) -> KVTransferWorker:
-    """The worker's half, of what `check_offload` returned. Raises ConfigError for a folder that can hold no pages, or
-    an address that is none."""
+    """The worker's half, of what `check_offload` returned. Raises ConfigError for a folder that can hold no pages, an
+    address that is none, or a stranger's connector that cannot be opened."""
     space, secrets = namespace_of(engine_spec, kv_cache, weights_version), read_secrets(offload.secrets_file)
+    form, model = engine_spec.page_form, engine_spec.config.model.model
+    connectors = open_connectors(offload, engine_spec, kv_cache, space, secrets)
+    if offload.peering is not None:
+        connectors.append(open_peers(offload, offload.peering, connectors, form, kv_cache, space, secrets))
+    if len(connectors) > 1:
+        for each in connectors:
+            if isinstance(each, GuardedConnector):
+                each.check_joined()
+    connector = MultiConnector(connectors) if len(connectors) > 1 else connectors[0]
+    return KVTransferWorker(device, kv_cache, connector, space, form, secret=secrets.signing, model=model)
+
+
+def open_connectors(
+    offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig, space: str, secrets: Secrets
+) -> list[KVConnector]:
+    """Those that the options name, in their order. Tiers that follow each other are one connector."""
     form = engine_spec.page_form
     facts = {"model": engine_spec.config.model.model, "page_tokens": form.page_tokens, **form.facts}
-    tiers = [
-        open_tier(wish, space, secrets, facts, is_first=not number)
-        if wish.chunks is None
-        else open_lmcache(wish, space, secrets, engine_spec, kv_cache)
-        for number, wish in enumerate(offload.tiers)
-    ]
-    store, peering = Tiers(tiers), offload.peering
-    connector: KVConnector = OffloadingConnector(store)
-    if peering is not None:
-        producer = consumer = None
-        if peering.lends:
-            capacity = max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND
-            producer = KVProducer(
-                store,
-                peering.address,
-                space,
-                lease_s=peering.lease_seconds,
-                capacity=capacity,
-                secret=secrets.signing,
-                tls=peering.tls,
-                shares=peering.shares,
-                page_tokens=form.page_tokens,
-            )
-        if peering.borrows:
-            shapes = [(len(group.layer_idxs), *group.spec.page_shape(form.page_tokens)) for group in kv_cache.groups]
-            largest = max(map(form.num_bytes, shapes))
-            consumer = KVConsumer(
-                space,
-                largest + MAX_HEADER_BYTES,
-                secrets.signing,
-                peers=peering.peers,
-                tls=peering.tls,
-                shares=peering.shares,
-                page_tokens=form.page_tokens,
-            )
-        connector = MultiConnector([connector, PeersConnector(producer, consumer)])
-    return KVTransferWorker(
-        device, kv_cache, connector, space, form, secret=secrets.signing, model=engine_spec.config.model.model
-    )
+    connectors: list[KVConnector] = []
+    tiers: list[Tier] = []
+    for number, wish in enumerate(offload.tiers):
+        made = load_class(wish.place, wish.module) if wish.kind == "custom" else None
+        if made is not None and is_connector(made):
+            if tiers:
+                connectors.append(OffloadingConnector(Tiers(tiers)))
+            connectors.append(open_connector(wish.place, made, wish.config))
+            tiers = []
+        elif wish.chunks is not None:
+            tiers.append(open_lmcache(wish, space, secrets, engine_spec, kv_cache))
+        else:
+            tiers.append(open_tier(wish, space, secrets, facts, is_first=not number))
+    return [*connectors, OffloadingConnector(Tiers(tiers))] if tiers else connectors
+
+
+def open_peers(
+    offload: KVOffload,
+    peering: Peering,
+    connectors: Sequence[KVConnector],
+    form: PageForm,
+    kv_cache: KVCacheConfig,
+    space: str,
+    secrets: Secrets,
+) -> PeersConnector:
+    """The connector between engines, which lends what the tiers among `connectors` have."""
+    producer = consumer = None
+    if peering.lends:
+        stores = [each.tiers for each in connectors if isinstance(each, OffloadingConnector)]
+        if not stores:
+            raise ConfigError("the engine lends pages, and has no tier to lend from. Add one: kv_offload host=8G.")
+        producer = KVProducer(
+            stores[0],
+            peering.address,
+            space,
+            lease_s=peering.lease_seconds,
+            capacity=max(wish.capacity for wish in offload.tiers) or LEAST_TO_LEND,
+            secret=secrets.signing,
+            tls=peering.tls,
+            shares=peering.shares,
+            page_tokens=form.page_tokens,
+        )
+    if peering.borrows:
+        shapes = [(len(group.layer_idxs), *group.spec.page_shape(form.page_tokens)) for group in kv_cache.groups]
+        consumer = KVConsumer(
+            space,
+            max(map(form.num_bytes, shapes)) + MAX_HEADER_BYTES,
+            secrets.signing,
+            peers=peering.peers,
+            tls=peering.tls,
+            shares=peering.shares,
+            page_tokens=form.page_tokens,
+        )
+    return PeersConnector(producer, consumer)
 
 
 def open_tier(wish: TierWish, space: str, secrets: Secrets, facts: dict[str, Any], *, is_first: bool) -> Tier:
