@@ -5,8 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.entrypoints.cli.config_file import read_config_file
 from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_connector import guarded
@@ -85,6 +87,16 @@ def test_the_next_engine_answers_from_the_folder(model, expected, tmp_path):
             assert told["jaxpaged:kv_connector_SafetensorsFolder_pages_read",] == 2 * number
             assert told.get(("vllm:prompt_tokens_cached_by_source", "external_unspecified"), 0) == 64 * number
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+
+
+def test_yaml_says_the_same_as_the_flag(model, tmp_path):
+    transfer = connector_of(EXAMPLE, tmp_path, kv_role="kv_both")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kv-transfer-config": transfer}), encoding="utf-8")
+    file = read_config_file(str(tmp_path / "config.yaml"))
+    parser = Parser()
+    add_engine_flags(parser)
+    of_file = engine_options(parser.parse_args([]), file)["kv_transfer_config"]
+    assert of_file == options_of(model, transfer)["kv_transfer_config"] == transfer
 
 
 def test_one_of_several_behind_host_memory(model, expected, tmp_path):

@@ -1,5 +1,6 @@
 """Deliberate mistakes in pages and what travels when, which quick tests must notice. `scripts/mutate.py` tries them."""
 
+from tests.kv_connector.mutants import MUTANTS as OF_CONNECTORS
 from tests.kv_store.lmcache.mutants import MUTANTS as OF_LMCACHE
 from tests.kv_store.peer_mutants import MUTANTS as OF_PEERS
 from tests.mutants import mutants_of
@@ -30,6 +31,7 @@ _of = mutants_of(lambda module: _TESTS.get(module.rpartition("/")[2].removesuffi
 MUTANTS = (
     *OF_PEERS,
     *OF_LMCACHE,
+    *OF_CONNECTORS,
     # ---- what waits to be saved
     *_of(
         "jaxpaged/core/kv_transfer/saves.py",

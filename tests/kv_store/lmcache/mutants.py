@@ -131,19 +131,19 @@ MUTANTS = (
         ),
         (
             "engines are known as of one device",
-            "world_size=self.layout.num_parts, block_size",
-            "world_size=1, block_size",
+            "world_size=self.layout.num_parts,\n            block_size",
+            "world_size=1,\n            block_size",
         ),
         ("chunks are taken from the end of a text", "    return chain[::-1]\n", "    return chain\n"),
         (
             "chunks are those of any model",
-            "            model_name=self.model, world_size=self.layout.num_parts, worker_id",
-            "            model_name='any', world_size=self.layout.num_parts, worker_id",
+            "model_name=self.model,\n            world_size=self.layout.num_parts,\n            worker_id",
+            "model_name='any',\n            world_size=self.layout.num_parts,\n            worker_id",
         ),
         (
             "an engine is known as of any model",
-            "instance_id=instance_id, model_name=self.model,",
-            "instance_id=instance_id, model_name='any',",
+            "instance_id=instance_id,\n            model_name=self.model,",
+            "instance_id=instance_id,\n            model_name='any',",
         ),
         ("an engine is known with another type", "dtype_str=self.layout.dtype.name,", "dtype_str='float64',"),
         (
@@ -284,13 +284,17 @@ MUTANTS = (
         "",
         (
             "pages of other tokens are put into a chunk",
-            "page, expect_namespace=self.namespace, key=key, dtype",
-            "page, expect_namespace=None, key=None, dtype",
+            "expect_namespace=self.namespace,\n                key=key,\n                dtype",
+            "expect_namespace=None,\n                key=None,\n                dtype",
         ),
-        ("pages of another type are put into a chunk", "key=key, dtype=self.layout.dtype.name,", "key=key,"),
+        (
+            "pages of another type are put into a chunk",
+            "key=key,\n                dtype=self.layout.dtype.name,",
+            "key=key,",
+        ),
         (
             "pages of another shape are put into a chunk",
-            "shape=self.layout.page_shape(key.group), verify=False",
+            "shape=self.layout.page_shape(key.group),\n                verify=False",
             "verify=False",
         ),
         ("pages have another namespace", "header(chunk, key, self.namespace)", "header(chunk, key, '')"),
