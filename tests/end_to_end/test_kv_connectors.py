@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.entrypoints.cli.config_file import read_config_file
-from jaxpaged.entrypoints.cli.flags import Parser, add_engine_flags, engine_options
+from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.flags import engine_options, read_config_file
+from jaxpaged.entrypoints.option_flags import add_engine_flags
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_connector import guarded
 from tests.end_to_end.test_kv_offload import worker_of

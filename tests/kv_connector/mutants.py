@@ -21,8 +21,8 @@ MUTANTS = tuple(
         ),
         (
             "loads of a start that fails go on",
-            "            self.pages.failed_to_read(error)\n            for load in loads:\n                load.finish()\n",
-            "            self.pages.failed_to_read(error)\n",
+            "failed_to_read(error)\n            for load in loads:\n                load.finish()\n",
+            "failed_to_read(error)\n",
         ),
         (
             "a connector that fails is asked on",
