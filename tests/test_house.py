@@ -247,6 +247,24 @@ def early_problems(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{path} imports {module} before it needs it. Import it in the function that measures or draws."
 
 
+def protocol_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Imports of one protocol by another, or by what they share."""
+    if not path.startswith(("jaxpaged/entrypoints/grpc/", "jaxpaged/serving/")):
+        return
+    for module in imported_modules(path, tree):
+        if module.startswith(("jaxpaged.entrypoints.http", "starlette", "uvicorn")):
+            yield f"{path} imports {module}; gRPC and serving know nothing of HTTP. Move what is shared to serving."
+        if path.startswith("jaxpaged/serving/") and module.split(".")[0] in ("grpc", "google"):
+            yield f"{path} imports {module}; serving knows no protocol. Move it to entrypoints/grpc."
+
+
+def context_variable_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Arguments that nobody sees."""
+    for module in imported_modules(path, tree):
+        if module.split(".")[0] == "contextvars":
+            yield f"{path} imports {module}; pass it as an argument, or in an object that is passed."
+
+
 def unsafe_problems(path: str, tree: ast.AST) -> Iterator[str]:
     """Code that runs data as code, or state that every caller shares."""
     for module in imported_modules(path, tree):
@@ -396,6 +414,14 @@ def test_tools_are_imported_where_they_are_used_only():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in early_problems(path, tree))
 
 
+def test_protocols_share_serving_and_know_nothing_of_each_other():
+    report(p for path, tree in sources("jaxpaged") for p in protocol_problems(path, tree))
+
+
+def test_no_argument_travels_in_a_context_variable():
+    report(p for path, tree in sources("jaxpaged") for p in context_variable_problems(path, tree))
+
+
 def test_nothing_loads_pickles_evaluates_text_or_keeps_global_state():
     report(p for path, tree in sources("jaxpaged", "pallas_kernels") for p in unsafe_problems(path, tree))
 
@@ -538,6 +564,23 @@ def test_an_import_against_the_layers_is_found(path, source):
 )
 def test_an_import_along_the_layers_is_fine(path, source):
     assert not list(layer_problems(path, ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("jaxpaged/entrypoints/grpc/x.py", "from jaxpaged.entrypoints.http.errors import HttpError"),
+        ("jaxpaged/serving/x.py", "from starlette.requests import Request"),
+        ("jaxpaged/serving/x.py", "import grpc"),
+    ],
+)
+def test_a_protocol_in_anothers_place_is_found(path, source):
+    assert list(protocol_problems(path, ast.parse(source)))
+    assert not list(protocol_problems("jaxpaged/entrypoints/http/x.py", ast.parse(source)))
+
+
+def test_a_context_variable_is_found():
+    assert list(context_variable_problems("jaxpaged/x.py", ast.parse("from contextvars import ContextVar")))
 
 
 @pytest.mark.parametrize(

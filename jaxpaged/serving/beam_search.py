@@ -17,7 +17,7 @@ from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, Sampli
 from jaxpaged.serving.admission import Traffic
 from jaxpaged.serving.engine_client import Engine
 from jaxpaged.serving.errors import client_names
-from jaxpaged.serving.generate import GenerationRequest, last_results
+from jaxpaged.serving.generate import EngineRequest, last_results
 from jaxpaged.serving.prompts import TokenPrompt
 
 BeamStep = list[tuple[int, list[int]]]
@@ -166,7 +166,7 @@ def check_beam_width(params: BeamSearchParams, max_logprobs: int) -> None:
         )
 
 
-async def search(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[RequestOutput]:
+async def search(engine: Engine, traffic: Traffic, request: EngineRequest) -> list[RequestOutput]:
     """The best that was found for every prompt, in order. Raises what `collect` does, and RequestError for more beams
     than the engine has candidates for."""
     processor, beams = engine.input_processor, request.beams

@@ -44,7 +44,7 @@ NumberedTaker = Callable[[int, Output], bool]
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
+class EngineRequest:
     """What one HTTP request asks the engine for: sequences that are drawn, or with `beams` the best that are found, or
     with `PoolingParams` vectors.
 
@@ -121,7 +121,7 @@ def reported(count: int) -> int:
 
 
 async def stream(
-    engine: Engine, traffic: Traffic, request: GenerationRequest, take: NumberedTaker | None = None
+    engine: Engine, traffic: Traffic, request: EngineRequest, take: NumberedTaker | None = None
 ) -> AsyncGenerator[Numbered]:
     """Results of all prompts as they come; closing the generator aborts those that are not done.
 
@@ -140,13 +140,13 @@ async def stream(
         raise
 
 
-async def collect(engine: Engine, traffic: Traffic, request: GenerationRequest) -> list[Output]:
+async def collect(engine: Engine, traffic: Traffic, request: EngineRequest) -> list[Output]:
     """The last result of every prompt, in order. Raises what `stream` does."""
     with client_names(request.names), traffic.admitted(request.load(engine.input_processor.max_model_len)):
         return await last_results(engine, request)
 
 
-async def last_results(engine: Engine, request: GenerationRequest) -> list[Output]:
+async def last_results(engine: Engine, request: EngineRequest) -> list[Output]:
     """`collect` of a request that was admitted."""
     last: dict[int, Output] = {}
     async with contextlib.aclosing(all_results(engine, request)) as results:
@@ -155,15 +155,13 @@ async def last_results(engine: Engine, request: GenerationRequest) -> list[Outpu
     return [last[number] for number in range(len(request.prompts))]
 
 
-def all_results(
-    engine: Engine, request: GenerationRequest, take: NumberedTaker | None = None
-) -> AsyncGenerator[Numbered]:
+def all_results(engine: Engine, request: EngineRequest, take: NumberedTaker | None = None) -> AsyncGenerator[Numbered]:
     """`stream` of a request that was admitted."""
     return results_of(engine, request, 0, take) if len(request.prompts) == 1 else merged(engine, request)
 
 
 async def results_of(
-    engine: Engine, request: GenerationRequest, number: int, take: NumberedTaker | None = None
+    engine: Engine, request: EngineRequest, number: int, take: NumberedTaker | None = None
 ) -> AsyncGenerator[Numbered]:
     """Results of one prompt. Raises ServingError when it fails while it is computed."""
     async with contextlib.aclosing(outputs_of(engine, request, number, take)) as outputs:
@@ -172,7 +170,7 @@ async def results_of(
 
 
 def outputs_of(
-    engine: Engine, request: GenerationRequest, number: int, take: NumberedTaker | None
+    engine: Engine, request: EngineRequest, number: int, take: NumberedTaker | None
 ) -> AsyncGenerator[Output]:
     """What the engine says of one prompt."""
     prompt, engine_id = request.prompts[number].for_engine(), request.engine_id(number)
@@ -211,7 +209,7 @@ def checked[O: Output](output: O) -> O:
     return output
 
 
-async def merged(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Numbered]:
+async def merged(engine: Engine, request: EngineRequest) -> AsyncGenerator[Numbered]:
     """Results of several prompts in the order in which they come. The first failure ends them all."""
     arrived: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(MOST_ARRIVED)
 

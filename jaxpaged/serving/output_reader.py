@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxpaged.messages import CompletionOutput
+from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage, joined
 from jaxpaged.parsing.output import ToolSchemas
 from jaxpaged.parsing.parser import make_parser
@@ -124,3 +124,31 @@ class OutputReader:
         if completion.finish_reason == "stop" and self._has_calls and asked_for:
             return "tool_calls"
         return completion.finish_reason
+
+
+class UsageCounter:
+    """Adds up results: prompts once each, and new or final tokens of every sequence.
+
+    Not `with_cached`: clients hear nothing of prompt tokens that were cached.
+    """
+
+    def __init__(self, with_cached: bool):
+        self._with_cached = with_cached
+        self._prompts: dict[int, tuple[int, int]] = {}  # prompt -> its tokens, and those of them that were cached
+        self.num_completion_tokens = 0
+
+    def add(self, number: int, output: RequestOutput, num_dropped: int = 0) -> None:
+        """Count a result of prompt `number`, without `num_dropped` tokens that the client does not get."""
+        if number not in self._prompts:
+            self._prompts[number] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
+        for each in output.outputs:
+            self.num_completion_tokens += len(each.token_ids)
+        self.num_completion_tokens -= num_dropped
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(count for count, _ in self._prompts.values())
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        return None if not self._with_cached else sum(cached for _, cached in self._prompts.values())

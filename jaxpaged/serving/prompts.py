@@ -24,6 +24,7 @@ from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams,
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.options import ServerOptions
 from jaxpaged.serving.output_reader import ANY_CALLS, Reading
+from jaxpaged.serving.requests import check_depth
 from jaxpaged.serving.tool_use import WRITTEN, ToolUse, shape_or_calls
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -163,19 +164,12 @@ class Conversation:
     cache_salt: str | None = None
 
 
-@dataclass(frozen=True)
-class ParsedConversation:
-    """What the engine gets, and how its results are read."""
-
-    prompt: TokenPrompt
-    params: SamplingParams
-    reading: Reading
-
-
-def parse_conversation(
+def read_conversation(
     conversation: Conversation, params: SamplingParams, formats: OutputFormats, prompts: PromptReader
-) -> ParsedConversation:
-    """`params` are those of the client, to which shape and special tokens are added. Takes long for long conversations.
+) -> tuple[TokenPrompt, SamplingParams, Reading]:
+    """The prompt, the parameters, and how the output is read. Takes long for long conversations.
+
+    `params` are those of the client, to which shape and special tokens are added.
 
     Raises ServingError or RequestError; their parameters are "tool_choice" and "structured_outputs", and those of
     `PromptReader.read_chat`.
@@ -195,7 +189,7 @@ def parse_conversation(
         params.skip_special_tokens = False
     if shape is not None:
         params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.ending or "")
-    return ParsedConversation(prompt, params, reading)
+    return prompt, params, reading
 
 
 def reading_of(conversation: Conversation, formats: OutputFormats) -> Reading:
@@ -266,3 +260,127 @@ def thinking_markers(reasoning_parser: str | None) -> tuple[str, ...]:
     """The texts between which the model thinks, as far as a prompt may hold them."""
     found = None if reasoning_parser is None else reasoning_format_named(reasoning_parser)
     return (found.start, found.end) if isinstance(found, ReasoningFormat) else ()
+
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Type of a part of a message -> its key that holds a text."""
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates read them: roles checked, parts of text only, aliases of old clients renamed.
+
+    Raises ServingError naming the message at fault.
+    """
+    if not messages:
+        raise ServingError("messages is an empty list. Give at least one message.", "messages")
+    check_depth("messages", messages)
+    return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ServingError(f"{path}.role is {role!r}; it must be a text such as 'user'.", f"{path}.role")
+    prepared = dict(message)
+    if "reasoning_content" in prepared:
+        prepared.setdefault("reasoning", prepared.pop("reasoning_content"))
+    content = message.get("content")
+    if isinstance(content, list):
+        prepared["content"] = [text_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+    elif content is None and role == "assistant":
+        prepared["content"] = ""  # an answer that was nothing but tool calls; templates add texts to it
+    elif not isinstance(content, str):
+        raise ServingError(f"{path}.content must be a text or a list of parts. Correct it.", f"{path}.content")
+    return prepared
+
+
+def text_part(part: Any, path: str) -> dict[str, str]:
+    """A part as a text part. Raises ServingError for other media."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise ServingError(
+            f"{path}.type is {kind!r}, but the model takes text only. Use parts of type 'text'.", f"{path}.type"
+        )
+    if not isinstance(part.get(key), str):
+        raise ServingError(f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
+    return {"type": "text", "text": part[key]}
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """The text of a prepared message."""
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them. Raises ServingError for other kinds, and for names that come twice."""
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        if tool["type"] != "function":
+            path = f"tools[{index}].type"
+            raise ServingError(f"{path} is {tool['type']!r}; only 'function' is served.", path)
+        check_depth(f"tools[{index}].function.parameters", function.get("parameters"))
+        if function["name"] in names:
+            path = f"tools[{index}].function.name"
+            raise ServingError(f"{path} is {function['name']!r}, as that of another tool. Rename one.", path)
+        names.add(function["name"])
+    return tools
+
+
+def tool_use(
+    choice: str | None, named: str | None, tools: list[dict[str, Any]] | None, parallel: bool
+) -> ToolUse | None:
+    """The tools and whether to call them; None without tools. `named`: the function that must be called.
+
+    Raises ServingError for a choice that cannot be.
+    """
+    if not tools:
+        if named is None and (choice in (None, "none") or (choice == "auto" and tools is not None)):
+            return None
+        raise ServingError("tool_choice is given without tools. Give tools, or leave it out.", "tool_choice")
+    names = [tool["function"]["name"] for tool in tools]
+    if named is not None:
+        if named not in names:
+            raise ServingError(
+                f"tool_choice names the function {named!r}, but tools has {', '.join(names)}.", "tool_choice"
+            )
+        return ToolUse(tools, "named", named, parallel)
+    if choice not in (None, "auto", "none", "required"):
+        raise ServingError(
+            f"tool_choice is {choice!r}; it must be 'none', 'auto', 'required', or name a function.", "tool_choice"
+        )
+    return ToolUse(tools, choice or "auto", parallel=parallel)
+
+
+def template_variables(
+    given: Mapping[str, Any] | None, documents: Any = None, reasoning_effort: str | None = None
+) -> dict[str, Any]:
+    """What chat templates read besides messages and tools. Raises ServingError."""
+    variables = dict(given or {})
+    check_depth("chat_template_kwargs", variables)
+    check_depth("documents", documents)
+    if documents is not None:
+        variables["documents"] = documents
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+    return variables
+
+
+def token_strs(processor: InputProcessor, token_ids: Sequence[int]) -> list[str]:
+    """The tokens as the vocabulary has them."""
+    backend = processor.tokenizer.backend
+    return [backend.id_to_token(each) or "" for each in token_ids]
+
+
+def text_of_tokens(processor: InputProcessor, token_ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens included. Raises ServingError for one that the vocabulary does not have."""
+    for place, token_id in enumerate(token_ids):
+        if not 0 <= token_id < processor.vocab_size:
+            raise ServingError(
+                f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
+            )
+    return processor.tokenizer.decode(token_ids, False)

@@ -15,6 +15,8 @@ from jaxpaged.serving.errors import ServingError
 
 SHORT_BODY = 4096
 """Bytes up to which a request is not worth a thread."""
+MAX_DEPTH = 64
+"""Lists and objects inside each other: deeper ones are refused before anything walks through them recursively."""
 CORE_HEADER = "X-data-parallel-rank"
 """vLLM's name of the header, and of the metadata, by which a request names one of several engine cores."""
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -24,12 +26,15 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 class RequestContext:
     """Who asks, and how a request is served.
 
-    `client` is who asks, as far as that is sure, and `user` one of its users, as it says itself. `num_bytes` is the
-    size of the request, in JSON and about. `trace` is its place in a trace; None where nothing is traced.
-    `unless_it_leaves` runs work for as long as the client is there, and cancels it then.
+    `request_id` has the prefix of its protocol, `model` is the name under which the response goes out. `client` is who
+    asks, as far as that is sure, and `user` one of its users, as it says itself. `num_bytes` is the size of the
+    request, in JSON and about. `trace` is its place in a trace; None where nothing is traced. `unless_it_leaves` runs
+    work for as long as the client is there, and cancels it then.
     """
 
     client: str
+    request_id: str = ""
+    model: str = ""
     user: str = ""
     num_bytes: int = SHORT_BODY + 1
     data_parallel_rank: int | None = None
@@ -93,3 +98,19 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ServingError unless the value is one of `allowed`."""
     if value not in allowed:
         raise ServingError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.", name)
+
+
+def check_depth(name: str, value: Any) -> None:
+    """Raise ServingError when lists and objects are nested too deeply in the field `name`."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in children(item)]
+        if not level:
+            return
+    raise ServingError(f"{name} is nested more than {MAX_DEPTH} levels deep. Flatten it.", name)
+
+
+def children(item: Any) -> list[Any]:
+    """The lists and objects directly inside an item."""
+    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return [child for child in inside if isinstance(child, dict | list)]

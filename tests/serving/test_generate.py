@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serving import generate
-from jaxpaged.serving.generate import GenerationRequest, merged
+from jaxpaged.serving.generate import EngineRequest, merged
 from jaxpaged.serving.prompts import TokenPrompt
 
 
@@ -28,7 +28,7 @@ def test_a_client_that_does_not_read_holds_so_many_results_and_no_more():
     async def read_one():
         engine = Endless()
         prompts = [TokenPrompt([7]) for _ in range(10)]
-        results = merged(engine, GenerationRequest("r", prompts, SamplingParams()))
+        results = merged(engine, EngineRequest("r", prompts, SamplingParams()))
         await anext(results)
         for _ in range(1000):
             await asyncio.sleep(0)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
-from jaxpaged.entrypoints.http.openai.usage import Usage, UsageCounter
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
-from jaxpaged.serving.output_reader import OutputReader
+from jaxpaged.serving.output_reader import OutputReader, UsageCounter
 
 
 class Responses:
@@ -59,7 +58,7 @@ class Responses:
         if output.prompt_logprobs is not None:
             response.prompt_logprobs.extend(self._candidates(each) for each in output.prompt_logprobs)
         if output.finished:
-            response.usage.CopyFrom(usage_message(self._usage.read(in_stream=True)))
+            response.usage.CopyFrom(usage_message(self._usage))
             if output.kv_transfer_params:
                 response.kv_transfer_params.update(output.kv_transfer_params)
         elif not response.sequences and (self._begun or not self._with_prompt):
@@ -130,11 +129,9 @@ def sequence_delta(completion: CompletionOutput) -> bytes:
     return nested(2, delta)
 
 
-def usage_message(usage: Usage) -> pb.Usage:
-    details = usage.prompt_tokens_details
-    cached = getattr(details, "cached_tokens", None)
-    message = pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
-    if cached is not None:
+def usage_message(counter: UsageCounter) -> pb.Usage:
+    message = pb.Usage(prompt_tokens=counter.num_prompt_tokens, completion_tokens=counter.num_completion_tokens)
+    if (cached := counter.num_cached_tokens) is not None:
         message.cached_tokens = cached
     return message
 

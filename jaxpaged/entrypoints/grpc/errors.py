@@ -10,9 +10,8 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-from jaxpaged.entrypoints.grpc.requests import NAMES
 from jaxpaged.proto import jaxpaged_pb2 as pb
-from jaxpaged.serving.errors import ErrorKind, as_serving_error, renamed
+from jaxpaged.serving.errors import ErrorKind, as_serving_error
 
 CODES = {
     ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -36,13 +35,10 @@ SECTIONS = {"sampling_params": pb.SamplingParams, "chat": pb.Chat}
 def told(error: BaseException) -> tuple[grpc.StatusCode, pb.Error]:
     """What a client is told of an exception."""
     refusal = as_serving_error(error)
-    parameter, text = refusal.parameter, refusal.message
-    if parameter in NAMES:
-        text, parameter = renamed(refusal, NAMES)
     code = CODES[refusal.kind]
-    message = pb.Error(code=code.value[0], message=text, retry_after_seconds=refusal.retry_after or 0)
-    if parameter is not None:
-        message.field = field_path(parameter)
+    message = pb.Error(code=code.value[0], message=refusal.message, retry_after_seconds=refusal.retry_after or 0)
+    if refusal.parameter is not None:
+        message.field = field_path(refusal.parameter)
     return code, message
 
 
@@ -70,9 +66,7 @@ def details_of(error: pb.Error) -> list[AnyMessage]:
 
 
 def field_path(parameter: str) -> str:
-    """The field of a request that the HTTP server calls `parameter`, with the section that it is in."""
+    """The path of a field in its request: with the section that it is in, if it is in one."""
     first = parameter.split(".")[0].split("[")[0]
-    parameter = NAMES.get(first, first) + parameter[len(first) :]
-    first = NAMES.get(first, first)
     section = next((name for name, kind in SECTIONS.items() if first in kind.DESCRIPTOR.fields_by_name), None)
     return parameter if section is None else f"{section}.{parameter}"

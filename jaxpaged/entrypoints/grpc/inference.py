@@ -1,33 +1,26 @@
 """The service `jaxpaged.v1.Inference`: what clients may ask."""
 
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from google.protobuf.message import Message
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.grpc import requests
-from jaxpaged.entrypoints.grpc.answers import Responses, usage_message, vectors
+from jaxpaged.entrypoints.grpc.answers import Responses, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
-from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
-from jaxpaged.entrypoints.http.openai.tokens import prompt_of, text_of, token_strs
-from jaxpaged.entrypoints.http.pooling.routes import EMBEDDINGS, SCORES
-from jaxpaged.entrypoints.http.pooling.write import scores_of, usage_of
-from jaxpaged.entrypoints.http.respond import Parsed, Stages, parse
+from jaxpaged.pooling import PoolingRequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import client_names
-from jaxpaged.serving.generate import (
-    GenerationRequest,
-    Numbered,
-    NumberedTaker,
-    Output,
-    collect,
-    stream,
-)
+from jaxpaged.serving.generate import EngineRequest, Numbered, NumberedTaker, collect, stream
+from jaxpaged.serving.generate_request import check_shape, prepare
+from jaxpaged.serving.pooling import prepare_inputs, prepare_pairs
+from jaxpaged.serving.prompts import text_of_tokens, token_strs
 from jaxpaged.serving.requests import RequestContext, off_loop, own_or_new
 from jaxpaged.serving.service import Service
+
+Request = pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest
 
 JSON_SIZE = 3
 """A request is so many times as long in JSON, about: token ids take two bytes here. By that it is known for long."""
@@ -57,9 +50,7 @@ class Inference:
             async for message in messages:
                 yield message
 
-    async def prepared(
-        self, request: pb.GenerateRequest, context: RequestContext
-    ) -> tuple[GenerationRequest, Responses]:
+    async def prepared(self, request: pb.GenerateRequest, context: RequestContext) -> tuple[EngineRequest, Responses]:
         """What the engine is asked for, and what makes messages of its results. What another engine lends for it is
         given back where it is refused."""
         try:
@@ -73,35 +64,35 @@ class Inference:
         if request.HasField("kv_transfer_params"):
             await self._service.let_go(requests.plain(request.kv_transfer_params))
 
-    async def _prepared(
-        self, request: pb.GenerateRequest, context: RequestContext
-    ) -> tuple[GenerationRequest, Responses]:
-        kind = request.WhichOneof("prompt")
-        names = {"prompt": "token_ids"} if kind == "token_ids" else {}
-        with client_names(names):
-            wanted = requests.generation_request(request)
-            parsed = await self._parsed(CHATS if kind == "chat" else COMPLETIONS, wanted, sized(context, request))
-        generation = dataclasses.replace(parsed.generation, names={**parsed.generation.names, **names})
-        return generation, Responses(
-            own_id(generation.request_id),
-            None if parsed.reading.is_plain else parsed.new_reader,
-            self._service.engine.input_processor.tokenizer,
+    async def _prepared(self, request: pb.GenerateRequest, context: RequestContext) -> tuple[EngineRequest, Responses]:
+        service = self._service
+        await service.pace.turn()
+        context, processor = self._own(request, context), service.engine.input_processor
+        wanted = requests.generate_request(request, processor.defaults.sampling)
+        prepared = await off_loop(context.num_bytes, prepare, service, wanted, context)
+        await check_shape(service, prepared.generation, context)
+        return prepared.generation, Responses(
+            own_id(context.request_id),
+            None if prepared.reading.is_plain else prepared.new_reader,
+            processor.tokenizer,
             with_prompt=request.return_prompt_token_ids,
-            with_cached_tokens=self._service.options.enable_prompt_tokens_details,
+            with_cached_tokens=service.options.enable_prompt_tokens_details,
         )
 
-    async def _parsed(self, stages: Stages, wanted: Any, context: RequestContext) -> Parsed:
-        """The stage `parse` of a request in the form of an HTTP API."""
-        await self._service.pace.turn()
-        model = self._service.check_model(wanted.model)
-        request_id = f"{PREFIX}-{own_or_new(wanted.request_id)}"
-        return await parse(self._service, stages, wanted, request_id, model, context)
+    def _own(self, request: Request, context: RequestContext) -> RequestContext:
+        """The context of one request of a call. Raises ServingError for another model, and for an id that is none."""
+        return dataclasses.replace(
+            context,
+            model=self._service.check_model(request.model),
+            request_id=f"{PREFIX}-{own_or_new(request.request_id or None)}",
+            num_bytes=size_of(request),
+        )
 
-    def results(self, generation: GenerationRequest, take: NumberedTaker | None = None) -> AsyncGenerator[Numbered]:
+    def results(self, generation: EngineRequest, take: NumberedTaker | None = None) -> AsyncGenerator[Numbered]:
         """Results as they come, but those that `take` takes. Closing the generator ends the request."""
         return stream(self._service.engine, self._service.traffic, generation, take)
 
-    async def abort(self, generation: GenerationRequest) -> None:
+    async def abort(self, generation: EngineRequest) -> None:
         """End a request; what reads its results gets the last one."""
         await self._service.engine.abort(generation.load(self._service.model.max_model_len).engine_ids)
 
@@ -113,37 +104,48 @@ class Inference:
     # ---- pooling
 
     async def Embed(self, request: pb.EmbedRequest, context: RequestContext) -> pb.EmbedResponse:
-        parsed, outputs = await self._pooled(EMBEDDINGS, requests.embedding_request(request), sized(context, request))
-        numbers, usage = vectors(output.outputs.data for output in outputs), usage_of(self._service, outputs)
-        request_id = own_id(parsed.generation.request_id)
-        return pb.EmbedResponse(request_id=request_id, vectors=numbers, usage=usage_message(usage))
+        service = self._service
+        await service.pace.turn()
+        context, inputs = self._own(request, context), requests.embed_inputs(request)
+        wanted = requests.pool_request(request, "inputs")
+        generation = await off_loop(context.num_bytes, prepare_inputs, service, wanted, inputs, context, "embed")
+        outputs = await collect(service.engine, service.traffic, generation)
+        numbers = vectors(output.outputs.data for output in outputs)
+        return pb.EmbedResponse(request_id=own_id(context.request_id), vectors=numbers, usage=self._usage(outputs))
 
     async def Score(self, request: pb.ScoreRequest, context: RequestContext) -> pb.ScoreResponse:
-        parsed, outputs = await self._pooled(SCORES, requests.score_request(request), sized(context, request))
-        scores, usage = scores_of(parsed, outputs), usage_of(self._service, outputs)
-        request_id = own_id(parsed.generation.request_id)
-        return pb.ScoreResponse(request_id=request_id, scores=scores, usage=usage_message(usage))
-
-    async def _pooled(self, stages: Stages, wanted: Any, context: RequestContext) -> tuple[Parsed, list[Output]]:
         service = self._service
-        parsed = await self._parsed(stages, wanted, context)
-        return parsed, await collect(service.engine, service.traffic, parsed.generation)
+        await service.pace.turn()
+        context, wanted = self._own(request, context), requests.pool_request(request, "documents")
+        names, texts = ("queries", "documents"), (list(request.queries), list(request.documents))
+        generation, pairs = await off_loop(context.num_bytes, prepare_pairs, service, wanted, names, texts, context)
+        outputs = await collect(service.engine, service.traffic, generation)
+        scores = pairs.scores(outputs)
+        return pb.ScoreResponse(request_id=own_id(context.request_id), scores=scores, usage=self._usage(outputs))
+
+    def _usage(self, outputs: Sequence[PoolingRequestOutput]) -> pb.Usage:
+        """Tokens of all prompts; nothing is generated."""
+        usage = pb.Usage(prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs))
+        if self._service.options.enable_prompt_tokens_details:
+            usage.cached_tokens = sum(output.num_cached_tokens for output in outputs)
+        return usage
 
     # ---- tokens
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: RequestContext) -> pb.TokenizeResponse:
         service = self._service
-        wanted = requests.tokenize_request(request)
-        service.check_model(wanted.model)
-        ids = (await off_loop(size_of(request), prompt_of, service, wanted)).token_ids
-        names = token_strs(service, ids) if wanted.return_token_strs else []
+        service.check_model(request.model)
+        ids = (await off_loop(size_of(request), requests.tokenized_prompt, service, request)).token_ids
+        names = token_strs(service.engine.input_processor, ids) if request.return_token_strs else []
         return pb.TokenizeResponse(token_ids=ids, token_strs=names, max_model_len=service.model.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: RequestContext) -> pb.DetokenizeResponse:
         self._service.check_model(request.model)
         with client_names({"tokens": "token_ids"}):
             return pb.DetokenizeResponse(
-                text=await off_loop(size_of(request), text_of, self._service, list(request.token_ids))
+                text=await off_loop(
+                    size_of(request), text_of_tokens, self._service.engine.input_processor, list(request.token_ids)
+                )
             )
 
     # ---- the model and the server
@@ -178,8 +180,3 @@ def own_id(request_id: str) -> str:
 def size_of(request: Message) -> int:
     """Bytes that a request has in JSON, about."""
     return JSON_SIZE * request.ByteSize()
-
-
-def sized(context: RequestContext, request: Message) -> RequestContext:
-    """The context of one request of a call."""
-    return dataclasses.replace(context, num_bytes=size_of(request))

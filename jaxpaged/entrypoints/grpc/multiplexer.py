@@ -20,7 +20,7 @@ from jaxpaged.entrypoints.grpc.wire_format import nested
 from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
-from jaxpaged.serving.generate import GenerationRequest, Numbered, NumberedTaker
+from jaxpaged.serving.generate import EngineRequest, Numbered, NumberedTaker
 from jaxpaged.serving.requests import RequestContext
 
 MAX_OPEN = 1024
@@ -38,11 +38,11 @@ class Generator(Protocol):
 
     async def prepared(
         self, request: pb.GenerateRequest, context: RequestContext
-    ) -> tuple[GenerationRequest, Responses]: ...
+    ) -> tuple[EngineRequest, Responses]: ...
 
-    def results(self, generation: GenerationRequest, take: NumberedTaker) -> AsyncGenerator[Numbered]: ...
+    def results(self, generation: EngineRequest, take: NumberedTaker) -> AsyncGenerator[Numbered]: ...
 
-    async def abort(self, generation: GenerationRequest) -> None: ...
+    async def abort(self, generation: EngineRequest) -> None: ...
 
     async def let_go(self, request: pb.GenerateRequest) -> None: ...
 
@@ -51,7 +51,7 @@ class Call:
     """A request under way."""
 
     def __init__(self) -> None:
-        self.generation: GenerationRequest | None = None  # None: it is being prepared
+        self.generation: EngineRequest | None = None  # None: it is being prepared
         self.aborted = False
 
 
@@ -193,7 +193,7 @@ class Multiplexer:
         del self._calls[request.request_id]
         await self._say_last(request.request_id, **last)
 
-    async def _say_results(self, request_id: str, generation: GenerationRequest, responses: Responses) -> None:
+    async def _say_results(self, request_id: str, generation: EngineRequest, responses: Responses) -> None:
         said = None  # where the last response was written
         head = nested(1, request_id.encode())
 

@@ -1,151 +1,43 @@
-"""Messages of `jaxpaged.proto` as the requests of the HTTP server, which checks and prepares them.
-
-This module knows names and types of fields; what a value may be is checked where it is checked for HTTP.
-"""
+"""Messages of `jaxpaged.proto` as the requests of `serving`, which checks and prepares them for all protocols."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
-from jaxpaged.entrypoints.http.pooling.protocol import EmbeddingRequest, ScoreRequest
+from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.proto import jaxpaged_pb2 as pb
-from jaxpaged.serving.errors import ServingError
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving import generate_request as common
+from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate_request import GenerateRequest, TextPrompts, check_logprobs, check_stop
+from jaxpaged.serving.pooling import PoolRequest, check_count
+from jaxpaged.serving.prompts import (
+    Conversation,
+    TokenPrompt,
+    checked_tools,
+    template_messages,
+    template_variables,
+    tool_use,
+)
+from jaxpaged.serving.service import Service
 
-NAMES = {
-    "top_logprobs": "logprobs",
-    "vllm_xargs": "extra_args",
-    "input": "inputs",
-    "prompt": "text",
-}
-"""What the HTTP server calls a field -> what it is called here."""
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+DEFAULT_MAX_TOKENS = 16
+"""Of a text; a chat goes on to the end of the context."""
 SIDES = {pb.TRUNCATION_SIDE_UNSPECIFIED: None, pb.TRUNCATION_SIDE_LEFT: "left", pb.TRUNCATION_SIDE_RIGHT: "right"}
 FIELDS = [field for field in pb.SamplingParams.DESCRIPTOR.fields if field.message_type is None]
 PLAIN = tuple(field.name for field in FIELDS if field.has_presence and field.name != "logprobs")
 LISTS = tuple(field.name for field in FIELDS if not field.has_presence)
 
 
-def generation_request(request: pb.GenerateRequest) -> CompletionRequest | ChatCompletionRequest:
-    """Raises ServingError without a prompt, and for what cannot be streamed."""
-    kind = request.WhichOneof("prompt")
-    if kind is None:
-        raise ServingError("text, token_ids or chat is missing. Give one of them.", "text")
-    values = common_values(request)
-    values["stream"] = not request.final_only
-    params = request.sampling_params
-    if params.prompt_logprobs and not request.final_only:
-        raise ServingError(
-            f"prompt_logprobs is {params.prompt_logprobs}, but responses come as they are made. Set final_only.",
-            "prompt_logprobs",
-        )
-    values |= sampling_values(params)
-    if request.HasField("kv_transfer_params"):
-        values["kv_transfer_params"] = plain(request.kv_transfer_params)
-        if values["kv_transfer_params"].get("do_remote_decode") and not request.final_only:
-            raise ServingError(
-                "kv_transfer_params has do_remote_decode, but responses come as they are made. Set final_only.",
-                "kv_transfer_params",
-            )
-    if kind != "chat":
-        if params.HasField("logprobs"):
-            values["logprobs"] = params.logprobs
-        elif params.logprob_token_ids:
-            values["logprobs"] = len(params.logprob_token_ids)
-        prompt = request.text if kind == "text" else list(request.token_ids.ids)
-        return converted({**values, "prompt": prompt}, CompletionRequest)
-    if params.HasField("logprobs") or params.logprob_token_ids:
-        values["logprobs"] = True
-    if params.HasField("logprobs"):
-        values["top_logprobs"] = params.logprobs
-    return converted({**values, **chat_values(request.chat)}, ChatCompletionRequest)
-
-
-def embedding_request(request: pb.EmbedRequest) -> EmbeddingRequest:
-    """Raises ServingError for an input without text and ids."""
-    inputs: list[str | list[int]] = []
-    for number, each in enumerate(request.inputs):
-        kind = each.WhichOneof("input")
-        if kind is None:
-            raise ServingError(f"inputs[{number}] has neither text nor token_ids.", f"inputs[{number}]")
-        inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
-    values = {**common_values(request), "input": inputs}
-    return converted(values | present(request, ("dimensions", "normalize")), EmbeddingRequest)
-
-
-def score_request(request: pb.ScoreRequest) -> ScoreRequest:
-    texts = {"queries": list(request.queries), "documents": list(request.documents)}
-    return converted({**common_values(request), **texts}, ScoreRequest)
-
-
-def tokenize_request(request: pb.TokenizeRequest) -> TokenizeRequest:
-    values = common_values(request) | {"return_token_strs": request.return_token_strs}
-    kind = request.WhichOneof("prompt")
-    if kind == "text":
-        values["prompt"] = request.text
-    elif kind == "chat":
-        values |= chat_values(request.chat, TokenizeRequest.__struct_fields__)
-    return converted(values, TokenizeRequest)
-
-
-def common_values(request: Message) -> dict[str, Any]:
-    """Fields that several requests have, those of them that this one has and that are set."""
-    names = request.DESCRIPTOR.fields_by_name
-    values = {name: getattr(request, name) for name in ("model", "request_id", "cache_salt") if name in names}
-    values = {name: value for name, value in values.items() if value}
-    if "priority" in names:
-        values["priority"] = request.priority
-    if "truncation_side" in names:
-        values["truncation_side"] = SIDES.get(request.truncation_side, str(request.truncation_side))
-    optional = [name for name in ("truncate_prompt_tokens", "add_special_tokens") if name in names]
-    return values | present(request, optional)
-
-
 def present(message: Message, names: Iterable[str]) -> dict[str, Any]:
     """Those of the optional fields that are set."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
-
-
-def sampling_values(params: pb.SamplingParams) -> dict[str, Any]:
-    """All but `logprobs`, which texts and chats give in different ways."""
-    values = present(params, PLAIN)
-    values |= {name: list(ids) for name in LISTS if (ids := getattr(params, name))}
-    if params.logit_bias:
-        values["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    if params.HasField("extra_args"):
-        values["vllm_xargs"] = plain(params.extra_args)
-    if params.HasField("structured_outputs"):
-        values["structured_outputs"] = shape_values(params.structured_outputs)
-    return values
-
-
-def shape_values(shape: pb.StructuredOutputs) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    kind = shape.WhichOneof("shape")
-    if kind is not None:
-        values[kind] = list(shape.choice.texts) if kind == "choice" else getattr(shape, kind)
-    if shape.disable_any_whitespace:
-        values["disable_any_whitespace"] = True
-    return values | present(shape, ("disable_additional_properties", "whitespace_pattern"))
-
-
-def chat_values(chat: pb.Chat, wanted: Iterable[str] | None = None) -> dict[str, Any]:
-    """The fields of a chat, or those of them that are `wanted`."""
-    values: dict[str, Any] = {"messages": [message_values(message) for message in chat.messages]}
-    if chat.tools:
-        values["tools"] = [{"function": tool_values(tool, number)} for number, tool in enumerate(chat.tools)]
-    if chat.tool_choice:
-        named = chat.tool_choice not in ("none", "auto", "required")
-        values["tool_choice"] = {"function": {"name": chat.tool_choice}} if named else chat.tool_choice
-    values |= present(chat, ("parallel_tool_calls", "add_generation_prompt", "include_reasoning"))
-    values["continue_final_message"] = chat.continue_final_message
-    if chat.HasField("chat_template_kwargs"):
-        values["chat_template_kwargs"] = plain(chat.chat_template_kwargs)
-    if chat.reasoning_effort:
-        values["reasoning_effort"] = chat.reasoning_effort
-    return values if wanted is None else {name: values[name] for name in values if name in wanted}
 
 
 def message_values(message: pb.ChatMessage) -> dict[str, Any]:
@@ -165,11 +57,13 @@ def tool_values(tool: pb.Tool, number: int) -> dict[str, Any]:
     if tool.description:
         values["description"] = tool.description
     if tool.parameters_json:
+        field = f"tools[{number}].parameters_json"
         try:
             values["parameters"] = msgspec.json.decode(tool.parameters_json)
         except (msgspec.DecodeError, RecursionError) as error:
-            field = f"tools[{number}].parameters_json"
             raise ServingError(f"{field} is not JSON: {error}.", field) from None
+        if not isinstance(values["parameters"], dict):
+            raise ServingError(f"{field} is no object. Give a JSON schema.", field)
     elif tool.HasField("parameters"):
         values["parameters"] = plain(tool.parameters)
     return values
@@ -188,11 +82,167 @@ def whole_numbers(value: Any) -> Any:
     return [whole_numbers(each) for each in value] if isinstance(value, list) else value
 
 
-def converted[T](values: Mapping[str, Any], kind: type[T]) -> T:
-    """Raises ServingError naming the field at fault."""
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `$.")
-        field = place.rstrip("`")
-        raise ServingError(f"{field or 'the request'}: {message}.", field or None) from None
+def generate_request(request: pb.GenerateRequest, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateRequest:
+    """`defaults`: the model's. Raises ServingError and RequestError without a prompt, and for what cannot be."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise ServingError("text, token_ids or chat is missing. Give one of them.", "text")
+    transfer = transfer_params(request)
+    check_streamed(request, transfer)
+    params, shape = sampling_params(request, kind, defaults, transfer), shape_of(request.sampling_params)
+    prompt: TextPrompts | Conversation
+    if kind == "chat":
+        prompt, names = conversation(request, shape), {"prompt": "messages"}
+        if prompt.tool_use is not None and prompt.tool_use.is_forced:
+            names["structured_outputs"] = "tools"
+    else:
+        names = {"prompt": kind}
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        text = request.text if kind == "text" else list(request.token_ids.ids)
+        prompt = TextPrompts([text], truncation_of(request), special, request.cache_salt or None, shape)
+    return GenerateRequest(prompt=prompt, params=params, priority=request.priority, names=names)
+
+
+def check_streamed(request: pb.GenerateRequest, transfer: Mapping[str, Any]) -> None:
+    """Raise ServingError for what cannot be streamed."""
+    params = request.sampling_params
+    if params.prompt_logprobs and not request.final_only:
+        raise ServingError(
+            f"prompt_logprobs is {params.prompt_logprobs}, but responses come as they are made. Set final_only.",
+            "prompt_logprobs",
+        )
+    if transfer.get("do_remote_decode") and not request.final_only:
+        raise ServingError(
+            "kv_transfer_params has do_remote_decode, but responses come as they are made. Set final_only.",
+            "kv_transfer_params",
+        )
+
+
+def transfer_params(request: pb.GenerateRequest) -> dict[str, Any]:
+    return plain(request.kv_transfer_params) if request.HasField("kv_transfer_params") else {}
+
+
+def sampling_params(
+    request: pb.GenerateRequest, kind: str, defaults: Mapping[str, Any], transfer: Mapping[str, Any]
+) -> SamplingParams:
+    """The request's own over the model's `defaults`. A text ends after a few tokens where nothing is said."""
+    params = request.sampling_params
+    check_stop("stop", params.stop)
+    values = {} if kind == "chat" else {"max_tokens": DEFAULT_MAX_TOKENS}
+    values |= present(params, PLAIN)
+    values |= {name: list(ids) for name in LISTS if (ids := getattr(params, name))}
+    if params.HasField("logprobs"):
+        check_logprobs("logprobs", params.logprobs)
+        values["logprobs"] = params.logprobs
+    if params.logprob_token_ids and (kind == "chat" or not params.HasField("logprobs")):
+        values["logprobs"] = len(params.logprob_token_ids)
+    if params.logit_bias:
+        values["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
+    if params.HasField("extra_args"):
+        values["extra_args"] = plain(params.extra_args)
+    return common.sampling_params(values, defaults, streams=not request.final_only, kv_transfer_params=transfer)
+
+
+def shape_of(params: pb.SamplingParams) -> StructuredOutputsParams | None:
+    """What the output must look like. Raises RequestError for a shape that cannot be."""
+    if not params.HasField("structured_outputs"):
+        return None
+    shape = params.structured_outputs
+    values: dict[str, Any] = {}
+    kind = shape.WhichOneof("shape")
+    if kind is not None:
+        values[kind] = list(shape.choice.texts) if kind == "choice" else getattr(shape, kind)
+    if shape.disable_any_whitespace:
+        values["disable_any_whitespace"] = True
+    values |= present(shape, ("disable_additional_properties", "whitespace_pattern"))
+    return StructuredOutputsParams.from_dict(values)
+
+
+def truncation_of(request: pb.GenerateRequest) -> Truncation:
+    keep = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+    return Truncation(keep, side_of(request) == "right")
+
+
+def side_of(request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest) -> str | None:
+    """Raises ServingError for a number that is no side."""
+    if request.truncation_side not in SIDES:
+        raise ServingError(f"truncation_side: Invalid enum value '{request.truncation_side}'.", "truncation_side")
+    return SIDES[request.truncation_side]
+
+
+def conversation(request: pb.GenerateRequest, shape: StructuredOutputsParams | None) -> Conversation:
+    """Raises ServingError for messages and tools that cannot be."""
+    chat = request.chat
+    messages, template = template_messages(list(map(message_values, chat.messages))), template_of(chat)
+    named = chat.tool_choice if chat.tool_choice not in ("", "none", "auto", "required") else None
+    parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
+    return Conversation(
+        messages=messages,
+        template=template,
+        tool_use=tool_use(None if named else chat.tool_choice or None, named, template["tools"], parallel),
+        shape=shape,
+        include_reasoning=chat.include_reasoning if chat.HasField("include_reasoning") else True,
+        truncation=truncation_of(request),
+        add_special_tokens=request.add_special_tokens,
+        cache_salt=request.cache_salt or None,
+    )
+
+
+def template_of(chat: pb.Chat) -> dict[str, Any]:
+    """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises ServingError."""
+    tools = [{"function": tool_values(tool, number), "type": "function"} for number, tool in enumerate(chat.tools)]
+    variables = plain(chat.chat_template_kwargs) if chat.HasField("chat_template_kwargs") else None
+    return {
+        "chat_template": None,
+        "add_generation_prompt": chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        "continue_final_message": chat.continue_final_message,
+        "tools": checked_tools(tools) if tools else None,
+        "template_variables": template_variables(variables, None, chat.reasoning_effort or None),
+    }
+
+
+def embed_inputs(request: pb.EmbedRequest) -> list[str | list[int]]:
+    """Raises ServingError for an input without text and ids, and without inputs."""
+    inputs: list[str | list[int]] = []
+    for number, each in enumerate(request.inputs):
+        kind = each.WhichOneof("input")
+        if kind is None:
+            raise ServingError(f"inputs[{number}] has neither text nor token_ids.", f"inputs[{number}]")
+        inputs.append(each.text if kind == "text" else list(each.token_ids.ids))
+    if not inputs:
+        raise ServingError("inputs is an empty list. Give at least one text.", "inputs")
+    kinds = set(map(type, inputs))
+    if len(kinds) > 1:
+        raise ServingError("inputs mixes texts, ids and lists of ids. Give a list of one kind.", "inputs")
+    check_count("inputs", len(inputs))
+    return inputs
+
+
+def pool_request(request: pb.EmbedRequest | pb.ScoreRequest, field: str) -> PoolRequest:
+    """What a request says besides its inputs, which are in `field`. Raises ServingError."""
+    names = request.DESCRIPTOR.fields_by_name
+    optional = ("truncate_prompt_tokens", "add_special_tokens", "dimensions", "normalize")
+    values = present(request, [name for name in optional if name in names])
+    if "truncation_side" in names:
+        values["truncation_side"] = side_of(request)
+    if "priority" in names:
+        values["priority"] = request.priority
+    if "cache_salt" in names:
+        values["cache_salt"] = request.cache_salt or None
+    return PoolRequest(field=field, **values)
+
+
+def tokenized_prompt(service: Service, request: pb.TokenizeRequest) -> TokenPrompt:
+    """The text or the chat in tokens. Raises ServingError and RequestError."""
+    kind, given = request.WhichOneof("prompt"), request.HasField("add_special_tokens")
+    if kind is None:
+        raise ServingError("Give either prompt or messages, and not both.", "text")
+    if kind == "text":
+        special = request.add_special_tokens if given else True
+        with client_names({"prompt": "text"}):
+            return service.prompts.read([request.text], Truncation(), special, None, most=service.most_counted)[0]
+    messages, template = template_messages(list(map(message_values, request.chat.messages))), template_of(request.chat)
+    with client_names({"prompt": "messages"}):
+        return service.prompts.read_chat(
+            messages, Truncation(), request.add_special_tokens, None, most=service.most_counted, **template
+        )

@@ -21,6 +21,7 @@ from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.unknown_fields import known_part, refusal, unknown_name
 from jaxpaged.entrypoints.http.value_count import DEAREST, ValueCount
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.requests import MAX_DEPTH
 
 BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
@@ -34,8 +35,6 @@ MOST_VALUES = 2_000_000
 """Of a body, as `ValueCount` counts: to decode so many takes 20 to 90 ms of a busy core."""
 CLOSE = {"Connection": "close"}
 """When the rest of a body will not be read, the connection cannot serve another request."""
-MAX_DEPTH = 64
-"""Lists and objects inside each other: deeper ones are refused before anything walks through them recursively."""
 WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
@@ -191,22 +190,6 @@ def wrong_field(message: str, kind: type) -> ServingError:
         return ServingError(f"{path} is missing. Add it.", path)
     expectation = what[:1].lower() + what[1:].replace("`", "")
     return ServingError(f"{path or 'The body'} does not fit: {expectation}. Correct it.", path or None)
-
-
-def check_depth(name: str, value: Any) -> None:
-    """Raise ServingError when lists and objects are nested too deeply in the field `name`."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [child for item in level for child in children(item)]
-        if not level:
-            return
-    raise ServingError(f"{name} is nested more than {MAX_DEPTH} levels deep. Flatten it.", name)
-
-
-def children(item: Any) -> list[Any]:
-    """The lists and objects directly inside an item."""
-    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-    return [child for child in inside if isinstance(child, dict | list)]
 
 
 def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,7 +11,6 @@ connection, and no task has its turn for it (`streamed_pieces`). This module kno
 """
 
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.engine.early_leases import lease_kept_meanwhile
 from jaxpaged.entrypoints.http.body import num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
 from jaxpaged.entrypoints.http.headers import request_id_of, take_priority
@@ -35,8 +33,9 @@ from jaxpaged.entrypoints.http.transport.sse import (
     until_disconnect,
 )
 from jaxpaged.serving.beam_search import search
-from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate import GenerationRequest, Output, collect, stream
+from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.generate import EngineRequest, Output, collect, stream
+from jaxpaged.serving.generate_request import check_shape
 from jaxpaged.serving.output_reader import OutputReader, Reading
 from jaxpaged.serving.requests import CORE_HEADER, RequestContext, chosen_core, off_loop, trace_in
 from jaxpaged.serving.service import Service
@@ -51,7 +50,7 @@ class Parsed[Body]:
 
     body: Body
     model: str
-    generation: GenerationRequest
+    generation: EngineRequest
     reading: Reading = Reading()
 
     def new_reader(self) -> OutputReader:
@@ -84,7 +83,7 @@ class Stages:
 
     prefix: str
     body: type
-    parse: Callable[[Service, Any, str, str], Parsed]  # of a body, with the request's id and the model's name
+    parse: Callable[[Service, Any, RequestContext], Parsed]  # of a body
     answer: Callable[[Service, Parsed, Sequence[Output]], Any]
     writer: Callable[[Service, Parsed], EventWriter] | None = None
 
@@ -98,43 +97,30 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
 
 async def respond_to(service: Service, stages: Stages, request: Request, body: Any) -> Response:
     """`respond`, to a body that was read."""
-    request_id, model = introduced(service, stages.prefix, request, body)
-    parsed = await parse(service, stages, body, request_id, model, context_of(service, request, body))
+    context = context_of(service, stages.prefix, request, body)
+    parsed = await parse(service, stages, body, context)
     if stages.writer is not None and body.stream:
-        return streamed(service, request_id, parsed.generation, stages.writer(service, parsed))
-    return await unless_left(service, request, request_id, answer(service, stages, parsed))
+        return streamed(service, context.request_id, parsed.generation, stages.writer(service, parsed))
+    return await unless_left(service, request, context.request_id, answer(service, stages, parsed))
 
 
-def introduced(service: Service, prefix: str, request: Request, body: Any) -> tuple[str, str]:
-    """The id of a request and the name of its model, once its headers were heeded. Raises ServingError."""
-    model = service.check_model(body.model)
-    request_id = request_id_of(request, prefix, getattr(body, "request_id", None))
-    take_priority(request, body)
-    return request_id, model
-
-
-async def parse(
-    service: Service, stages: Stages, body: Any, request_id: str, model: str, context: RequestContext
-) -> Parsed:
+async def parse(service: Service, stages: Stages, body: Any, context: RequestContext) -> Parsed:
     """The stage `parse`, off the loop where it takes long.
 
     Raises ServingError and RequestError for what cannot be.
     """
-    parsed = await off_loop(context.num_bytes, stages.parse, service, body, request_id, model)
-    return await in_context(service, parsed, context)
+    parsed = await off_loop(context.num_bytes, stages.parse, service, body, context)
+    await check_shape(service, parsed.generation, context)
+    return parsed
 
 
-async def in_context[P: Parsed](service: Service, parsed: P, context: RequestContext) -> P:
-    """What was parsed, to be computed where its context says. Raises RequestError for a shape that cannot be."""
-    generation = dataclasses.replace(
-        parsed.generation, data_parallel_rank=context.data_parallel_rank, trace=context.trace
-    )
-    await check_shape(service, generation, context)
-    return dataclasses.replace(parsed, generation=generation)
-
-
-def context_of(service: Service, request: Request, body: Any) -> RequestContext:
-    """Who asks, and how, as the headers and the body say. Raises ServingError."""
+def context_of(
+    service: Service, prefix: str, request: Request, body: Any, request_id: str | None = None
+) -> RequestContext:
+    """Who asks, and how, as the headers and the body say. The request's id is the one that clients know, unless it
+    has a `request_id` of its own here. Raises ServingError."""
+    model = service.check_model(body.model)
+    named = request_id_of(request, prefix, getattr(body, "request_id", None))
 
     async def unless_it_leaves(work: Awaitable[None]) -> None:
         async def done() -> bool:
@@ -145,11 +131,15 @@ def context_of(service: Service, request: Request, body: Any) -> RequestContext:
             raise HttpError(CLIENT_CLOSED_REQUEST, "The client has left.")
 
     headers = request.headers
+    core = chosen_core(headers.getlist(CORE_HEADER))
+    take_priority(request, body)
     return RequestContext(
         client=client_of(request),
+        request_id=request_id or named,
+        model=model,
         user=user_of(body),
         num_bytes=num_bytes_of(request),
-        data_parallel_rank=chosen_core(headers.getlist(CORE_HEADER)),
+        data_parallel_rank=core,
         trace=trace_in(headers.items()) if service.is_tracing else None,
         unless_it_leaves=unless_it_leaves,
     )
@@ -166,17 +156,7 @@ def user_of(body: Any) -> str:
     return next((name for name in named if isinstance(name, str)), "")
 
 
-async def check_shape(service: Service, generation: GenerationRequest, context: RequestContext) -> None:
-    """Raise RequestError for a shape that cannot be; it is looked at in the turns of who asks."""
-    engine = service.engine
-    checker = engine.input_processor.grammar_checker
-    kept = lease_kept_meanwhile(engine.call, checker, generation.params, gives_back=False)
-    with client_names(generation.names):
-        async with kept:
-            await service.grammars.check(generation.shape, context)
-
-
-def streamed(service: Service, request_id: str, generation: GenerationRequest, writer: EventWriter) -> Response:
+def streamed(service: Service, request_id: str, generation: EngineRequest, writer: EventWriter) -> Response:
     """The stages `generate` and `write`, for a client that wants to see every result as it comes."""
     return event_stream(service, request_id, streamed_pieces(service, generation, writer), writer.late_error)
 
@@ -204,7 +184,7 @@ def response_headers(service: Service, request_id: str) -> dict[str, str]:
     return {"X-Request-Id": request_id.partition("-")[2]}
 
 
-def streamed_pieces(service: Service, generation: GenerationRequest, writer: EventWriter) -> Pieces:
+def streamed_pieces(service: Service, generation: EngineRequest, writer: EventWriter) -> Pieces:
     """Pieces of a stream: written into the pipe where results arise, or yielded, as the first, the last, and what comes
     while the client does not read."""
     is_alone = len(generation.prompts) == 1

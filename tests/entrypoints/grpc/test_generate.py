@@ -10,12 +10,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from jaxpaged.client.messages import generate_request
 from jaxpaged.entrypoints.grpc.answers import Responses
-from jaxpaged.entrypoints.grpc.requests import generation_request
+from jaxpaged.entrypoints.grpc.requests import generate_request as read_request
 from jaxpaged.entrypoints.http.app import create_app
-from jaxpaged.kv_store.transfer_params import RemoteSource, answer_params
+from jaxpaged.kv_store.transfer_params import PARAMS, RemoteSource, answer_params
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import FILLED_IN, SamplingParams
+from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.errors import ServingError
 from tests.engine.small_tokenizer import make_tokenizer
 from tests.entrypoints.grpc.conftest import Gate
@@ -196,11 +197,11 @@ def test_a_chat_with_tools_is_answered_as_over_http(serving, choice):
 def test_clients_of_before_send_schemas_as_structs():
     tool = pb.Tool(name="f")
     json_format.ParseDict({"properties": {"a": {"type": "integer"}}}, tool.parameters)
-    request = generation_request(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[tool])))
-    assert request.tools[0].function.parameters == {"properties": {"a": {"type": "integer"}}}
+    request = read_request(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[tool])))
+    assert request.prompt.template["tools"][0]["function"]["parameters"] == {"properties": {"a": {"type": "integer"}}}
     tool.parameters_json = '{"properties": {"b": {}}}'
-    request = generation_request(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[tool])))
-    assert request.tools[0].function.parameters == {"properties": {"b": {}}}
+    request = read_request(pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")], tools=[tool])))
+    assert request.prompt.template["tools"][0]["function"]["parameters"] == {"properties": {"b": {}}}
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "7", "[" * 100_000, '{"a": NaN}'])
@@ -221,7 +222,7 @@ def test_parts_of_a_character_have_their_bytes(serving):
     assert [each.token_bytes for each in tokens[:5]] == [b"", b"\xf0", b"\x9f", b"\x98", b"\x80"]
 
 
-def test_every_sampling_field_reaches_the_request_of_the_http_server():
+def test_every_sampling_field_reaches_the_request():
     """Set one after another: a field that nobody reads would change nothing."""
     values = {
         "n": 2,
@@ -257,10 +258,10 @@ def test_every_sampling_field_reaches_the_request_of_the_http_server():
     known = {*SamplingParams.__struct_fields__} - {"output_kind", "detokenize", "skip_reading_prefix_cache"}
     known -= {*FILLED_IN}
     assert set(fields) == known, "a sampling parameter is missing here"
-    plain = generation_request(pb.GenerateRequest(text="a", final_only=True))
+    plain = read_request(pb.GenerateRequest(text="a", final_only=True))
     for name, value in values.items():
         params = pb.SamplingParams(**{name: value})
-        changed = generation_request(pb.GenerateRequest(text="a", final_only=True, sampling_params=params))
+        changed = read_request(pb.GenerateRequest(text="a", final_only=True, sampling_params=params))
         assert changed != plain, name
 
 
@@ -273,13 +274,13 @@ def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_
     said = response.kv_transfer_params
     for prompt in ("text", [{"role": "user", "content": "text"}]):
         for params in (said, json_format.MessageToDict(said)):
-            got = generation_request(generate_request(prompt, {"kv_transfer_params": params})).kv_transfer_params
+            got = read_request(generate_request(prompt, {"kv_transfer_params": params})).params.extra_args[PARAMS]
             assert json.dumps(got, sort_keys=True) == json.dumps(lent, sort_keys=True), "7 is not 7.0 here"
     ask = generate_request("text", {"kv_transfer_params": {"do_remote_decode": True}})
     with pytest.raises(ServingError, match="final_only"):
-        generation_request(ask)
+        read_request(ask)
     ask.final_only = True
-    assert generation_request(ask).kv_transfer_params == {"do_remote_decode": True}
+    assert read_request(ask).params.extra_args[PARAMS] == {"do_remote_decode": True}
 
 
 @pytest.mark.parametrize(
@@ -294,9 +295,9 @@ def test_what_another_engine_lends_goes_from_an_answer_into_the_next_request_as_
 )
 def test_shapes_arrive_as_http_would_give_them(shape):
     params = pb.SamplingParams(structured_outputs=pb.StructuredOutputs(**shape))
-    wanted = generation_request(pb.GenerateRequest(text="a", sampling_params=params)).structured_outputs
+    wanted = read_request(pb.GenerateRequest(text="a", sampling_params=params)).prompt.structured_outputs
     [(name, value)] = shape.items()
-    assert wanted == {name: list(value.texts) if name == "choice" else value}
+    assert wanted == StructuredOutputsParams.from_dict({name: list(value.texts) if name == "choice" else value})
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.requests import check_depth
 
 BILLING = "x-anthropic-billing-header:"
 """How a text block begins that Claude Code puts into system prompts. It always differs: nothing behind it is cached."""

@@ -17,14 +17,15 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     MessagesToolChoice,
     ThinkingOption,
 )
-from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.entrypoints.http.openai.fields import check_refusals, check_stop
+from jaxpaged.entrypoints.http.openai.fields import check_refusals
 from jaxpaged.entrypoints.http.respond import Parsed
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving import generate_request
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate import GenerationRequest
-from jaxpaged.serving.prompts import Conversation, parse_conversation
+from jaxpaged.serving.generate_request import GenerateRequest, check_stop, prepare
+from jaxpaged.serving.prompts import Conversation
+from jaxpaged.serving.requests import RequestContext, check_depth
 from jaxpaged.serving.service import Service
 from jaxpaged.serving.tool_use import ToolUse
 
@@ -44,7 +45,7 @@ CHOICES = {"auto": "auto", "any": "required", "tool": "named"}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 
-def parse(service: Service, body: MessagesRequest, request_id: str, model: str) -> Parsed[MessagesRequest]:
+def parse(service: Service, body: MessagesRequest, context: RequestContext) -> Parsed[MessagesRequest]:
     """Raises ServingError and RequestError for what cannot be."""
     check_prompt_fields(body)
     check_request_fields(body)
@@ -52,9 +53,10 @@ def parse(service: Service, body: MessagesRequest, request_id: str, model: str) 
     names, processor = engine_names(body), service.engine.input_processor
     with client_names(names):
         params = sampling_params(body, processor.defaults.sampling, processor.thinking_token_ids is not None)
-        prepared = parse_conversation(conversation_of(body, body.cache_salt), params, service.formats, service.prompts)
-    generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, body.priority or 0, names)
-    return Parsed(body, model, generation, prepared.reading)
+        conversation = conversation_of(body, body.cache_salt)
+    request = GenerateRequest(prompt=conversation, params=params, priority=body.priority or 0, names=names)
+    prepared = prepare(service, request, context)
+    return Parsed(body, context.model, prepared.generation, prepared.reading)
 
 
 def count_tokens(service: Service, body: CountTokensRequest) -> int:
@@ -242,10 +244,8 @@ def sampling_params(body: MessagesRequest, defaults: Mapping[str, Any], limits_t
     if limits_thinking and body.thinking is not None and body.thinking.type == "enabled":
         own["thinking_token_budget"] = body.thinking.budget_tokens
     given = {name: value for name, value in own.items() if value is not None}
-    return SamplingParams(
-        **{**defaults, **given, "max_tokens": body.max_tokens, "stop": body.stop_sequences},
-        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-    )
+    given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+    return generate_request.sampling_params(given, defaults, streams=bool(body.stream))
 
 
 def answer_format(body: MessagesPrompt) -> StructuredOutputsParams | None:

@@ -34,12 +34,11 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
     ToolUseBlock,
 )
 from jaxpaged.entrypoints.http.errors import status_of
-from jaxpaged.entrypoints.http.openai.usage import UsageCounter
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.messages import RequestOutput
 from jaxpaged.parsing.deltas import Delta
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
-from jaxpaged.serving.output_reader import OutputPart
+from jaxpaged.serving.output_reader import OutputPart, UsageCounter
 from jaxpaged.serving.service import Service
 
 ENCODER = msgspec.json.Encoder()
@@ -115,7 +114,7 @@ def ending(parsed: Parsed[MessagesRequest], part: OutputPart, counter: UsageCoun
     """
     stop_sequence = part.stop_reason if isinstance(part.stop_reason, str) else None
     if part.finish_reason == "length":
-        room_left = counter.read().completion_tokens < parsed.body.max_tokens
+        room_left = counter.num_completion_tokens < parsed.body.max_tokens
         return Ending("model_context_window_exceeded" if room_left else "max_tokens", stop_sequence)
     if part.finish_reason not in ("stop", "tool_calls"):
         raise ServingError(
@@ -130,9 +129,10 @@ def ending(parsed: Parsed[MessagesRequest], part: OutputPart, counter: UsageCoun
 
 def usage_of(counter: UsageCounter) -> MessagesUsage:
     """Tokens from the prefix cache do not count as input; without details they are not told apart."""
-    counted = counter.read()
-    cached = counted.prompt_tokens_details.cached_tokens if counted.prompt_tokens_details else 0
-    return MessagesUsage(counted.prompt_tokens - cached, counted.completion_tokens, cache_read_input_tokens=cached)
+    cached = counter.num_cached_tokens or 0
+    return MessagesUsage(
+        counter.num_prompt_tokens - cached, counter.num_completion_tokens, cache_read_input_tokens=cached
+    )
 
 
 # ---- its blocks

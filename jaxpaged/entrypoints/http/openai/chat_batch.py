@@ -16,12 +16,12 @@ from jaxpaged.entrypoints.http.body import read_struct
 from jaxpaged.entrypoints.http.openai.completion_parse import MAX_PROMPTS
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
 from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, PromptTokensDetails, Usage
-from jaxpaged.entrypoints.http.respond import Parsed, Stages, context_of, introduced, parse, unless_left
+from jaxpaged.entrypoints.http.respond import Parsed, Stages, context_of, parse, unless_left
 from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 from jaxpaged.errors import RequestError
 from jaxpaged.serving.admission import Load
 from jaxpaged.serving.errors import ServingError, as_serving_error, client_names
-from jaxpaged.serving.generate import GenerationRequest, Output, last_results
+from jaxpaged.serving.generate import EngineRequest, Output, last_results
 from jaxpaged.serving.service import Service
 
 REFUSALS = ("stream", "tools", "use_beam_search", "echo", "kv_transfer_params")
@@ -41,13 +41,13 @@ async def respond_to_batch(service: Service, stages: Stages, request: Request) -
     await service.pace.turn()
     body = await read_struct(request, ChatBatchRequest, service.options.max_body_bytes)
     check(body)
-    request_id, model = introduced(service, stages.prefix, request, body)
+    context = context_of(service, stages.prefix, request, body)
     service.traffic.check_num_sequences(len(body.messages), 1)
     chats = []
     for number, chat in enumerate(chats_of(body)):
         with naming(number):
-            chats.append(await parse(service, stages, chat, request_id, model, context_of(service, request, chat)))
-    return await unless_left(service, request, request_id, answered(service, stages, chats))
+            chats.append(await parse(service, stages, chat, context))
+    return await unless_left(service, request, context.request_id, answered(service, stages, chats))
 
 
 def check(body: ChatBatchRequest) -> None:
@@ -88,7 +88,7 @@ def naming(number: int) -> Iterator[None]:
 async def answered(service: Service, stages: Stages, chats: Sequence[Parsed]) -> Response:
     """The stages `generate` and `write` of all chats at once."""
 
-    async def collected(number: int, generation: GenerationRequest) -> list[Output]:
+    async def collected(number: int, generation: EngineRequest) -> list[Output]:
         with naming(number), client_names(generation.names):
             return await last_results(service.engine, generation)
 
@@ -106,7 +106,7 @@ async def answered(service: Service, stages: Stages, chats: Sequence[Parsed]) ->
     )
 
 
-def load_of(generations: Sequence[GenerationRequest], max_model_len: int) -> Load:
+def load_of(generations: Sequence[EngineRequest], max_model_len: int) -> Load:
     """What all of them put on the engine: there is room for the whole batch, or for none of it."""
     loads = [each.load(max_model_len) for each in generations]
     return Load(

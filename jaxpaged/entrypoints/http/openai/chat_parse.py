@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpaged.entrypoints.http.openai.conversation import conversation_of, text_of
+from jaxpaged.entrypoints.http.openai.conversation import conversation_of
 from jaxpaged.entrypoints.http.openai.fields import (
     beam_params,
     check_fields,
@@ -14,8 +14,9 @@ from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate import GenerationRequest
-from jaxpaged.serving.prompts import Conversation, parse_conversation
+from jaxpaged.serving.generate_request import GenerateRequest, check_logprobs, prepare
+from jaxpaged.serving.prompts import Conversation, message_text
+from jaxpaged.serving.requests import RequestContext
 from jaxpaged.serving.service import Service
 
 REFUSALS = {
@@ -41,20 +42,18 @@ class ParsedChat(Parsed[ChatCompletionRequest]):
     echo: str = ""
 
 
-def parse(service: Service, body: ChatCompletionRequest, request_id: str, model: str) -> ParsedChat:
+def parse(service: Service, body: ChatCompletionRequest, context: RequestContext) -> ParsedChat:
     """Raises ServingError and RequestError for what cannot be."""
     check(body)
     params, beams = params_of(service, body)
-    service.traffic.check_num_sequences(1, body.n or 1)
     conversation = conversation_of(body, service.options.trust_request_chat_template)
     names = names_of(body, conversation)
-    with client_names(names):
-        prepared = parse_conversation(conversation, params, service.formats, service.prompts)
+    request = GenerateRequest(prompt=conversation, params=params, beams=beams, priority=body.priority or 0, names=names)
+    prepared = prepare(service, request, context)
     last = conversation.messages[-1]
     role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
-    echo = text_of(last) if body.echo and last["role"] == role else ""
-    generation = GenerationRequest(request_id, [prepared.prompt], prepared.params, body.priority or 0, names, beams)
-    return ParsedChat(body, model, generation, prepared.reading, role, echo)
+    echo = message_text(last) if body.echo and last["role"] == role else ""
+    return ParsedChat(body, context.model, prepared.generation, prepared.reading, role, echo)
 
 
 def params_of(service: Service, body: ChatCompletionRequest) -> tuple[SamplingParams, BeamSearchParams | None]:
@@ -78,10 +77,7 @@ def check(body: ChatCompletionRequest) -> None:
         )
     if body.top_logprobs and not body.logprobs:
         raise ServingError(f"top_logprobs is {body.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs")
-    if body.top_logprobs is not None and body.top_logprobs < -1:
-        raise ServingError(
-            f"top_logprobs is {body.top_logprobs}; it must be at least -1, which means all.", "top_logprobs"
-        )
+    check_logprobs("top_logprobs", body.top_logprobs)
     if body.logprob_token_ids and not body.logprobs:
         raise ServingError("logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
 

@@ -22,10 +22,10 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     ChatToolCallDelta,
     FunctionDelta,
 )
-from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.openai.usage import usage_of
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
-from jaxpaged.serving.output_reader import OutputReader
+from jaxpaged.serving.output_reader import OutputReader, UsageCounter
 from jaxpaged.serving.service import Service
 
 
@@ -40,7 +40,7 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
         created=int(time.time()),
         model=chat.model,
         choices=[choice(chat, tokenizer, *each) for each in zip(output.outputs, readers)],
-        usage=usage.read(num_thinking=num_thinking(service, chat, readers)),
+        usage=usage_of(usage, num_thinking=num_thinking(service, chat, readers)),
         prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
         prompt_text=output.prompt if body.return_prompt_text else None,

@@ -12,13 +12,14 @@ from jaxpaged.entrypoints.http.openai.protocol import DEFAULT_MAX_TOKENS, Comple
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.generate_request import GenerateRequest, TextPrompts, check_logprobs, prepare
+from jaxpaged.serving.requests import RequestContext
 from jaxpaged.serving.service import Service
 
 MAX_PROMPTS = 1024
 
 
-def parse(service: Service, body: CompletionRequest, request_id: str, model: str) -> Parsed[CompletionRequest]:
+def parse(service: Service, body: CompletionRequest, context: RequestContext) -> Parsed[CompletionRequest]:
     """Raises ServingError and RequestError for what cannot be."""
     check(body)
     params, given = params_of(service, body), prompts_of(body.prompt)
@@ -27,13 +28,16 @@ def parse(service: Service, body: CompletionRequest, request_id: str, model: str
             f"kv_transfer_params is given with {len(given)} prompts; it is about one.", "kv_transfer_params"
         )
     beams = beam_params(body, params.max_tokens)
-    service.traffic.check_num_sequences(len(given), body.n or 1)
-    prompts = service.prompts.read(given, body.truncation, body.add_special_tokens is not False, body.cache_salt)
-    repeats = bool(body.echo or body.return_token_ids)
-    generation = GenerationRequest(
-        request_id, prompts, params, body.priority or 0, shape_name(body), beams, repeats_prompt=repeats
+    texts = TextPrompts(given, body.truncation, body.add_special_tokens is not False, body.cache_salt, shape_of(body))
+    request = GenerateRequest(
+        prompt=texts,
+        params=params,
+        beams=beams,
+        priority=body.priority or 0,
+        names=shape_name(body),
+        repeats_prompt=bool(body.echo or body.return_token_ids),
     )
-    return Parsed(body, model, generation)
+    return Parsed(body, context.model, prepare(service, request, context).generation)
 
 
 def params_of(service: Service, body: CompletionRequest) -> SamplingParams:
@@ -43,7 +47,6 @@ def params_of(service: Service, body: CompletionRequest) -> SamplingParams:
         max_tokens = 1
     defaults = service.engine.input_processor.defaults.sampling
     params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
-    params.structured_outputs = shape_of(body)
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs, params.skip_reading_prefix_cache = body.logprobs, True
     return params
@@ -69,8 +72,7 @@ def check(body: CompletionRequest) -> None:
         raise ServingError(
             f"n is {body.n}, but a stream with echo and logprobs has one sequence. Set stream to false.", "n"
         )
-    if body.logprobs is not None and body.logprobs < -1:
-        raise ServingError(f"logprobs is {body.logprobs}; it must be at least -1, which means all.", "logprobs")
+    check_logprobs("logprobs", body.logprobs)
 
 
 def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -25,10 +25,11 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     CompletionResponse,
     CompletionStreamChoice,
 )
-from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.openai.usage import usage_of
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.serving.output_reader import UsageCounter
 from jaxpaged.serving.service import Service
 
 COLUMNS = CompletionLogprobs.__struct_fields__
@@ -47,7 +48,7 @@ def answer(service: Service, parsed: Parsed[CompletionRequest], outputs: Sequenc
         created=int(time.time()),
         model=parsed.model,
         choices=all_choices,
-        usage=usage.read(),
+        usage=usage_of(usage),
         kv_transfer_params=outputs[0].kv_transfer_params if len(outputs) == 1 else None,
     )
 

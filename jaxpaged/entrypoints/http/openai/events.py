@@ -12,11 +12,12 @@ import msgspec
 from jaxpaged.entrypoints.http.errors import error_body
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
 from jaxpaged.entrypoints.http.openai.protocol import SYSTEM_FINGERPRINT, Chunk
-from jaxpaged.entrypoints.http.openai.usage import UsageCounter
+from jaxpaged.entrypoints.http.openai.usage import usage_of
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.entrypoints.http.transport.sse import event
 from jaxpaged.messages import RequestOutput
 from jaxpaged.serving.errors import ServingError
+from jaxpaged.serving.output_reader import UsageCounter
 from jaxpaged.serving.service import Service
 
 DONE = event(b"[DONE]")
@@ -47,7 +48,7 @@ class ChunkWriter:
         return written(
             self._new(
                 choices=(choice,),
-                usage=self._counter.read(in_stream=True) if self._usage.in_every_chunk else None,
+                usage=usage_of(self._counter, in_stream=True) if self._usage.in_every_chunk else None,
                 system_fingerprint=SYSTEM_FINGERPRINT if ended and not self._usage.at_end else None,
                 **more,
             )
@@ -59,7 +60,7 @@ class ChunkWriter:
 
     def last(self, num_thinking: int | None = None) -> bytes:
         """The chunk with the usage of the whole request, and how many of its tokens were thinking if that is known."""
-        usage = self._counter.read(in_stream=True, num_thinking=num_thinking)
+        usage = usage_of(self._counter, in_stream=True, num_thinking=num_thinking)
         return written(self._new(choices=(), usage=usage, system_fingerprint=SYSTEM_FINGERPRINT))
 
 

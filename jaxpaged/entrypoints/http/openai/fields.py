@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from jaxpaged.engine.input.long_text import Truncation
-from jaxpaged.entrypoints.http.body import check_depth
-from jaxpaged.kv_store.transfer_params import PARAMS
-from jaxpaged.sampling_params import FILLED_IN, BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import FILLED_IN, BeamSearchParams, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving import generate_request
 from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate_request import check_stop
+from jaxpaged.serving.requests import check_depth
 
-MAX_STOP_STRINGS = 4
 ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
 
 
@@ -91,11 +91,6 @@ def check_given(body: msgspec.Struct, name: str) -> None:
     given in its place."""
     if getattr(body, name) is None:
         raise ServingError(f"{name} is missing. Add it.", name)
-
-
-def check_stop(name: str, stop: str | list[str] | None) -> None:
-    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
-        raise ServingError(f"{name} has {len(stop)} texts; at most {MAX_STOP_STRINGS} are looked for.", name)
 
 
 def check_service_tier(tier: str | None) -> None:
@@ -350,18 +345,14 @@ def sampling_params(
     With beams nothing is drawn, and only what concerns the text is left of both. Raises RequestError for values that
     cannot be.
     """
-    values = {**defaults, **given(body, SAMPLING)}
-    if body.use_beam_search:
-        values = given(body, KEPT_WITH_BEAMS)
-    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-    extra = body.vllm_xargs
-    if body.kv_transfer_params:
-        extra = {**(extra or {}), PARAMS: body.kv_transfer_params}
+    values = given(body, KEPT_WITH_BEAMS if body.use_beam_search else SAMPLING)
+    extra = {} if body.vllm_xargs is None else {"extra_args": body.vllm_xargs}
     with client_names({"extra_args": "vllm_xargs"}):
-        return SamplingParams(
-            **{**values, "max_tokens": max_tokens, "logprobs": logprobs},
-            extra_args=extra,
-            output_kind=kind,
+        return generate_request.sampling_params(
+            {**values, "max_tokens": max_tokens, "logprobs": logprobs, **extra},
+            {} if body.use_beam_search else defaults,
+            streams=bool(body.stream),
+            kv_transfer_params=body.kv_transfer_params,
         )
 
 

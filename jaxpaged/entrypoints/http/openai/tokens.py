@@ -1,13 +1,11 @@
 """`POST /tokenize` and `POST /detokenize`."""
 
-from collections.abc import Sequence
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
-from jaxpaged.entrypoints.http.openai.conversation import template_arguments, template_messages
+from jaxpaged.entrypoints.http.openai.conversation import template_arguments
 from jaxpaged.entrypoints.http.openai.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -16,7 +14,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.transport.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.prompts import TokenPrompt
+from jaxpaged.serving.prompts import TokenPrompt, template_messages, text_of_tokens, token_strs
 from jaxpaged.serving.requests import off_loop
 from jaxpaged.serving.service import Service
 
@@ -39,13 +37,17 @@ class Tokens:
         service = self._service
         body = await read_struct(request, DetokenizeRequest, service.options.max_body_bytes)
         service.check_model(body.model)
-        return json_response(DetokenizeResponse(await off_loop(num_bytes_of(request), text_of, service, body.tokens)))
+        return json_response(
+            DetokenizeResponse(
+                await off_loop(num_bytes_of(request), text_of_tokens, service.engine.input_processor, body.tokens)
+            )
+        )
 
 
 def tokenized(service: Service, body: TokenizeRequest) -> Response:
     """The answer. Takes long for long texts, as the other functions do."""
     token_ids = prompt_of(service, body).token_ids
-    names = token_strs(service, token_ids) if body.return_token_strs else None
+    names = token_strs(service.engine.input_processor, token_ids) if body.return_token_strs else None
     answer = TokenizeResponse(len(token_ids), service.model.max_model_len, token_ids, names)
     return json_response(answer) if len(token_ids) <= ITEMS_AT_ONCE else BigAnswer(encoded(answer))
 
@@ -62,20 +64,3 @@ def prompt_of(service: Service, body: TokenizeRequest) -> TokenPrompt:
     return service.prompts.read_chat(
         messages, Truncation(), bool(body.add_special_tokens), None, most=service.most_counted, **template
     )
-
-
-def token_strs(service: Service, token_ids: Sequence[int]) -> list[str]:
-    """The tokens as the vocabulary has them."""
-    backend = service.engine.input_processor.tokenizer.backend
-    return [backend.id_to_token(each) or "" for each in token_ids]
-
-
-def text_of(service: Service, token_ids: Sequence[int]) -> str:
-    """The text of token ids. Raises ServingError for one that the vocabulary does not have."""
-    processor = service.engine.input_processor
-    for place, token_id in enumerate(token_ids):
-        if not 0 <= token_id < processor.vocab_size:
-            raise ServingError(
-                f"tokens[{place}] is {token_id}; ids are from 0 to {processor.vocab_size - 1}.", "tokens"
-            )
-    return processor.tokenizer.decode(token_ids, False)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpaged.engine.pooling.scoring import cosine
 from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.parse import ParsedPairs
 from jaxpaged.entrypoints.http.pooling.protocol import (
@@ -51,13 +50,13 @@ def classes(service: Service, parsed: Parsed, outputs: Outputs) -> ClassifyRespo
 
 
 def scores(service: Service, parsed: ParsedPairs, outputs: Outputs) -> ScoreResponse:
-    data = [ScoreItem(index=i, score=score) for i, score in enumerate(scores_of(parsed, outputs))]
+    data = [ScoreItem(index=i, score=score) for i, score in enumerate(parsed.pairs.scores(outputs))]
     return answered(service, parsed, outputs, ScoreResponse, data)
 
 
 def ranking(service: Service, parsed: ParsedPairs, outputs: Outputs) -> RerankResponse:
     """The best documents first."""
-    body, found, usage = parsed.body, scores_of(parsed, outputs), usage_of(service, outputs)
+    body, found, usage = parsed.body, parsed.pairs.scores(outputs), usage_of(service, outputs)
     order = sorted(range(len(found)), key=lambda i: -found[i])[: body.top_n or None]
     shown = body.return_documents is not False
     results = [
@@ -78,14 +77,6 @@ def answered[Answer: PooledAnswer](
         data=data,
         usage=usage_of(service, outputs),
     )
-
-
-def scores_of(parsed: ParsedPairs, outputs: Outputs) -> list[float]:
-    """The score of every pair: a classifier's own, or the cosine of two vectors."""
-    vectors = [output.outputs.data for output in outputs]
-    if parsed.classifies:
-        return [float(vector[0]) for vector in vectors]
-    return [cosine(vectors[i], vectors[parsed.num_first + j]) for i, j in parsed.pairs]
 
 
 def written(numbers: np.ndarray, body: EmbeddingRequest) -> list[float] | str:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpaged.engine.input.long_text import PromptTooLongError
-from jaxpaged.entrypoints.http.openai.conversation import template_message
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.prompts import ParsedConversation
+from jaxpaged.serving.generate_request import PreparedRequest
+from jaxpaged.serving.prompts import template_message
 from jaxpaged.serving.tool_use import ToolUse
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -208,9 +208,7 @@ def check_known(name: Any, names: list[str], path: str) -> None:
         raise ServingError(f"{path} is {name!r}, but tools has {', '.join(names) or 'none'}.", path)
 
 
-def newest_that_fit(
-    messages: Messages, make: Callable[[Messages], ParsedConversation], room: int
-) -> ParsedConversation:
+def newest_that_fit(messages: Messages, make: Callable[[Messages], PreparedRequest], room: int) -> PreparedRequest:
     """What `make` makes of as many messages as have at most `room` prompt tokens.
 
     Instructions stay, and what is left begins with a user's message, since templates refuse other beginnings.
@@ -220,7 +218,7 @@ def newest_that_fit(
     beginnings = [i for i, each in enumerate(messages) if i > num_system and each["role"] == "user"]
     beginnings = [num_system, *beginnings]
     low, high = 0, len(beginnings) - 1  # the first that fits is between them, or is the last one
-    best: ParsedConversation | None = None
+    best: PreparedRequest | None = None
     while low < high:
         middle = (low + high) // 2 if best is not None or low else 0  # most conversations fit as they are
         made = within(room, make, messages[:num_system] + messages[beginnings[middle] :])
@@ -231,10 +229,10 @@ def newest_that_fit(
     return best or make(messages[:num_system] + messages[beginnings[low] :])
 
 
-def within(room: int, make: Callable[[Messages], ParsedConversation], messages: Messages) -> ParsedConversation | None:
+def within(room: int, make: Callable[[Messages], PreparedRequest], messages: Messages) -> PreparedRequest | None:
     """None for messages that are too long."""
     try:
         made = make(messages)
     except PromptTooLongError:
         return None
-    return made if len(made.prompt.token_ids) <= room else None
+    return made if len(made.generation.prompts[0].token_ids) <= room else None

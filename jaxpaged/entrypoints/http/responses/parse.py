@@ -4,18 +4,17 @@ What this API cannot do is refused by its field. This module does not know how a
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from jaxpaged.entrypoints.http.body import check_depth
 from jaxpaged.entrypoints.http.openai.fields import (
     ENCODER_REFUSALS,
     check_given,
     check_refusals,
     check_service_tier,
-    check_stop,
     given,
 )
 from jaxpaged.entrypoints.http.respond import Parsed
@@ -27,14 +26,15 @@ from jaxpaged.entrypoints.http.responses.conversation import (
     newest_that_fit,
     tool_use,
 )
-from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOptions, Response, ResponsesRequest, new_id
+from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOptions, Response, ResponsesRequest
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
-from jaxpaged.kv_store.transfer_params import PARAMS
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
+from jaxpaged.serving import generate_request
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate import GenerationRequest
-from jaxpaged.serving.prompts import Conversation, ParsedConversation, parse_conversation
+from jaxpaged.serving.generate_request import GenerateRequest, PreparedRequest, check_stop, prepare
+from jaxpaged.serving.prompts import Conversation
+from jaxpaged.serving.requests import RequestContext, check_depth
 from jaxpaged.serving.service import Service
 
 ENGINE_NAMES = {
@@ -88,13 +88,17 @@ class ParsedResponse(Parsed[ResponsesRequest]):
 
 
 def parse(
-    service: Service, store: ResponseStore, body: ResponsesRequest, owner: bytes, earlier: list[Item]
+    service: Service,
+    store: ResponseStore,
+    body: ResponsesRequest,
+    context: RequestContext,
+    owner: bytes,
+    earlier: list[Item],
 ) -> ParsedResponse:
-    """`earlier`: what `earlier_items` gives. Takes long for long conversations.
+    """`context` has the id of the response. `earlier`: what `earlier_items` gives. Takes long for long conversations.
 
     Raises ServingError and RequestError for what cannot be.
     """
-    model = service.check_model(body.model)
     items = input_items(body.input)
     shape_field = "text.format" if body.structured_outputs is None else "structured_outputs"
     names = {**ENGINE_NAMES, "structured_outputs": shape_field}
@@ -102,11 +106,11 @@ def parse(
         turns = Turns(body.instructions)
         turns.add_all(earlier, "previous_response_id")
         turns.add_all(items, "input")
-        prepared = parsed_conversation(service, body, turns.messages)
-    response = response_of(body, model, prepared.params, is_kept(store, body))
-    generation = GenerationRequest(response.id, [prepared.prompt], prepared.params, body.priority or 0, names)
+        prepared = prepared_conversation(service, body, context, names, turns.messages)
+    generation = prepared.generation
+    response = response_of(body, context, generation.params, is_kept(store, body))
     return ParsedResponse(
-        body, model, generation, prepared.reading, response=response, items=[*earlier, *items], owner=owner
+        body, context.model, generation, prepared.reading, response=response, items=[*earlier, *items], owner=owner
     )
 
 
@@ -137,7 +141,9 @@ def is_kept(store: ResponseStore, body: ResponsesRequest) -> bool:
     return store.is_enabled and body.store is not False
 
 
-def parsed_conversation(service: Service, body: ResponsesRequest, messages: Messages) -> ParsedConversation:
+def prepared_conversation(
+    service: Service, body: ResponsesRequest, context: RequestContext, names: Mapping[str, str], messages: Messages
+) -> PreparedRequest:
     """The prompt and how its answer is read; where the client wishes it, of the newest messages that fit."""
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     variables = dict(body.chat_template_kwargs or {})
@@ -146,9 +152,10 @@ def parsed_conversation(service: Service, body: ResponsesRequest, messages: Mess
     template = {"template_variables": variables, "tools": None if use is None else list(use.tools)}
     shape, params = shape_of(body), params_of(service, body)
 
-    def with_messages(kept: Messages) -> ParsedConversation:
+    def with_messages(kept: Messages) -> PreparedRequest:
         conversation = Conversation(kept, template, use, shape, cache_salt=body.cache_salt)
-        return parse_conversation(conversation, params, service.formats, service.prompts)
+        request = GenerateRequest(prompt=conversation, params=params, priority=body.priority or 0, names=names)
+        return prepare(service, request, context)
 
     if body.truncation != "auto":
         return with_messages(messages)
@@ -159,31 +166,32 @@ def parsed_conversation(service: Service, body: ResponsesRequest, messages: Mess
 
 def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
     """Without a limit of its own a request gets the model's, or the rest of the context."""
-    defaults = dict(service.engine.input_processor.defaults.sampling)
-    limit = {} if body.max_output_tokens is None else {"max_tokens": body.max_output_tokens}
-    in_pieces, extra = body.stream or body.background, body.vllm_xargs
-    if body.kv_transfer_params:
-        extra = {**(extra or {}), PARAMS: body.kv_transfer_params}
-    return SamplingParams(
-        **{"max_tokens": None, **defaults, **given(body), **limit},
-        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
-        extra_args=extra,
-        output_kind=RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY,
+    given_params = given(body)
+    given_params["logprobs"] = (body.top_logprobs or 0) if body.wants_logprobs else None
+    if body.max_output_tokens is not None:
+        given_params["max_tokens"] = body.max_output_tokens
+    if body.vllm_xargs is not None:
+        given_params["extra_args"] = body.vllm_xargs
+    return generate_request.sampling_params(
+        given_params,
+        service.engine.input_processor.defaults.sampling,
+        streams=bool(body.stream or body.background),
+        kv_transfer_params=body.kv_transfer_params,
     )
 
 
-def response_of(body: ResponsesRequest, model: str, params: SamplingParams, keeps: bool) -> Response:
+def response_of(body: ResponsesRequest, context: RequestContext, params: SamplingParams, keeps: bool) -> Response:
     """The response before it has begun, with the options that hold for it."""
     text, reasoning = body.text, body.reasoning
     return Response(
-        id=new_id("resp"),
+        id=context.request_id,
         created_at=int(time.time()),
         status="queued" if body.background else "in_progress",
         background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
-        model=model,
+        model=context.model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,

@@ -8,18 +8,17 @@ from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.entrypoints.http.headers import request_id_of, take_priority
+from jaxpaged.entrypoints.http.headers import request_id_of
 from jaxpaged.entrypoints.http.respond import (
     context_of,
     event_stream,
-    in_context,
     response_headers,
     streamed,
     unless_left,
 )
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
-from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest
+from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest, new_id
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.transport.auth import given_key
@@ -27,7 +26,8 @@ from jaxpaged.entrypoints.http.transport.big_answer import answer_of
 from jaxpaged.serving.api_keys import digest
 from jaxpaged.serving.errors import ServingError, client_names
 from jaxpaged.serving.generate import all_results, stream
-from jaxpaged.serving.requests import SHORT_BODY, off_loop
+from jaxpaged.serving.generate_request import check_shape
+from jaxpaged.serving.requests import SHORT_BODY, RequestContext, off_loop
 from jaxpaged.serving.service import Service
 
 
@@ -45,9 +45,9 @@ class Responses:
         await service.pace.turn()
         body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
         await off_loop(num_bytes_of(request), check, body)
-        request_id = request_id_of(request, "resp")
-        take_priority(request, body)
-        parsed = await self._parsed(request, body)
+        context = context_of(service, "resp", request, body, request_id=new_id("resp"))
+        request_id = request.scope["request_id"]
+        parsed = await self._parsed(request, body, context)
         if body.background:
             stored = await self._begin_in_background(parsed, with_events=bool(body.stream))
             if body.stream:
@@ -58,14 +58,14 @@ class Responses:
             return streamed(service, request_id, parsed.generation, run)
         return await unless_left(service, request, request_id, self._complete(parsed))
 
-    async def _parsed(self, request: Request, body: ResponsesRequest) -> ParsedResponse:
+    async def _parsed(self, request: Request, body: ResponsesRequest, context: RequestContext) -> ParsedResponse:
         """In a thread where something went before, which may be long however short the body is."""
         owner = owner_of(request)
         earlier = earlier_items(self._store, body, owner)
-        context = context_of(self._service, request, body)
         num_bytes = SHORT_BODY + 1 if earlier else context.num_bytes
-        parsed = await off_loop(num_bytes, parse, self._service, self._store, body, owner, earlier)
-        return await in_context(self._service, parsed, context)
+        parsed = await off_loop(num_bytes, parse, self._service, self._store, body, context, owner, earlier)
+        await check_shape(self._service, parsed.generation, context)
+        return parsed
 
     async def retrieve(self, request: Request) -> HttpResponse:
         """A response that is kept; with stream=true the events of one that was made so in the background."""

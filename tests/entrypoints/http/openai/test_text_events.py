@@ -14,7 +14,7 @@ from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, Com
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.serving.generate import GenerationRequest
+from jaxpaged.serving.generate import EngineRequest
 from jaxpaged.serving.options import ServerOptions
 from jaxpaged.serving.prompts import TokenPrompt
 from tests.engine.small_tokenizer import make_tokenizer
@@ -23,7 +23,7 @@ SERVICE = SimpleNamespace(
     options=ServerOptions.from_options({}),
     engine=SimpleNamespace(input_processor=SimpleNamespace(tokenizer=make_tokenizer())),
 )
-GENERATION = GenerationRequest('cmpl-"\\u0000"', [TokenPrompt([1, 2])], SamplingParams(n=2))
+GENERATION = EngineRequest('cmpl-"\\u0000"', [TokenPrompt([1, 2])], SamplingParams(n=2))
 USAGE = {"stream_options": StreamOptions(include_usage=True)}
 
 

@@ -5,8 +5,9 @@ import pytest
 from jaxpaged.engine.input.long_text import PromptTooLongError
 from jaxpaged.entrypoints.http.responses.conversation import newest_that_fit
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.serving.output_reader import Reading
-from jaxpaged.serving.prompts import ParsedConversation, TokenPrompt
+from jaxpaged.serving.generate import EngineRequest
+from jaxpaged.serving.generate_request import PreparedRequest
+from jaxpaged.serving.prompts import TokenPrompt
 
 MESSAGES = [{"role": role, "content": str(i)} for i, role in enumerate(["system", *["user", "assistant", "tool"] * 4])]
 
@@ -19,10 +20,10 @@ def kept(room, messages=MESSAGES, most=100):
         tries.append(part)
         if len(part) > most:
             raise PromptTooLongError("too many tokens", "prompt")
-        return ParsedConversation(TokenPrompt([1] * 10 * len(part)), SamplingParams(), Reading())
+        return PreparedRequest(EngineRequest("r", [TokenPrompt([1] * 10 * len(part))], SamplingParams()))
 
     prepared = newest_that_fit(messages, make, room)
-    return next(part for part in tries if len(part) * 10 == len(prepared.prompt.token_ids)), len(tries)
+    return next(part for part in tries if len(part) * 10 == len(prepared.generation.prompts[0].token_ids)), len(tries)
 
 
 @pytest.mark.parametrize("room", [0, 39, 40, 69, 70, 99, 100, 129, 130, 1000])
