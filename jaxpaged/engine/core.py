@@ -7,16 +7,17 @@ never waits for the host. This module knows neither text nor devices.
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.engine.core_calls import CoreCall
-from jaxpaged.engine.core_client import EngineCoreClient
+from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.in_flight import InFlight, StepPacer
 from jaxpaged.engine.kv_connector import save_all, save_prefix, seconds_to_wait
 from jaxpaged.engine.merged_outputs import merged, without
@@ -28,6 +29,7 @@ from jaxpaged.executor.base import Executor, KVTransferWorker
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.kv_connector.base import KVConnection
 from jaxpaged.kv_store.prefix_file import PrefixInfo
+from jaxpaged.kv_store.transfer_params import PARAMS, source_of, transfer_params
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -36,6 +38,7 @@ from jaxpaged.messages import (
     KVBlockMap,
     SchedulerOutput,
     SchedulerStats,
+    StepRecord,
 )
 
 if TYPE_CHECKING:
@@ -148,8 +151,8 @@ class EngineCore(EngineCoreClient):
         self._outputs = without(self._outputs, request_ids)
 
     def call[R](self, call: CoreCall[R]) -> R:
-        """Whatever else may be asked of a core: see `core_calls.py`."""
-        return call.answer(self)
+        """Call one of the methods that `core_calls.py` lists."""
+        return getattr(self, call.name())(**msgspec.structs.asdict(call))
 
     def step(self) -> EngineCoreOutputs:
         """Admit what is ready, schedule, execute, take the oldest result, update.
@@ -309,8 +312,12 @@ class EngineCore(EngineCoreClient):
         """How deep the engine sleeps, see `sleep`; None while it is awake."""
         return self._sleep.level
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Stop computing. What was computed until now is returned by the next `step`.
+    def is_sleeping(self) -> bool:
+        """Whether anything has to be woken before the next step."""
+        return self._sleep.level is not None
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> SchedulerStats:
+        """Stop computing; returns how the core is afterwards. What was computed is returned by the next `step`.
 
         Level 0 frees nothing. Level 1 frees the KV cache, and the weights leave the device; at level 2 the host
         forgets them too. Mode "abort" ends the requests under way, "wait" finishes them first, "keep" lets them go on
@@ -335,9 +342,11 @@ class EngineCore(EngineCoreClient):
         self._publish_events()
         if level > 0:
             self.executor.workers.sleep(discard=level == 2)
+        return self.stats()
 
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
+    def wake_up(self, tags: Collection[str] | None = None) -> SchedulerStats:
         """Take back what `tags` name, None: all of it; steps go on once nothing sleeps. What is awake is passed over.
+        Returns how the core is afterwards.
 
         Raises UsageError for an unknown tag, CheckpointError and CapacityError when weights or memory are gone; what
         could not be taken back sleeps on.
@@ -348,8 +357,9 @@ class EngineCore(EngineCoreClient):
                 if part not in PARTS[0]:
                     with accepted_interrupts():
                         self.executor.workers.wake_up(part)
-                    self.heed_weights()
+                    self.note_weight_update()
                 self._sleep.wake(part)
+        return self.stats()
 
     def block_map(self) -> KVBlockMap:
         """Who holds which KV block now."""
@@ -361,9 +371,9 @@ class EngineCore(EngineCoreClient):
         return take_snapshot(self._scheduler, self.step_log, self.executor, self.stats(), since_step)
 
     @holding_interrupts
-    def heed_weights(self) -> None:
-        """If the weights are others than before, nothing that was computed with those is ever used again. Whoever runs
-        begins anew with the tokens that it has."""
+    def note_weight_update(self) -> None:
+        """If the weights are others than before, nothing that was computed with the old ones is ever used again:
+        running requests compute their tokens anew."""
         version = self.executor.weights_version
         if version != self._weights_version:
             self._await_all()
@@ -374,20 +384,55 @@ class EngineCore(EngineCoreClient):
                 self._scheduler.change_weights(version)
             self._publish_events()
 
-    def save_prefix(self, path: Path, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
+    def executor_stats(self) -> dict[str, Any]:
+        """Counters of the executor: steps, padding, buckets, programs, recompiles."""
+        return self.executor.workers.stats()
+
+    def step_records(self) -> tuple[list[StepRecord], int]:
+        """The newest finished steps, oldest first, and how many before them are forgotten."""
+        return self.step_log.read()
+
+    def wait_for_programs(self) -> None:
+        """Block until every program is compiled."""
+        self.executor.workers.wait_for_programs()
+
+    def start_profile(self, folder: str | None = None) -> None:
+        """Begin to record what the devices do, into `folder`, or where options say. Raises UsageError."""
+        self.executor.workers.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """Write the record. Raises ConflictError when there is none."""
+        self.executor.workers.stop_profile()
+
+    def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
+        """Call a method of every worker, or a function with it; a result of each. Raises UsageError for an unknown
+        name."""
+        try:
+            return self.executor.collective_rpc(method, args, kwargs)
+        finally:
+            self.note_weight_update()
+
+    def keep_lease(self, params: Mapping[str, Any], is_needed: bool) -> None:
+        """A request may come with these `kv_transfer_params`; not `is_needed`: it will not come after all. Raises
+        RequestError for params that cannot be."""
+        source_of(transfer_params({PARAMS: params}))
+        if self.transfers is not None:
+            self.transfers.connector.expect_request(params, is_needed)
+
+    def save_prefix(self, path: str, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
         """Write what the prefix cache has of these tokens, all that fill blocks and pages, to a file. Raises
         UsageError."""
         if self.transfers is None or self._kv_transfer is None:
             raise UsageError(NO_FILES)
         self._exchange_kv()  # what has come is written
-        return save_prefix(self.transfers, self._kv_transfer, path, token_ids, cache_salt)
+        return save_prefix(self.transfers, self._kv_transfer, Path(path), token_ids, cache_salt)
 
-    def load_prefix(self, path: Path) -> PrefixInfo:
+    def load_prefix(self, path: str) -> PrefixInfo:
         """Bring the pages of a file to where they are kept. Raises UsageError, and PageError for one that must not be
         used."""
         if self._kv_transfer is None:
             raise UsageError(NO_FILES)
-        return self._kv_transfer.load_prefix(path)
+        return self._kv_transfer.load_prefix(Path(path))
 
     def shutdown(self) -> None:
         """Release the devices, once what is kept besides them is where it outlives the engine, as far as that takes no

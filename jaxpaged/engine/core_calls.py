@@ -1,16 +1,17 @@
-"""What can be asked of an engine core besides requests: every call is declared here, once, with the type of its answer.
+"""How a front end talks to an engine core, in this process or in another: requests, and calls of its other methods.
 
-A call is plain data and says itself what the core does for it, so whatever lies between who asks and the core forwards
-all calls alike: `EngineCoreClient.call`, the socket to another process, the HTTP server's engine. Whoever adds one
-writes a class here, adds it to `CALLS`, and gives it a method in `control.py` if users are to have it.
+A call is plain data: the name of a method of `EngineCore` and its arguments, with the type of its result. So everything
+between a user and the core forwards all calls alike: `EngineCoreClient.call`, the socket to another process, the HTTP
+server's engine. To add one, write a class here, add it to `CALLS`, write the method, and one in `control.py` if users
+are to have it. This module knows neither text nor devices.
 """
 
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 
@@ -23,15 +24,11 @@ from jaxpaged.engine.merged_answers import (
 )
 from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.prefix_file import PrefixInfo
-from jaxpaged.kv_store.transfer_params import PARAMS, source_of, transfer_params
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
-
-if TYPE_CHECKING:
-    from jaxpaged.engine.core import EngineCore
+from jaxpaged.messages import EngineCoreRequest, EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
 
 class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
-    """A call whose answer is an R. Its fields are the arguments."""
+    """A call of a method of `EngineCore` that returns an R. Its fields are the arguments."""
 
     changes_books: ClassVar[bool] = False
     """Whether an interrupt must not tear it apart."""
@@ -39,10 +36,6 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
     """Whether it may take seconds and touches no step, so that steps can go on meanwhile."""
     only_tells: ClassVar[bool] = False
     """Whether it changes nothing: of several cores those answer that serve now. Any other call is for all of them."""
-
-    def answer(self, core: "EngineCore") -> R:
-        """Do it."""
-        raise NotImplementedError
 
     def for_core(self, number: int) -> Self:
         """What one of several cores is asked when all of them are."""
@@ -70,9 +63,6 @@ class ResetPrefixCache(CoreCall[bool]):
 
     reset_running_requests: bool = False
 
-    def answer(self, core: "EngineCore") -> bool:
-        return core.reset_prefix_cache(self.reset_running_requests)
-
     def merged(self, answers: Sequence[bool]) -> bool:
         return all(answers)
 
@@ -85,10 +75,6 @@ class Sleep(CoreCall[SchedulerStats]):
     level: int = 1
     mode: str = "abort"
 
-    def answer(self, core: "EngineCore") -> SchedulerStats:
-        core.sleep(self.level, self.mode)
-        return core.stats()
-
     def merged(self, answers: Sequence[SchedulerStats]) -> SchedulerStats:
         return merged_stats(answers)
 
@@ -100,10 +86,6 @@ class WakeUp(CoreCall[SchedulerStats]):
 
     tags: Sequence[str] | None = None
 
-    def answer(self, core: "EngineCore") -> SchedulerStats:
-        core.wake_up(self.tags)
-        return core.stats()
-
     def merged(self, answers: Sequence[SchedulerStats]) -> SchedulerStats:
         return merged_stats(answers)
 
@@ -112,9 +94,6 @@ class IsSleeping(CoreCall[bool]):
     """Whether anything has to be woken before the next step; of several cores, in any of them."""
 
     only_tells = True
-
-    def answer(self, core: "EngineCore") -> bool:
-        return core.sleep_level is not None
 
     def merged(self, answers: Sequence[bool]) -> bool:
         return any(answers)
@@ -131,17 +110,11 @@ class StartProfile(CoreCall[None]):
     def for_core(self, number: int) -> Self:
         return self if self.folder is None else type(self)(folder_of_core(self.folder, number))
 
-    def answer(self, core: "EngineCore") -> None:
-        core.executor.workers.start_profile(self.folder)
-
 
 class StopProfile(CoreCall[None]):
     """Write the record. ConflictError when there is none."""
 
     runs_beside_steps = True
-
-    def answer(self, core: "EngineCore") -> None:
-        core.executor.workers.stop_profile()
 
 
 class WaitForPrograms(CoreCall[None]):
@@ -149,17 +122,11 @@ class WaitForPrograms(CoreCall[None]):
 
     runs_beside_steps = True
 
-    def answer(self, core: "EngineCore") -> None:
-        core.executor.workers.wait_for_programs()
-
 
 class ExecutorStats(CoreCall[dict[str, Any]]):
     """Counters of the executor: steps, padding, buckets, programs, recompiles."""
 
     only_tells = True
-
-    def answer(self, core: "EngineCore") -> dict[str, Any]:
-        return core.executor.workers.stats()
 
     def merged(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return merged_executor_stats(answers)
@@ -170,9 +137,6 @@ class StepRecords(CoreCall[tuple[list[StepRecord], int]]):
 
     only_tells = True
 
-    def answer(self, core: "EngineCore") -> tuple[list[StepRecord], int]:
-        return core.step_log.read()
-
     def merged(self, answers: Sequence[tuple[list[StepRecord], int]]) -> tuple[list[StepRecord], int]:
         return merged_steps(answers)
 
@@ -181,9 +145,6 @@ class BlockMap(CoreCall[KVBlockMap]):
     """Who holds which KV block now."""
 
     only_tells = True
-
-    def answer(self, core: "EngineCore") -> KVBlockMap:
-        return core.block_map()
 
     def merged(self, answers: Sequence[KVBlockMap]) -> KVBlockMap:
         return merged_block_maps(answers)
@@ -202,9 +163,6 @@ class Snapshot(CoreCall[EngineSnapshot]):
     def for_core(self, number: int) -> Self:
         return type(self)()
 
-    def answer(self, core: "EngineCore") -> EngineSnapshot:
-        return core.snapshot(self.since_step)
-
     def merged(self, answers: Sequence[EngineSnapshot]) -> EngineSnapshot:
         return merged_snapshots(answers)
 
@@ -216,17 +174,11 @@ class SavePrefix(CoreCall[PrefixInfo]):
     token_ids: Sequence[int]
     cache_salt: str | None = None
 
-    def answer(self, core: "EngineCore") -> PrefixInfo:
-        return core.save_prefix(Path(self.path), self.token_ids, self.cache_salt)
-
 
 class LoadPrefix(CoreCall[PrefixInfo]):
     """Put the pages of such a file into the tiers. UsageError, and PageError for one that must not be used."""
 
     path: str
-
-    def answer(self, core: "EngineCore") -> PrefixInfo:
-        return core.load_prefix(Path(self.path))
 
 
 class KeepLease(CoreCall[None]):
@@ -236,11 +188,6 @@ class KeepLease(CoreCall[None]):
     params: Mapping[str, Any] = {}
     is_needed: bool = True
 
-    def answer(self, core: "EngineCore") -> None:
-        source_of(transfer_params({PARAMS: self.params}))
-        if core.transfers is not None:
-            core.transfers.connector.expect_request(self.params, self.is_needed)
-
 
 class CollectiveRpc(CoreCall[list[Any]]):
     """Call a method of every worker, or a function with it; a result of each. It holds a function, so it is not sent
@@ -249,12 +196,6 @@ class CollectiveRpc(CoreCall[list[Any]]):
     method: str | Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
-
-    def answer(self, core: "EngineCore") -> list[Any]:
-        try:
-            return core.executor.collective_rpc(self.method, self.args, self.kwargs)
-        finally:
-            core.heed_weights()
 
 
 def folder_of_core(folder: str, number: int) -> str:
@@ -290,3 +231,20 @@ def call_named(name: str, arguments: Mapping[str, Any]) -> CoreCall[Any]:
         return msgspec.convert(arguments, CALLS[name])
     except msgspec.ValidationError as error:
         raise UsageError(f"{name} cannot be called so: {error}.") from None
+
+
+class EngineCoreClient(Protocol):
+    """What a front end may ask of an engine core: `EngineCore` answers in its process, and `CoreLink` for one in
+    another process, where every result is awaited."""
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Queue requests. One that can never fit is refused: by a RequestError, or by a message from far away."""
+        ...
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
+        ...
+
+    def call[R](self, call: CoreCall[R]) -> R | Awaitable[R]:
+        """The method's result. Raises what the core raises, and EngineDeadError once it has stopped."""
+        ...

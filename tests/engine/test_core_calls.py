@@ -7,10 +7,13 @@ import pytest
 
 from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.control import AsyncEngineControl, EngineControl
+from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import (
     CALLS,
     CollectiveRpc,
     KeepLease,
+    LoadPrefix,
+    SavePrefix,
     Sleep,
     Snapshot,
     StartProfile,
@@ -37,6 +40,12 @@ def test_a_call_arrives_as_it_was_sent(call):
 def test_every_call_has_a_method_with_its_arguments(control, name):
     arguments = list(inspect.signature(getattr(control, name)).parameters)[1:]
     assert arguments == [field.name for field in msgspec.structs.fields(CALLS[name])]
+
+
+@pytest.mark.parametrize("call", [*CALLS.values(), CollectiveRpc, LoadPrefix, SavePrefix], ids=lambda call: call.name())
+def test_every_call_is_a_method_of_the_core_with_its_arguments(call):
+    arguments = list(inspect.signature(getattr(EngineCore, call.name())).parameters)[1:]
+    assert arguments == [field.name for field in msgspec.structs.fields(call)]
 
 
 def test_functions_are_not_sent():

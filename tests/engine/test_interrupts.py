@@ -377,4 +377,4 @@ def test_an_interrupt_while_other_weights_are_heeded_waits_until_the_books_are_w
     while engine.has_unfinished_requests():
         results = engine.step()
     assert len(results[0].outputs[0].token_ids) == 9
-    check_books(engine, "heed_weights")
+    check_books(engine, "note_weight_update")

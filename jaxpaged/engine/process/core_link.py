@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from jaxpaged.engine.core_calls import CoreCall
-from jaxpaged.engine.core_client import EngineCoreClient
+from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_supervisor import CoreState, CoreSupervisor
 from jaxpaged.engine.process.zmq_client import Handlers, ZmqClient

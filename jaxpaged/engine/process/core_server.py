@@ -18,7 +18,7 @@ import zmq
 
 from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.core_calls import CoreCall, ExecutorStats, Sleep, WakeUp, call_named
+from jaxpaged.engine.core_calls import CoreCall, Sleep, WakeUp, call_named
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.heartbeat import CALL, TICK_SECONDS, Heartbeat
 from jaxpaged.engine.sleep import LEVELS
@@ -160,11 +160,11 @@ class CoreServer:
 
     def _look_at_stats(self) -> None:
         """Programs are compiled, and what is kept or lent changes, while there is nothing to do."""
-        stats = wire.CoreStats(self._core.stats(), self._core.call(ExecutorStats()))
+        stats = wire.CoreStats(self._core.stats(), self._core.executor_stats())
         self._stats_time, self._stats_changed = time.monotonic(), self._stats_changed or stats != self._last_stats
 
     def _send_stats(self, clients: Sequence[Client] | None = None) -> None:
-        stats = wire.CoreStats(self._core.stats(), self._core.call(ExecutorStats()))
+        stats = wire.CoreStats(self._core.stats(), self._core.executor_stats())
         if clients is None:
             self._last_stats = stats
         for client in list(self._clients.values()) if clients is None else clients:
