@@ -23,6 +23,7 @@ from flax import struct
 from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import AttentionBatch, KVTensor
 from jaxpaged.layers.rope import CosSin
+from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
 
 
@@ -37,7 +38,7 @@ class Batch:
 
     tokens_T: jax.Array
     positions_T: jax.Array
-    attention: tuple[AttentionBatch, ...]
+    attention: tuple[AttentionBatch | StateBatch, ...]
     caches: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
     stream_TD: jax.Array | None = None
 
@@ -50,7 +51,7 @@ class LayerContext:
     multiplied by, in layers that have no rotation but this.
     """
 
-    attention: AttentionBatch
+    attention: AttentionBatch | StateBatch
     cos_sin: CosSin | None
     query_factor_T: jax.Array | None = None
 
@@ -63,7 +64,7 @@ class LayerOutput:
     """
 
     x_TD: jax.Array
-    kv: KVTensor
+    kv: KVTensor | StateTensor
     load_E: jax.Array | None = None
 
 
@@ -105,7 +106,7 @@ class Model:
         one row is several times slower. `taps` are layers whose input a head that drafts wants.
     `head(params)` -> what `compute_logits` needs of the parameters.
     `compute_logits(head, config, hidden_SD)` -> float32 logits_SV; columns that only pad the vocabulary are -inf.
-    `attention_specs(config, block_size, dtype_bytes, num_model_shards)` -> one AttentionSpec per layer; key heads
+    `attention_specs(config, block_size, dtype_bytes, num_model_shards)` -> a CacheSpec for each layer; key heads
         are counted after they were repeated for the shards.
     `mtp`: the layer of the same checkpoint that can draft tokens, if the architecture has one; its config is made of
         the decoder's. `draft`: what drafts tokens for this model, if a model or a head does.

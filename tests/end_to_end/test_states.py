@@ -101,5 +101,5 @@ def test_states_go_with_stages_ranks_and_split_contexts(name, options, tmp_path)
 
 def test_tiers_are_refused_in_words_before_a_weight_is_read(tmp_path):
     options = {**OPTIONS, "model": str(write_checkpoint("lfm2", tmp_path)), "skip_tokenizer_init": True}
-    with pytest.raises(ConfigError, match="kv_offload: recurrent states cannot be kept outside"):
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM has recurrent states, which cannot .* Leave kv_offload out"):
         LLM(**options, kv_offload="host=64M")

@@ -21,7 +21,7 @@ it returns, so the device computes steps in the order in which they were schedul
   requests of a step. So a step's blocks enter when its schedule is complete.
 * A snapshot of a recurrent state is such content, too: whoever computes the last token of a block writes it, so one
   that was written behind tokens that a row did not get is written anew. The state of the row itself is no block. It
-  stands behind the tokens that the row has got, since a row keeps records of the others (`StateSpec`).
+  stands behind the tokens that the row has got, since what a row keeps lets it go on behind any of its newest tokens.
 * What a failed step was to write must leave the cache. That is the one fence by step number: blocks entered since
   a step was scheduled stay on record until that step is confirmed, and are taken out when it is revoked.
 

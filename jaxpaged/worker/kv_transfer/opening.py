@@ -50,7 +50,10 @@ def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCache
     packages are missing, for strangers' classes that are no connectors, and for files of secrets and certificates that
     are none. Returns the options for `open_transfer`, with what servers said of themselves."""
     if not all(group.spec.has_pages for group in kv_cache.groups):
-        raise ConfigError("kv_offload: recurrent states cannot be kept outside of the device yet. Leave it out.")
+        raise ConfigError(
+            f"{engine_spec.decoder.architecture} has recurrent states, which cannot be kept outside of the device yet. "
+            "Leave kv_offload out, and kv_role or kv_transfer_config."
+        )
     if offload.pages != EXACT and not all(group.spec.has_one_scale for group in kv_cache.groups):
         raise ConfigError(
             f"kv_offload has pages={offload.pages}, but this model caches latents, whose parts differ too much in size "
