@@ -1,9 +1,9 @@
-"""Which of several engine cores computes a request: one with little to do that has cached how the prompt begins.
+"""Chooses an engine core, or an attention rank, for a request: one with little to do, or with a cached prefix.
 
-A core's load is reckoned as vLLM does: a running sequence counts 1, a waiting one 4. Against it stands how much of the
-prompt a core is likely to have cached. The beginnings of what each core was given lately are remembered; nobody tells
-what a cache has dropped since, so a wrong guess costs that a prompt is computed again, and nothing else. This module
-knows no sockets.
+A core's load is reckoned as in vLLM: a running sequence counts 1, a waiting one 4. A core that is likely to have cached
+much of the prompt may have more load. The balancer remembers the prefixes that each core was given lately. It does not
+hear what a cache has dropped since, so a guess may be wrong; then the prompt is computed again, and nothing else
+happens. This module knows no sockets.
 """
 
 from collections import OrderedDict
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 WAITING_COUNTS = 4
-"""A waiting sequence is as much load as so many running ones."""
+"""A waiting sequence counts as many running ones."""
 WORTH_OF_WHOLE_PROMPT = 16
-"""Load by which a core that knows all of a prompt may exceed another one. For a part of it this counts in part."""
+"""A core that has cached a whole prompt may have so much more load than another; for half a prompt, half as much."""
 EVERY_BLOCK = 32
-"""So many blocks are remembered one by one; of those behind them, ever fewer: one in two, in four, ..."""
+"""The first blocks of a prompt are remembered one by one; behind them one in two, then one in four, and so on."""
 MOST_TOKENS = 8192
-"""What comes behind them in a prompt is not looked at."""
+"""Tokens of a prompt that are looked at; the rest of a longer prompt is not."""
 MOST_BEGINNINGS = 65_536
-"""So many are remembered, the newest ones: those of 700 prompts of `MOST_TOKENS`, or of thousands of short ones."""
+"""The newest prefixes are remembered: those of 700 prompts of `MOST_TOKENS`, or of thousands of short ones."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a core has to do: sequences. `is_usable`: it serves now, and is neither asleep nor silent."""
+    """The sequences of a core. `is_usable`: the core serves now, and is neither asleep nor silent."""
 
     num_running: int
     num_waiting: int
@@ -36,18 +36,18 @@ class Load:
 
 
 class Balancer:
-    """For `num_cores` cores whose caches have blocks of `block_size` tokens; 0: they cache nothing."""
+    """Chooses among `num_cores` cores whose caches have blocks of `block_size` tokens; 0: they cache nothing."""
 
     def __init__(self, num_cores: int, block_size: int):
         self._num_cores = num_cores
         self._block_size = block_size
-        # A beginning, by its hash -> the cores that were given it, a bit for each. To forget the oldest one takes ever
-        # longer from a plain dict, which keeps the places of what it has lost.
+        # The hash of a prefix -> the cores that were given it, a bit for each. An OrderedDict, since a plain dict takes
+        # ever longer to forget its oldest entry: it keeps the places of entries that it has lost.
         self._knowers: OrderedDict[int, int] = OrderedDict()
-        self._first = 0  # of equals, the one who had none for longest
+        self._first = 0  # of equal cores, the one that was not chosen for longest
 
     def choose(self, token_ids: Sequence[int], cache_salt: str | None, loads: Sequence[Load]) -> int:
-        """The number of the core that is to compute a prompt. `loads`: one a core; usable ones are taken first."""
+        """The number of the core that is to compute a prompt. `loads` has one for each core; usable cores go first."""
         beginnings = list(self._beginnings(token_ids, cache_salt))
         known = self._known(beginnings)
 
@@ -61,7 +61,7 @@ class Balancer:
         return core
 
     def give(self, core: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        """Note that a core computes a prompt for which it was asked by its number."""
+        """Note that a core computes a prompt, since a client has chosen this core."""
         self._remember(list(self._beginnings(token_ids, cache_salt)), core)
 
     def forget(self, core: int) -> None:
@@ -89,7 +89,7 @@ class Balancer:
             self._knowers.popitem(last=False)
 
     def _beginnings(self, token_ids: Sequence[int], cache_salt: str | None) -> Iterator[tuple[int, int]]:
-        """Beginnings of a prompt: how many tokens each has, and its hash, which covers all before it."""
+        """Prefixes of a prompt: how many tokens each has, and its hash, which covers all of them."""
         if not self._block_size:
             return
         start, num_blocks, stride = 0, 0, 1

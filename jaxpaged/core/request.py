@@ -1,7 +1,7 @@
 """The host's record of one request: its tokens, how far it is computed, and which blocks it holds.
 
-What is here is data that scheduler and KV cache manager read and write. Nothing here knows of budgets,
-of other requests, or of the device.
+Scheduler and KV cache manager read and write this record. It knows nothing of budgets, of other requests, or of the
+device. A request that could never be served is refused here (`check_request`).
 """
 
 import enum
@@ -17,7 +17,7 @@ from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, FinishReason,
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands. The runner has a row for it exactly while it is RUNNING."""
+    """The state of a request. The runner has a row for it exactly while it is RUNNING."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -28,15 +28,19 @@ class RequestStatus(enum.Enum):
 class Request:
     """One request from intake to its end.
 
-    Token counts: `num_tokens` are known; `num_tokens_with_placeholders` adds those that steps in flight may sample;
-    `num_computed_tokens` are computed if they sample all of these, `num_confirmed_tokens` whatever they sample;
-    `max_total_tokens` is where the request ends at the latest. The last of them all is never computed.
+    Counts of tokens:
+    * `num_tokens` are known.
+    * `num_tokens_with_placeholders` also counts the tokens that steps in flight may sample.
+    * `num_computed_tokens` are computed if steps in flight sample all that they may.
+    * `num_confirmed_tokens` are computed however few tokens steps in flight sample.
+    * `max_total_tokens` is the length at which the request ends at the latest. The last token is never computed.
 
-    Positions below `decode_limit` have a slot and may still sample: a decode below it needs no decision. With
-    `num_drafts` tokens to draft it does.
-    `blocks[g]` is the block table of KV group g, `num_skipped_blocks[g]` of them at its front are the null
-    block; what the first `num_entered_tokens` fill is entered in the prefix cache, which knew the prompt up to
-    `branch`. The KV cache manager owns these.
+    Positions below `decode_limit` have a slot and may still sample, so a decode below it needs no decision. A request
+    with `num_drafts` tokens to draft always needs one.
+
+    The KV cache manager owns the rest. `blocks[g]` is the block table of KV group g, and the first
+    `num_skipped_blocks[g]` of its blocks are the null block. The blocks that the first `num_entered_tokens` fill are
+    entered in the prefix cache, which knew the prompt up to `branch`.
     """
 
     __slots__ = (
@@ -93,17 +97,17 @@ class Request:
         self.all_token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.all_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
-        if message.pooling_params is not None:  # it draws nothing, so it ends after the prompt, however long that is
+        if message.pooling_params is not None:  # it samples nothing, so it ends after its prompt
             self.max_total_tokens = self.num_prompt_tokens + 1
         self.num_computed_tokens = 0
         self.num_tokens_with_placeholders = self.num_prompt_tokens
         self.decode_limit = 0
         self.num_drafts = 0
-        self.drafts: Any = None  # what `core/drafts.py` knows of them
+        self.drafts: Any = None  # the `DraftRecord` of `core/speculative.py`
         self.num_cached_tokens = -1  # prefix-cache hit of the first admission; -1 before it
-        self.loaded: dict[str, int] | None = None  # of them, by tier, those that were loaded for it
+        self.loaded: dict[str, int] | None = None  # how many of them were loaded, by tier
         self.num_preemptions = 0
-        # Of intake and of the first admission; None once they were told.
+        # Times of intake and of the first admission; None once clients were told.
         self.times: tuple[float, float] | None = (time.time(), math.nan)
 
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
@@ -120,21 +124,21 @@ class Request:
         # Prompt tokens taken from the cache have no log probabilities.
         self.reads_prefix_cache = not (wants_prompt_logprobs or params.skip_reading_prefix_cache)
 
-        self.matcher: Matcher | BudgetMatcher | None = None  # where it stands in what binds its tokens, if anything
+        self.matcher: Matcher | BudgetMatcher | None = None  # of a grammar, or of a limit of thinking
 
         self.block_hashes: list[bytes] = []
-        self.page_hashes: list[bytes] = []  # where pages have not as many tokens as blocks
+        self.page_hashes: list[bytes] = []  # where pages and blocks differ in length
         self.blocks: tuple[list, ...] = tuple([] for _ in range(num_groups))
         self.num_skipped_blocks = [0] * num_groups
         self.num_entered_tokens = self.branch = 0
 
     @property
     def has_only_tokens(self) -> bool:
-        """Whether what its blocks hold follows from tokens and weights alone."""
+        """Whether the content of its blocks follows from tokens and weights alone."""
         return self.lora_name is None and self.cache_salt is None and not self.mm_hashes
 
     def forget_hashes(self) -> None:
-        """What it computes is other content from now on."""
+        """From now on the request computes other content."""
         self.block_hashes.clear()
         self.page_hashes.clear()
 
@@ -156,8 +160,8 @@ class Request:
     def num_cacheable_tokens(self) -> int:
         """Tokens whose keys and values are certain to be written once all steps in flight are done.
 
-        A token that is still being drawn is none of them, nor is the stop token that ended the request: whether the
-        device computes it depends on what was in flight when it was drawn. A single step does, a run does not.
+        Neither a token that is still being sampled counts, nor the stop token that ended the request: whether the
+        device computes a stop token depends on the steps in flight. A single step does, a multi-step decode does not.
         """
         num_known = len(self.all_token_ids)
         if num_known > self.num_prompt_tokens and self.all_token_ids[-1] in self.stop_ids:
@@ -165,7 +169,7 @@ class Request:
         return min(self.num_computed_tokens, num_known)
 
     def finish(self, reason: FinishReason) -> None:
-        """It has ended, for this reason."""
+        """The request has ended, for this reason."""
         self.status, self.finish_reason = RequestStatus.FINISHED, reason
 
     @property
@@ -185,7 +189,7 @@ class Request:
         return None
 
     def to_new_request_data(self) -> NewRequestData:
-        """What the runner is told when the request is admitted, and again after preemption."""
+        """The runner's data of a request that is admitted, or admitted again after preemption."""
         return NewRequestData(
             request_id=self.request_id,
             token_ids=list(self.all_token_ids),
@@ -197,12 +201,12 @@ class Request:
         )
 
     def note_admission(self) -> None:
-        """It is scheduled for the first time."""
-        assert self.times is not None, "they are told with tokens, which come later"
+        """The request is scheduled for the first time."""
+        assert self.times is not None, "clients are told with the first tokens, which come later"
         self.times = (self.times[0], time.time())
 
     def to_last_output(self) -> EngineCoreOutput:
-        """The output that tells of an end without a new token."""
+        """The output of a request that ends without a new token."""
         was_scheduled = self.times is not None and self.num_cached_tokens >= 0
         return EngineCoreOutput(
             self.request_id,

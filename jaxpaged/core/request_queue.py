@@ -15,9 +15,9 @@ from jaxpaged.core.request import Request, RequestStatus
 
 
 class Openings:
-    """Who may begin in a step, the next one first, and the rows that are free for them.
+    """The requests that may begin in a step, the next one first, and the number of rows that are free for them.
 
-    The last `num_kept` rows are only for those that are short.
+    The last `num_kept` rows are only for short requests.
     """
 
     __slots__ = ("_is_short", "_num_kept", "num_rows", "requests")
@@ -50,21 +50,21 @@ class RequestQueue(Protocol):
         """Put a new request where it belongs."""
 
     def add_preempted(self, request: Request) -> None:
-        """Put a request back that was running before."""
+        """Put a preempted request back."""
 
     def remove(self, request: Request) -> None:
         """Take a request out from anywhere."""
 
     def openings(self, num_rows: int) -> Openings:
-        """Who may have the rows that are free."""
+        """The requests that may have the free rows."""
 
     def is_short(self, request: Request) -> bool:
-        """Whether it goes before those that are not; False where that makes no difference."""
+        """Whether the request goes before longer ones; False where the queue makes no difference."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, the next one first."""
+        """All requests, the next one first."""
 
 
 class InOrder:

@@ -1,23 +1,23 @@
-"""How many tokens to draft for each request: as many as are worth what they cost, measured.
+"""How many tokens each request drafts: as many as pay, by measured costs.
 
-A draft is worth the probability that it is made and accepted, which is that of the tokens before it too; it costs the
-time by which it makes a step longer. With `found` the share of steps in which the drafter had something to say of a
-request, `rate` the share of its drafts that were accepted, and `price` the time of a draft in units of the time that a
-token of a step without drafts takes, the n-th draft is worth it while found * rate ** n is more than price.
+A draft pays off by the probability that it is made and accepted, together with all drafts before it. It costs the time
+by which it makes a step longer. Let `found` be the share of steps in which the drafter had drafts for a request, `rate`
+the share of its drafts that were accepted, and `price` the time of a draft, in units of the time of a token in a step
+without drafts. The n-th draft pays while found * rate ** n is more than price.
 
-Steps are padded, so drafts come in lots: those with which a step just fills a bucket cost what one of them costs. Of
-the buckets that the drafts of all requests could fill the one is chosen in which most tokens are expected per second;
-or none, where a step is bound by products, or where decode steps are run several in one program. What buckets cost is
-measured, the smallest first; the next larger one is supposed to cost as much more as it is larger.
+Steps are padded to buckets, so drafts come in lots: all drafts that fill a bucket cost as much as one of them. The
+bucket with the most expected tokens per second is chosen among those that the drafts of all requests could fill. No
+draft is made where a step is bound by products, or in a multi-step decode. Costs of buckets are measured, the smallest
+bucket first. The next larger bucket is supposed to cost in proportion to its size.
 
-A step behind one of another size takes longer than those that follow it, so it is not measured, and drafts are tried
-for several steps in a row. What is tried would be better if it cost less than was measured: otherwise one slow moment
-of the machine would be believed for ever.
+A step after a step of another size takes longer than the next ones. So it is not measured, and drafts are tried for
+several steps in a row. Lots are tried that would be better if they cost less than was measured; otherwise one slow
+moment of the machine would be believed for ever.
 
-Where nothing is worth drafting, nothing is thought over again until a request comes or goes, or drafts are tried again:
-a step without drafts costs the host what it costs an engine that never drafts.
+Where no draft pays, nothing is computed again until a request comes or goes, or drafts are tried again. Then a step
+costs the host as much as in an engine that never drafts.
 
-Only the length is decided here. That drafts change no token is the worker's, which verifies them.
+This module decides only the length. The worker verifies drafts, so they change no token.
 """
 
 import math
@@ -32,29 +32,28 @@ from jaxpaged.core.request import Request
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, SchedulerStats
 
 KEPT = 0.8
-"""What was seen of a request's drafts counts that much when the next ones are seen."""
+"""The weight of a request's earlier drafts when the next ones are seen."""
 FIRST_RATE, FIRST_WEIGHT = 0.6, 2.0
-"""What is supposed of a request whose drafts were not seen yet, before any were, and how many drafts that is as good
-as."""
+"""The rate that is supposed of a request before any drafts were seen, and how many drafts this counts as."""
 KEPT_OF_ALL = 0.98
-"""The same as `KEPT`, of the drafts of all requests, from which follows what is supposed of new ones."""
+"""The same as `KEPT` for the drafts of all requests, from which the rate of a new request is supposed."""
 LEAST_FIRST_RATE = 0.25
-"""So much is supposed of a new request even where the others' drafts were all wrong."""
+"""The rate that is supposed of a new request even where all drafts of others were wrong."""
 LEAST_PRICE = 0.02
 LEAST_RATE = 1e-6
 PATIENCE = 100
-"""Drafts that do not look worth it are tried again when so many times the time of a trial is over."""
+"""Drafts that do not seem to pay are tried again after so many times the time of a trial."""
 TRIAL, PROBE = 4, 1
-"""Steps of a trial, of which the first is not measured, and of one that only asks whether requests are better now."""
+"""Steps of a trial, of which the first is not measured; and of a trial that only asks whether drafts are better now."""
 CHANGE = 0.5
 """Steps' time that a trial costs besides its drafts."""
 DOUBT = 3.0
-"""How many times too dear drafts may have looked when they were measured, if not as many as the smallest lot says."""
+"""Drafts may have looked so many times too dear when they were measured, unless the smallest lot says otherwise."""
 NUM_KEPT, NUM_ENOUGH = 7, 3
-"""Of the newest steps of a size the lower quartile counts, once there are enough. A result that the host takes late
-makes its step longer, and the next one shorter; other work on the machine makes steps longer, never shorter."""
+"""The time of a size is the lower quartile of its newest steps, once there are enough. A result that the host takes
+late makes its step longer and the next one shorter; other work on the machine makes steps longer, never shorter."""
 LEAST_GAIN = 1.02
-"""How many times as many tokens per second there must be with drafts: measurements err."""
+"""Drafts must give so many times the tokens per second, since measurements err."""
 NUM_MEASURED = NUM_KEPT + 1
 """Steps before a trial that are looked at; the first of them only says when the second began."""
 NUM_PLAIN = 4
@@ -65,7 +64,7 @@ REMEASURE = 128
 
 @dataclass
 class DraftRecord:
-    """What was seen of a request's drafts. `most` is what the request allows. Of `asked` steps `found` had drafts."""
+    """The record of a request's drafts. `most`: how many it allows in a step. `found` of `asked` steps had drafts."""
 
     most: int
     accepted: float = FIRST_RATE * FIRST_WEIGHT
@@ -78,7 +77,7 @@ class DraftRecord:
         return self.accepted / self.seen
 
     def add(self, num_accepted: int, num_drafts: int, kept: float = KEPT) -> None:
-        """Drafts of a step. The first that was wrong counts, those behind it were not seen."""
+        """Count the drafts of a step. The first wrong one counts; those behind it were not verified."""
         self.found = kept * self.found + (num_drafts > 0)
         self.asked = kept * self.asked + 1
         if num_drafts:
@@ -86,7 +85,7 @@ class DraftRecord:
             self.seen = kept * self.seen + num_accepted + (num_accepted < num_drafts)
 
     def worth(self, price: float) -> int:
-        """How many drafts are worth `price`."""
+        """How many drafts pay at a `price` each."""
         rate = max(self.rate, LEAST_RATE)
         price = max(price, LEAST_PRICE) * self.asked / max(self.found, LEAST_RATE)
         if price >= 1:
@@ -104,19 +103,19 @@ EVIDENCE = attrgetter("accepted", "seen", "found", "asked")
 
 @dataclass
 class StepTime:
-    """Of steps of one size, in which everybody decodes."""
+    """Times of steps of one size, in which all requests decode."""
 
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
 
     @property
     def seconds(self) -> float:
-        """Their lower quartile."""
+        """The lower quartile."""
         return sorted(self.newest)[len(self.newest) // 4]
 
 
 class Lot(NamedTuple):
-    """Drafts that a step has room for: `num_drafts` of all requests, `most` of one, at a price each. `cost` is the time
-    of the step in units of that without drafts, `known` whether it was measured."""
+    """The drafts that fill a step: `num_drafts` of all requests, `most` of one request, at a price each. `cost` is the
+    time of the step in units of a step without drafts; `known` says whether it was measured."""
 
     num_drafts: int
     most: int
@@ -133,7 +132,7 @@ NO_LOT = Lot(0, 0, math.inf, 1.0, True)
 
 
 class StepTimes:
-    """Seconds of steps by the number of tokens to which they are padded, with drafts and without. `buckets` are these
+    """Times of steps with drafts and without, by the number of tokens to which they are padded. `buckets` are these
     numbers, sorted; empty: nothing is padded."""
 
     def __init__(self, buckets: Sequence[int]):
@@ -147,7 +146,7 @@ class StepTimes:
         return next((size for size in self._buckets if size >= num_tokens), num_tokens)
 
     def add(self, seconds: float, num_requests: int, num_drafts: int) -> None:
-        """A step in which everybody decoded. It counts behind one of its own size."""
+        """Count a step in which all requests decoded, if the step before it was of the same size."""
         before, self._last = self._last, (num_requests, self.padded(num_requests + num_drafts) if num_drafts else 0)
         if self._last != before:
             return
@@ -157,17 +156,17 @@ class StepTimes:
         self._age[plain] = self._age.get(plain, 0) + 1 if num_drafts else 0
 
     def interrupt(self) -> None:
-        """Another step came, or several that nobody measured."""
+        """A step of another kind came, or steps that were not measured."""
         self._last = None
 
     def is_known(self, num_requests: int) -> bool:
-        """Whether enough is known of steps without drafts."""
+        """Whether enough steps without drafts were measured."""
         plain = self.padded(num_requests)
         return plain in self._plain and len(self._plain[plain].newest) >= NUM_PLAIN and self._age[plain] <= REMEASURE
 
     def lots(self, num_requests: int, most: int) -> list[Lot]:
-        """What so many requests may draft, `most` each: as much as fills each of the buckets, the smallest first, up to
-        the first that is larger than those that were measured."""
+        """The lots of so many requests, `most` drafts each: one that fills each bucket, the smallest first, up to the
+        first bucket that is larger than all measured ones."""
         plain_size = self.padded(num_requests)
         known = {size for size, time in self._drafting.items() if size >= plain_size and len(time.newest) >= NUM_ENOUGH}
         lots = []
@@ -180,8 +179,8 @@ class StepTimes:
         return lots
 
     def _cost(self, size: int, plain_size: int, known: Set[int]) -> float:
-        """The time of a step with drafts, of `size` tokens: measured, or else from the next larger size that was, or
-        the next smaller; nothing before any was."""
+        """The cost of a step with drafts of `size` tokens: measured, or else from the next larger measured size, or the
+        next smaller; 1 before any was measured."""
         seen = [each for each in known if each == size or each > plain_size]
         if not seen:
             return 1.0
@@ -218,7 +217,7 @@ class DraftLengths:
         stats.num_accepted_per_pos = [0] * most
 
     def begin(self, request: Request) -> None:
-        """A request was admitted. It decodes a step before anything is drafted."""
+        """A request was admitted. It decodes a step before it drafts."""
         if request.drafts is None:
             rate = max(self._all.rate, LEAST_FIRST_RATE)
             request.drafts = DraftRecord(min(most_drafts(request), self._most), rate * FIRST_WEIGHT)
@@ -229,7 +228,7 @@ class DraftLengths:
         self._scheduled_at[step_id] = self._clock()
 
     def observe(self, requests: Mapping[str, Request], scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """The tokens of a step are there, and not taken yet: count drafts, and say how many there are next."""
+        """The tokens of a step are there, and not taken yet: count its drafts, and set the numbers of the next."""
         self._patience -= scheduled.num_steps
         rests = output.num_drafts is None and self._resting == len(scheduled.request_ids)
         if not rests or self._patience < NUM_MEASURED * scheduled.num_steps:
@@ -254,7 +253,7 @@ class DraftLengths:
             self._set_lengths(going_on, len(scheduled.request_ids))
 
     def _measure(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Learn how long a step took, of which the result is here."""
+        """Learn how long a step took whose result is here."""
         now, begin, num_requests = self._clock(), self._last_result, len(scheduled.request_ids)
         self._last_result = now
         for step_id in [each for each in self._scheduled_at if each <= scheduled.step_id]:
@@ -275,8 +274,8 @@ class DraftLengths:
             stats.num_accepted_per_pos[nth] += 1
 
     def _next_trial(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> Lot | None:
-        """What this step tries in place of the best `lot`, if anything: it goes on with a trial, or begins one where
-        that is due, or where nothing is known of the best."""
+        """The lot that this step tries in place of the best one, if any: a trial goes on, or begins where it is due, or
+        where the cost of the best lot is not known."""
         trial = next((each for each in lots if each.num_drafts == self._trial and self._trial_left), None)
         if trial is None:
             if self._patience > 0 and lot.known:
@@ -290,8 +289,8 @@ class DraftLengths:
         return trial
 
     def _doubted(self, lot: Lot, lots: Sequence[Lot], together: DraftRecord, num_requests: int) -> tuple[Lot, int]:
-        """One after the other of what would be better than `lot` if it cost less than it seemed to; something at least:
-        requests may have become better, and the smallest lot cheaper. And in how many steps to try it."""
+        """The next lot to try, and in how many steps: one after the other of those that would be better than `lot` if
+        they cost less than they seemed to. There is always one: drafts may have become better, and lots cheaper."""
         slope, now = (lots[0].cost - 1) / lots[0].num_drafts, gain(lot, together, num_requests)
         better = []
         for each in lots:
@@ -304,8 +303,8 @@ class DraftLengths:
         return chosen, TRIAL if are_good else PROBE
 
     def _set_lengths(self, requests: Sequence[Request], num_requests: int) -> None:
-        """How many tokens each of these drafts next, in a step of so many requests: none while nothing is known of
-        steps without drafts."""
+        """Set how many tokens each of these requests drafts in the next step of so many requests: none while too few
+        steps without drafts were measured."""
         lot, tries, self._resting = NO_LOT, False, 0
         if self._times.is_known(num_requests):
             lots = self._times.lots(num_requests, self._most)
@@ -327,8 +326,8 @@ class DraftLengths:
 
 
 def gain(lot: Lot, together: DraftRecord, num_requests: int) -> float:
-    """How many times as many tokens per second are expected with these drafts of requests that are all like those of
-    the record; `LEAST_GAIN` for none of them."""
+    """How many times the tokens per second are expected with a lot, if all requests are like the record; `LEAST_GAIN`
+    for the lot without drafts."""
     if lot is NO_LOT:
         return LEAST_GAIN
     length = min(together.worth(lot.price), lot.most)
@@ -337,6 +336,6 @@ def gain(lot: Lot, together: DraftRecord, num_requests: int) -> float:
 
 
 def most_drafts(request: Request) -> int:
-    """What a request allows: `extra_args` may say less than the engine does."""
+    """How many drafts a request allows in a step: `extra_args` may say fewer than the engine does."""
     extra = request.sampling_params.extra_args or {}
     return int(extra.get("num_speculative_tokens", request.max_total_tokens))

@@ -1,1 +1,1 @@
-"""Shapes that answers are bound to: how they are written, compiled and matched."""
+"""Grammars of structured outputs: how they are written, compiled and matched."""

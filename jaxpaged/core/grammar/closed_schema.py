@@ -1,9 +1,9 @@
-"""JSON schemas whose objects have the properties that they name and no others, as vLLM's default backend reads them.
+"""Closes JSON schemas: their objects have only the properties that they name, as vLLM's default backend reads them.
 
-A schema by itself lets every object have further properties with any name and content, and a model that has to write
-JSON can go on with those until it runs out of tokens. `"additionalProperties": true` says that they are wanted. An
-object stays open where closing it could forbid what the schema asks for. This module knows schemas only: no grammar,
-no request.
+By itself a schema lets every object have further properties with any name and content, and a model that must write JSON
+can add such properties until it runs out of tokens. `"additionalProperties": true` says that they are wanted. An object
+stays open where closing it could forbid what the schema asks for. This module knows schemas only: no grammar, no
+request.
 """
 
 from collections.abc import Collection, Iterable, Iterator

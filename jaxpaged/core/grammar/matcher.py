@@ -1,10 +1,10 @@
 """Grammars of requests: compiled in threads, kept by content, and one matcher for every request that has one.
 
-A matcher says which tokens may come next, as bits, and moves on with the token that came. Compiling lets go of the
-interpreter's lock, so neither steps nor other grammars wait for it. That a grammar can be compiled at all, and soon, is
-the front end's to know beforehand: see `engine/input/grammar_checker.py`.
+A matcher says which tokens may come next, as bits, and moves on with each new token. Compiling releases the
+interpreter's lock, so neither steps nor other grammars wait for it. The front end has checked beforehand that a grammar
+can be compiled, and soon: see `engine/input/grammar_checker.py`.
 
-This module knows no scheduler and no device; text only as what a grammar is written in.
+This module knows no scheduler and no device, and no text but that of grammars.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""`oneOf` as `anyOf`, where no answer can fit two of the alternatives: a grammar takes any of several, not one alone.
+"""Rewrites `oneOf` as `anyOf`. A grammar takes any of several alternatives, so no output may fit two of them.
 
-Alternatives of objects that do not exclude each other by themselves are made to: each must have the property that tells
-them apart, or lacks one that the other requires. An answer is compared with the alternatives as the request has them:
-a closed object has no further properties in what is written, but may have them in what another alternative allows.
-This module compiles nothing.
+Alternatives of objects that do not exclude each other by themselves are changed until they do: each must have the
+property that tells them apart, or lack one that the other requires. Alternatives are compared as the request has them:
+a closed object has no further properties in the output, but another alternative may allow them. This module compiles
+nothing.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,7 +1,7 @@
-"""JSON schemas in the words that llguidance knows: what it does not is said with those, where they mean the same.
+"""Rewrites JSON schemas in keywords that llguidance knows, where these can say the same.
 
-What is left is refused by llguidance; `schema_problems.py` says it in our words. Formats that nobody knows are notes to
-the reader, as JSON schemas have it. This module compiles nothing.
+llguidance refuses the rest; `schema_problems.py` explains its refusals in our words. Unknown formats are notes to the
+reader, as JSON schemas define them. This module compiles nothing.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""A process that compiles grammars nobody has seen before, so that one that crashes the compiler crashes only this.
+"""A process that compiles new grammars first, so that a grammar which crashes the compiler crashes only this process.
 
     python -m jaxpaged.core.grammar.probe
 
-Reads lines of JSON, `StructuredOutputsParams` each, and answers each with a line of JSON: what is wrong with it,
-or null, and the seconds of computing that this took. Beyond its limits of computing time, memory
-and stack it dies without an answer. Bytes stand in for the vocabulary, which is not known here.
+It reads lines of JSON, each a `StructuredOutputsParams`, and answers each with a line of JSON: the problem, or null,
+and the seconds of computing. Beyond its limits of computing time, memory and stack it dies without an answer. Bytes
+stand in for the vocabulary, which is not known here.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Structural tags as grammars of llguidance: free text up to a trigger, a shape, free text again.
 
-A text that ends free text is a lazy lexeme: it counts as soon as it is there, spelled in whatever tokens. Beginnings
-of tags that are tokens of their own are accepted as such too. This module compiles nothing.
+The text that ends free text is a lazy lexeme: it matches as soon as it is complete, in any tokens. The beginning of a
+tag may also be a token of its own. This module compiles nothing.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""From what a request asks of its answer to the text of a grammar, as llguidance takes it, and its limits.
+"""Writes the text of a grammar for llguidance from the structured outputs of a request, and checks its limits.
 
 llguidance is imported where it is used: only requests with structured outputs need it. This module compiles nothing.
 """

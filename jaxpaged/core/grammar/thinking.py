@@ -1,4 +1,4 @@
-"""Grammars of answers that come after thinking: free text up to a marker, then what a grammar allows.
+"""Grammars of outputs that begin with thinking: free text up to a marker, then the grammar itself.
 
 This module knows how grammars of llguidance are put together, and compiles none.
 """

@@ -1,8 +1,8 @@
-"""Thinking that may not be longer than a request allows: after so many tokens the one that ends it is drawn.
+"""Ends thinking after as many tokens as a request allows: then only the token that ends it may be sampled.
 
-Whether that is due follows from tokens, which come back later than steps are scheduled. So a step gets a mask as soon
-as it might be due, and what the mask allows is decided when all tokens before it are known. Steps, and runs of them,
-in which it cannot be due have none. This module knows no grammar and no device.
+The end is due by tokens that come back after later steps were scheduled. So a step gets a mask as soon as the end might
+be due, and the mask is made when all tokens before it are known. Steps in which the end cannot be due have no mask.
+This module knows no grammar and no device.
 """
 
 from collections.abc import Iterator, Sequence
