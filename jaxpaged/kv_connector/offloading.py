@@ -1,4 +1,5 @@
-"""The connector that keeps pages in tiers: host memory, disks, and stores elsewhere (`kv_store/tiers.py`)."""
+"""The connectors that keep pages in tiers: host memory, disks, stores elsewhere, and those that LMCache uses, too
+(`kv_store/tiers.py`)."""
 
 import logging
 from collections.abc import Iterable, Sequence, Set
@@ -44,10 +45,6 @@ class OffloadingConnector(KVConnectorBase):
         self.tiers = tiers
         self._loaders = [Loaders(tier.name, NUM_THREADS, is_far) for tier, is_far in zip(tiers.tiers, tiers.are_far)]
         self._changes: TierEventLog | None = None  # nobody wants to hear of any
-
-    @property
-    def chunk_tiers(self) -> ChunkTiers | None:
-        return self.tiers if self.tiers.chunk_tokens is not None else None
 
     @property
     def outlives_engine(self) -> bool:
@@ -105,6 +102,22 @@ class OffloadingConnector(KVConnectorBase):
         for each in self._loaders:
             each.close()
         self.tiers.close()
+
+
+class LMCacheConnector(OffloadingConnector):
+    """The same where some of the tiers are shared with LMCache, which keeps chunks of several pages and names them by
+    their tokens: so they are told of the texts whose pages are looked up and saved."""
+
+    name = "lmcache"
+
+    @property
+    def chunk_tiers(self) -> ChunkTiers | None:
+        return self.tiers
+
+
+def offloading_to(tiers: Tiers) -> OffloadingConnector:
+    """What keeps pages in these tiers."""
+    return OffloadingConnector(tiers) if tiers.chunk_tokens is None else LMCacheConnector(tiers)
 
 
 def tier_stats(lines: Iterable[TierUsage]) -> dict[str, Any]:

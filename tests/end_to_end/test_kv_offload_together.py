@@ -48,13 +48,13 @@ def test_drafts_and_grammars_go_on_behind_what_was_loaded():
 
 def slowed(worker, monkeypatch):
     """Let no page of a load come before the event that is returned is set."""
-    opened, fetch = threading.Event(), worker._fetcher.fetch
+    opened, load = threading.Event(), worker.connector._load
 
-    def wait_and_fetch(*load_and_readers):
+    def wait_and_load(*load_and_readers):
         opened.wait(20)
-        return fetch(*load_and_readers)
+        return load(*load_and_readers)
 
-    monkeypatch.setattr(worker._fetcher, "fetch", wait_and_fetch)
+    monkeypatch.setattr(worker.connector, "_load", wait_and_load)
     return opened
 
 

@@ -238,8 +238,8 @@ MUTANTS = (
         ),
         (
             "beginnings end within pages",
-            "math.lcm(*(cut.tokens for cut in self.cuts))",
-            "math.lcm(*(cut.block_tokens for cut in self.cuts))",
+            "math.lcm(*(piece_size.tokens for piece_size in self.piece_sizes))",
+            "math.lcm(*(piece_size.block_tokens for piece_size in self.piece_sizes))",
         ),
     ),
     *_of(

@@ -1,18 +1,18 @@
-"""The scheduler's half of KV transfer: which blocks are saved and loaded, and what becomes of what was loaded.
+"""Which blocks are saved to a connector and loaded from it, and what becomes of what was loaded.
 
-Saving. A piece (`pieces.py`: a block, or several) is noted when the last of it enters the prefix cache, with the number
-of the step that computes that. It is copied off the device behind that step, and before the first one that writes to
-its blocks again: steps and copies are links of one chain (`worker/kv_transfer`). Until then it waits (`saves.py`).
+Saving. A piece (`pieces.py`: a block, or several) is noted when its last block enters the prefix cache, with the number
+of the step that computes it. It is copied off the device behind that step, and before the first step that writes to its
+blocks again: steps and copies are links of one chain. Until then the piece waits (`saves.py`) for room (`gathers.py`).
 
-Loading. A waiting request whose beginning is in a tier for longer than in the prefix cache is passed over until its
-pages are in host memory; they are sent for where it would fit (`prompt_grants.py`). Only then do they get blocks,
-which are written ahead of the next step, enter the prefix cache and are free again: the request finds them there as
-if another had computed them. So nobody holds a block while bytes are fetched, a request can end meanwhile without
-anything to undo, and a piece of which a page does not come is to be computed.
-Of a group with a window only the blocks are loaded that the next token sees.
+Loading. A waiting request whose beginning the connector has for longer than the prefix cache is passed over until its
+pages are in host memory. They are fetched only where the request would fit (`prefill.py`). Once they have come they get
+blocks, which are written ahead of the next step, enter the prefix cache and are free again. The request finds them as
+if another request had computed them. So nobody holds a block while bytes are fetched, and a request can end meanwhile
+without anything to undo. A piece of which a page does not come is computed. For sliding-window layers only blocks
+inside the window are loaded.
 
-What to do is said to the worker's side of the connector with a step, or between steps (`build_connector_meta`), and
-what has become of it comes back (`update_connector_output`).
+A step carries to the worker's side what is to be done (`build_connector_meta`), and its result says what has become of
+loads and saves (`update_connector_output`). Between steps the engine core carries both.
 
 This module knows neither bytes nor devices.
 """

@@ -11,7 +11,7 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_connector.base import KVConnector
 from jaxpaged.kv_connector.guarded import GuardedConnector, check_class, is_connector, open_connector
 from jaxpaged.kv_connector.multi import MultiConnector
-from jaxpaged.kv_connector.offloading import OffloadingConnector
+from jaxpaged.kv_connector.offloading import OffloadingConnector, offloading_to
 from jaxpaged.kv_connector.peers import PeersConnector
 from jaxpaged.kv_store.connector_options import load_class
 from jaxpaged.kv_store.consumer import KVConsumer
@@ -84,8 +84,9 @@ def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCache
 def open_transfer(
     offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig, device: Device, weights_version: str
 ) -> KVTransferWorker:
-    """The worker's half, of what `check_offload` returned. Raises ConfigError for a folder that can hold no pages, an
-    address that is none, or a stranger's connector that cannot be opened."""
+    """What carries keys and values to the connectors that the options name, as `check_offload` returned them. Raises
+    ConfigError for a folder that can hold no pages, an address that is none, or a stranger's connector that cannot be
+    opened."""
     space, secrets = namespace_of(engine_spec, kv_cache, weights_version), read_secrets(offload.secrets_file)
     form, model = engine_spec.page_form, engine_spec.config.model.model
     connectors = open_connectors(offload, engine_spec, kv_cache, space, secrets)
@@ -111,14 +112,14 @@ def open_connectors(
         made = load_class(wish.place, wish.module) if wish.kind == "custom" else None
         if made is not None and is_connector(made):
             if tiers:
-                connectors.append(OffloadingConnector(Tiers(tiers)))
+                connectors.append(offloading_to(Tiers(tiers)))
             connectors.append(open_connector(wish.place, made, wish.config))
             tiers = []
         elif wish.chunks is not None:
             tiers.append(open_lmcache(wish, space, secrets, engine_spec, kv_cache))
         else:
             tiers.append(open_tier(wish, space, secrets, facts, is_first=not number))
-    return [*connectors, OffloadingConnector(Tiers(tiers))] if tiers else connectors
+    return [*connectors, offloading_to(Tiers(tiers))] if tiers else connectors
 
 
 def open_peers(
