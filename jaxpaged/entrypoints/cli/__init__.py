@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
@@ -19,6 +19,17 @@ from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
 
+OWN_COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "proxy": proxy,
+    "compile": compile_command,
+    "convert": convert,
+    "kv": kv,
+    "models": models,
+}
+"""Those that need no tools."""
 FIRST_COMMANDS = ("generate", "chat", "serve", "models", "bench")
 DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix cache."
 FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -44,7 +55,8 @@ def collect_seldom() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status; `--help` and flags that do not parse raise SystemExit."""
-    args = command_line().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = command_line(words[0] if words else None).parse_args(words)
     set_up_logging("debug" if args.debug else "warning")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a run
@@ -63,20 +75,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(error, UsageError) else FAILURE
 
 
-def command_line() -> Parser:
-    """The parser with all subcommands."""
-    from jaxpaged.tools import bench, buckets, collect_env
-    from jaxpaged.tools.planning import command as plan
-
+def command_line(word: str | None = None) -> Parser:
+    """The parser with all subcommands, or, where the first `word` names one that needs no tools, with that one."""
     parser = Parser(prog="jaxpaged", description=DESCRIPTION, usage="%(prog)s COMMAND [options]", add_help=False)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"jaxpaged {__version__}", help=argparse.SUPPRESS)
     commands = parser.add_commands(dest="command", metavar="COMMAND", help=argparse.SUPPRESS)
-    tools = (bench, compile_command, plan, convert, buckets)
-    for each in (generate, chat, serve, proxy, *tools, kv, models, collect_env):
+    if word in OWN_COMMANDS:
+        OWN_COMMANDS[word].add_parser(commands)
+        return parser
+    for each in all_commands():
         each.add_parser(commands)
     parser.epilog = overview({each.dest: each.help or "" for each in commands._choices_actions})
     return parser
+
+
+def all_commands() -> Sequence[Any]:
+    """Their modules in the order in which they are shown."""
+    from jaxpaged.tools import bench, buckets, collect_env
+    from jaxpaged.tools.planning import command as plan
+
+    tools = (bench, compile_command, plan, convert, buckets)
+    return (generate, chat, serve, proxy, *tools, kv, models, collect_env)
 
 
 def overview(commands: Mapping[str, str]) -> str:

@@ -1,15 +1,20 @@
-"""A plan in words, for a terminal, and as JSON. It knows the plan and nothing of how it was made."""
+"""A plan in words, for a terminal, as JSON, and as a picture of the memory of a device.
+
+It knows the plan and nothing of how it was made.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from jaxpaged.tools.pictures import canvas
 from jaxpaged.tools.pictures.tables import Line, text_table
 from jaxpaged.tools.planning.plan import Plan, PlannedProgram, Speed, StagePlan
 
 BAR = 48
 """Characters of the memory bar."""
+COLORS = {"weights": canvas.BLUE, "KV blocks": canvas.GREEN, "temporaries": canvas.ORANGE, "free": canvas.PALE}
 
 
 def json_report(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
@@ -139,3 +144,28 @@ def gib(size: int) -> str:
 
 def mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def draw_memory(plan: Plan) -> Any:
+    """A matplotlib figure. What does not fit stands beyond the line that marks the end of the memory."""
+    figure = canvas.new_figure(9, 2.4)
+    axes = figure.subplots()
+    left = 0.0
+    for what, size in memory_parts(plan):
+        width = size / 2**30
+        axes.barh(0, width, left=left, color=COLORS[what], label=f"{what}  {gib(size)}")
+        left += width
+    memory = plan.device.memory / 2**30
+    axes.axvline(memory, color=canvas.INK, linewidth=1.2)
+    axes.axvline(plan.usable_bytes / 2**30, color=canvas.INK, linewidth=1.0, linestyle=":")
+    axes.set_xlim(0, max(left, memory) * 1.02)
+    axes.set_ylim(-0.6, 0.6)
+    axes.set_yticks([])
+    axes.set_xlabel("GiB of one device; dotted: what gpu_memory_utilization allows", fontsize=9, color=canvas.INK)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(labelsize=9, colors=canvas.INK)
+    verdict = "" if plan.fits else ": does not fit"
+    title = f"{plan.model} on {plan.target}, {plan.devices_per_engine} x {plan.device.name}{verdict}"
+    axes.set_title(title, fontsize=12, color=canvas.INK)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=4, frameon=False, fontsize=9)
+    return figure

@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
         write_figure(result.figure(), args.kv_chart)
     if args.chart:
-        from jaxpaged.tools.pictures.memory_plot import draw_memory, write_figure
+        from jaxpaged.tools.pictures.canvas import write_figure
+        from jaxpaged.tools.pictures.plan_report import draw_memory
 
         write_figure(draw_memory(plan), args.chart)
     if output is not None:

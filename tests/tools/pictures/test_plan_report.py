@@ -5,8 +5,7 @@ import json
 import msgspec
 import pytest
 
-from jaxpaged.tools.pictures.memory_plot import draw_memory
-from jaxpaged.tools.pictures.plan_report import BAR, json_report, memory_bar, memory_parts, text_report
+from jaxpaged.tools.pictures.plan_report import BAR, draw_memory, json_report, memory_bar, memory_parts, text_report
 from jaxpaged.tools.planning.plan import DeviceFacts, Plan, PlannedProgram, Speed, StagePlan
 
 GIB = 2**30
