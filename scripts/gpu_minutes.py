@@ -85,7 +85,7 @@ def runs_after_many_decodes() -> None:
     from jaxpaged.worker.programs import choose
 
     sizes_of = uniproc.sizes_of
-    uniproc.sizes_of = lambda worker: sizes_of(worker)._replace(decodes_that_pay=choose.DECODES_THAT_PAY)
+    uniproc.sizes_of = lambda *args: sizes_of(*args)._replace(decodes_that_pay=choose.DECODES_THAT_PAY)
 
 
 CHANGES: dict[str, Callable[[], None]] = {

@@ -17,9 +17,7 @@ from jaxpaged.executor.base import KVTransferWorker, PendingOutput
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
-from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, ProgramChoice, Readiness, StepSizes
-from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, SMALL_PROMPT
-from jaxpaged.worker.step.verify import VERIFY_KINDS
+from jaxpaged.worker.programs.choose import ProgramChoice, Readiness, sizes_of
 from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
 
@@ -40,21 +38,6 @@ def platform(gpu_memory_utilization: float) -> str:
     return start_backend(gpu_memory_utilization)[0].platform
 
 
-def sizes_of(worker: Worker) -> StepSizes:
-    """What there is to choose from."""
-    engine_spec, runs = worker.engine_spec, worker.step_programs.runs
-    return StepSizes(
-        finisher="pool" if worker.pools else "sample",
-        tokens=engine_spec.token_buckets,
-        samples=engine_spec.sample_buckets,
-        run_steps={key: runs[key.size].max_steps for key in worker.programs.builders if key.kind in DECODE_KINDS},
-        needs_full=engine_spec.needs_full,
-        verify=VERIFY_KINDS if engine_spec.num_drafts else {},
-        small_prompt=SMALL_PROMPT,
-        decodes_that_pay=DECODES_THAT_PAY if engine_spec.platform == "cpu" else 1,
-    )
-
-
 class UniProcExecutor:
     """An `Executor` that dispatches in this process: over all its devices, or over those of a group that it is in."""
 
@@ -72,7 +55,8 @@ class UniProcExecutor:
         `readiness`, which programs are ready, from what is ready here."""
         self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)
         self.kv_cache_config = self.worker.kv_cache_config
-        self.choice = ProgramChoice(readiness(self.worker.programs), sizes_of(self.worker))
+        sizes = sizes_of(self.worker.step_programs, self.worker.programs.builders)
+        self.choice = ProgramChoice(readiness(self.worker.programs), sizes)
         self.max_step_tokens, self.max_decode_steps = self.choice.max_step_tokens, self.choice.max_decode_steps
         self.can_run = self.choice.can_run
 

@@ -10,7 +10,7 @@ from jaxpaged.layers.experts import expert_weights
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device, num_ranks
 from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.engine_spec import EngineSpec
-from jaxpaged.worker.memory import has_head, looked_up
+from jaxpaged.worker.memory import looked_up
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
         heads=round(decoder.num_heads * decoder.attended_dim / shards),
         merged_bytes=exchanged_bytes(spec.decoders, spec.kv_groups, spec.attention, spec.dtype),
         reduced_bytes=2 * sum(e.num_layers * e.hidden_size for e in spec.decoders) * spec.dtype.itemsize,
-        sent_bytes=0 if has_head(spec) else decoder.hidden_size * spec.dtype.itemsize,
+        sent_bytes=0 if spec.is_last else decoder.hidden_size * spec.dtype.itemsize,
         waited_share=waited_share,
         steps_per_program=spec.max_steps,
     )
@@ -82,7 +82,7 @@ def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
 
 def head_leaves(spec: EngineSpec) -> list[jax.ShapeDtypeStruct]:
     """What turns hidden states into logits, where that is done."""
-    return jax.tree.leaves(spec.model.head(spec.param_shapes)) if has_head(spec) else []
+    return jax.tree.leaves(spec.model.head(spec.param_shapes)) if spec.is_last else []
 
 
 def attention_layers(groups: Sequence[KVCacheGroup], num_shards: int) -> Iterator[tuple[int | None, int, int]]:

@@ -145,6 +145,20 @@ class EngineSpec:
         return (self.decoder,) if self.draft is None else (self.decoder, self.draft.config)
 
     @property
+    def is_last(self) -> bool:
+        """Whether tokens are drawn, or vectors given: on a stage that is the last one, or where there are none."""
+        return self.stage is None or self.stage.is_last
+
+    @property
+    def pools(self) -> bool:
+        """Whether the engine gives vectors or scores in place of tokens."""
+        return self.config.model.runner == "pooling"
+
+    @property
+    def pooling_type(self) -> str:
+        return self.config.model.pooler_config["pooling_type"] if self.pools else ""
+
+    @property
     def platform(self) -> str:
         if isinstance(self.mesh, AbstractMesh):
             return self.mesh.abstract_device.platform
@@ -177,7 +191,7 @@ class EngineSpec:
 
     @cached_property
     def compiler_options(self) -> dict[str, Options]:
-        """Kind of program -> options of the compiler."""
+        """Options of the compiler for programs with layers, and for others."""
         return compiler_options(self.mesh, self.config.model.quantization is not None)
 
     @cached_property

@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 
 from jaxpaged.config.expert_balance import ExpertBalance
 from jaxpaged.layers.experts import Experts, map_experts, weights_of
+from jaxpaged.messages import ProgramKey
 from jaxpaged.params.sharding import num_expert_devices, num_ranks
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.expert_placing import Tables, balanced, device_loads, experts_of, sources
+from jaxpaged.worker.programs.declare import ProgramKind
 from jaxpaged.worker.step.expert_moves import (
-    LOAD_KEY,
-    move_key,
+    move_number,
     placed_blocks,
     placement_of,
     with_parts,
@@ -77,7 +78,7 @@ class ExpertBalancer:
 
     def _counts(self) -> Any:
         """The counts up to now, on their way to the host."""
-        return start_copy(self._device.call(LOAD_KEY, self._device.state.kv[-1]))
+        return start_copy(self._device.call(ProgramKey(ProgramKind.EXPERT_LOAD), self._device.state.kv[-1]))
 
     def _rebalance(self) -> None:
         before = None if self._before is None else np.asarray(self._before)
@@ -109,7 +110,8 @@ class ExpertBalancer:
             return p, before_X, before_X
         self._num_moved_layers += 1
         source_e = sources(before_e, after_e)
-        parts = [device.call(move_key(part, device.params), part, source_e) for part in weights_of(p)]
+        key_of = lambda part: ProgramKey(ProgramKind.MOVE_EXPERTS, move_number(part, device.params))
+        parts = [device.call(key_of(part), part, source_e) for part in weights_of(p)]
         placement = placement_of(after_e, len(load_E), self._mesh)
         return with_parts(p, parts).replace(placement=placement), before_X, after_X
 

@@ -10,7 +10,7 @@ from jaxpaged.worker.context_split import merging_bytes
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.compiled import MOST_THREADS
 from jaxpaged.worker.programs.compiler_options import tries_products
-from jaxpaged.worker.step.pooling import programs_for
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 
 SLACK_BYTES = 256 * 2**20
 """Of jax's pool on a GPU: it gives out whole pieces, and what is left between them may be of no use."""
@@ -50,7 +50,7 @@ def trial_bytes(spec: EngineSpec) -> int:
     tokens = spec.token_buckets[-1]
     decoders, itemsize = spec.decoders, spec.dtype.itemsize
     weight = max(each.hidden_size * each.columns_per_token for each in decoders) // spec.num_shards
-    if has_head(spec):  # which keeps its type, and ends runs of decode steps
+    if spec.is_last:  # which keeps its type, and ends runs of decode steps
         head = spec.decoder.vocab_size * spec.decoder.hidden_size * itemsize // spec.num_shards
         weight = max(weight, head)
     activations = max(each.hidden_size + each.columns_per_token for each in decoders) * tokens * itemsize
@@ -60,7 +60,7 @@ def trial_bytes(spec: EngineSpec) -> int:
 def state_bytes(spec: EngineSpec) -> int:
     """What is kept from step to step besides KV blocks: block tables, last tokens, what sampling has seen or
     pooling has added up, and the hidden states of the last step. It does not depend on the number of KV blocks."""
-    _, *state = programs_for(spec, spec.division.kv_cache(1)).shapes.state
+    _, *state = EnginePrograms(spec, spec.division.kv_cache(1)).shapes.state
     return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(state))
 
 
@@ -69,7 +69,7 @@ def temporary_bytes(spec: EngineSpec) -> int:
 
     The sampler holds a few float32 [S, V] arrays at a time; stages before the last one have none.
     """
-    if not has_head(spec):
+    if not spec.is_last:
         return forward_bytes(spec)
     num_seqs, vocab_size = spec.config.scheduler.max_num_seqs, spec.decoder.vocab_size
     return forward_bytes(spec) + (6 + spec.num_drafts) * num_seqs * vocab_size * 4
@@ -88,18 +88,13 @@ def forward_bytes(spec: EngineSpec) -> int:
     return tokens * (per_token * spec.dtype.itemsize + pairs + merging)
 
 
-def has_head(spec: EngineSpec) -> bool:
-    """Whether tokens are drawn here: on a stage that is the last one, or where there are none."""
-    return spec.stage is None or spec.stage.is_last
-
-
 def looked_up(spec: EngineSpec) -> list[Any]:
     """Parameters of which a pass over tokens reads single rows, or none: embeddings that are not the head too, and
     both tables of a model that drafts."""
     params: Any = spec.param_shapes
     pools = spec.config.model.runner == "pooling"
     decoder = params.decoder if pools or spec.draft is not None else params
-    tables = [decoder.embed_tokens] if pools or not (spec.decoder.tie_embeddings and has_head(spec)) else []
+    tables = [decoder.embed_tokens] if pools or not (spec.decoder.tie_embeddings and spec.is_last) else []
     if spec.draft is not None:
         tables += [params.draft.embed_tokens, params.draft.lm_head]
     return jax.tree.leaves(tables)

@@ -20,15 +20,15 @@ from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.programs.compile_queue import Activity
+from jaxpaged.worker.programs.declare import SHARED_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.functions import NOTHING, TABLE_CHUNK
+from jaxpaged.worker.step.functions import TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
-from jaxpaged.worker.step.packed import SHARED, StepLayout
+from jaxpaged.worker.step.packed import StepLayout
+from jaxpaged.worker.step.row_tokens import NOTHING
 
 Updates = list[tuple[int, int, int]]
 """Block table entries of a rank, as `RequestRows.append_blocks` makes them."""
-DRAFT_KIND = "draft"
-"""The kind of the programs that draft, whatever the drafter."""
 
 
 class RankStep(NamedTuple):
@@ -268,7 +268,7 @@ class ModelRunner:
 
     def _sharing(self, key: ProgramKey, packed: np.ndarray) -> ProgramKey:
         """The program that reads once what rows share, if some rows do and it is compiled."""
-        layout, shared = self.layouts[key.size], ProgramKey(key.kind + SHARED, key.size)
+        layout, shared = self.layouts[key.size], ProgramKey(SHARED_KINDS[key.kind], key.size)
         if shared not in self.device.programs.builders:
             return key
         shares = any(layout.split(each).shared.any() for each in np.split(packed, len(self.ranks)))
@@ -282,7 +282,7 @@ class ModelRunner:
             chunk = np.array(entries[:TABLE_CHUNK], np.int32).reshape(-1, 3)
             of_rank[:, : len(chunk)] = chunk.T
         packed = packed.reshape(-1, TABLE_CHUNK)
-        self.device.state.tables = self.device.call(ProgramKey("tables"), self.device.state.tables, packed)
+        self.device.state.tables = self.device.call(ProgramKey(ProgramKind.TABLES), self.device.state.tables, packed)
         return [entries[TABLE_CHUNK:] for entries in updates]
 
 

@@ -24,8 +24,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
-from jaxpaged.worker.drafters.lookup import LookupDrafter
-from jaxpaged.worker.drafters.model import ModelDrafter
+from jaxpaged.worker.drafters import LookupDrafter, ModelDrafter
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
@@ -43,15 +42,15 @@ from jaxpaged.worker.programs.compiled import (
     CompileTurns,
     enable_compilation_cache,
 )
-from jaxpaged.worker.programs.engine_programs import DECODE_KINDS, NUM_FIRST
-from jaxpaged.worker.programs.pipeline import builders_of
+from jaxpaged.worker.programs.declare import SAMPLE_KINDS, ProgramKind
+from jaxpaged.worker.programs.engine_programs import NUM_FIRST, EnginePrograms
 from jaxpaged.worker.programs.program_index import open_index
+from jaxpaged.worker.programs.stages import builders_of
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import NEVER_SHARED, SharedBlocks
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.functions import RESULT_TYPES
-from jaxpaged.worker.step.packed import SHARED
-from jaxpaged.worker.step.pooling import Pooler, programs_for
+from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
 from jaxpaged.worker.weights import Weights, free, return_freed_pages
 
@@ -95,8 +94,7 @@ class Worker:
         self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks)
         offload = config.cache.offload
         self._offload = offload and check_offload(offload, self.engine_spec, self.kv_cache_config)
-        self.pools = config.model.runner == "pooling"
-        self._of_stages = [programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
+        self._of_stages = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
         self.step_programs = self._of_stages[-1]
         self.cache_hits = CacheHits(THREAD_NAME)
         self.programs = self._make_programs()
@@ -149,11 +147,6 @@ class Worker:
         """The table, compiled here or taken from the bundle."""
         builders = builders_of(self._of_stages)
         stored = self.bundle.loaders(list(builders), self.engine_spec.mesh, RESULT_TYPES) if self.bundle else {}
-        # Whether runs of decode steps gain anything is known when the engine has run, and whether anybody asks for more
-        # than ordinary tokens when the first one does: compiling can wait for that.
-        unsure = self.config.scheduler.num_scheduler_steps is None
-        rare = {key for key in builders if key.kind in self.step_programs.rare_kinds}
-        late = rare.union(key for key in builders if (unsure and key.kind in DECODE_KINDS) or key.kind.endswith(SHARED))
         folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
         if self.config.parallel.num_cores > 1 and folder is not None:
             turns = {"turn": CompileTurns(folder, (self.engine_spec.fingerprint(), num_blocks)).turn}
@@ -162,8 +155,8 @@ class Worker:
             builders,
             progress=self.progress,
             stored=stored,
-            on_demand=() if stored else late,
-            rare=rare,
+            on_demand=() if stored else self.step_programs.late,
+            rare=self.step_programs.rare,
             first=NUM_FIRST,
             shares_cores=self.engine_spec.platform == "cpu",
             index=index,
@@ -176,7 +169,7 @@ class Worker:
         works = [work_of(stage) for stage in self.stages]
         head = works[-1].head_params
         share = head / max(sum(work.params for work in works) - head, 1)
-        return {key.kind: share for key in builders if key.kind.startswith("sample")}
+        return {key.kind: share for key in builders if key.kind in SAMPLE_KINDS}
 
     def save_bundle(self, folder: Path) -> None:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
@@ -256,7 +249,7 @@ class Worker:
         ]
         output_stage: OutputStage = Pooler()
         drafter: Drafter | None = None
-        if not self.pools:
+        if not self.engine_spec.pools:
             output_stage = sampler = Sampler(rows, programs.row_state, self.engine_spec.custom, programs.runs)
             if self.engine_spec.draft is not None:
                 drafter = ModelDrafter(sampler, programs.draft_runs)
@@ -279,7 +272,9 @@ class Worker:
 
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""
-        return DeviceState(*jax.block_until_ready(self.programs[ProgramKey("zeros")]()))  # or memory is missed later
+        return DeviceState(
+            *jax.block_until_ready(self.programs[ProgramKey(ProgramKind.ZEROS)]())
+        )  # or memory is missed later
 
     def _renew_state(self) -> None:
         self.device.state = self.new_state()

@@ -18,8 +18,21 @@ from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
-from jaxpaged.worker.kv_transfer.programs import lower_gather, lower_scatter
+from jaxpaged.worker.kv_transfer.programs import BlockCopy
 from tests.worker.test_context_split import engine_spec
+
+
+def lower_gather(*args):
+    copy = BlockCopy(*args)
+    return jax.jit(copy.gather, out_shardings=copy.replicated).lower(copy.tensors, copy.block_ids)
+
+
+def lower_scatter(*args):
+    copy = BlockCopy(*args)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, copy.tensors)
+    program = jax.jit(copy.scatter, donate_argnums=(0,), out_shardings=placed)
+    return program.lower(copy.tensors, copy.block_ids, copy.pages)
+
 
 ATTENTION = AttentionSpec(block_size=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
 EXACTLY = PageForm("exact", np.dtype(jnp.bfloat16), 8)

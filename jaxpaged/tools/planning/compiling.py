@@ -12,8 +12,9 @@ from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.params.sharding import bytes_on_device
 from jaxpaged.tools.planning.plan import PlannedProgram
 from jaxpaged.tools.planning.program_text import ProgramText
+from jaxpaged.worker.programs.declare import SAMPLE_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import EnginePrograms
-from jaxpaged.worker.programs.pipeline import SAMPLE_KINDS, builders_of, lowered_stages
+from jaxpaged.worker.programs.stages import builders_of, lowered_stages
 
 
 class Compiler:
@@ -30,7 +31,7 @@ class Compiler:
         largest: dict[str, int] = {}
         for key in self.builders:
             largest[key.kind] = max(key.size, largest.get(key.kind, 0))
-        return [key for key in self.builders if key.kind == "forward" or key.size == largest[key.kind]]
+        return [key for key in self.builders if key.kind == ProgramKind.FORWARD or key.size == largest[key.kind]]
 
     def compile(self, keys: Sequence[ProgramKey], progress: Progress) -> list[PlannedProgram]:
         """What the compiler says of all of these."""
@@ -94,8 +95,8 @@ class Compiler:
     def _sent_bytes(self, key: ProgramKey, stage: int) -> int:
         """What each device of the next stage gets: hidden states; of the first one after the last, drawn tokens."""
         shapes, is_last = self.stages[stage].shapes, stage == len(self.stages) - 1
-        if key.kind == "forward" and not is_last:
-            return bytes_on_device(shapes.hidden(key.size))
+        if key.kind == ProgramKind.FORWARD and not is_last:
+            return bytes_on_device(shapes.hidden_states(key.size))
         if key.kind in SAMPLE_KINDS and len(self.stages) > 1:
             return bytes_on_device(shapes.rows.last_token_R)
         return 0

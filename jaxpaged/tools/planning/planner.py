@@ -33,8 +33,9 @@ from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
 from jaxpaged.worker.programs.bundles import save_bundle
+from jaxpaged.worker.programs.declare import ProgramKind
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from jaxpaged.worker.step.functions import RESULT_TYPES
-from jaxpaged.worker.step.pooling import programs_for
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 DECODE_REQUESTS = (1, 8, 64, 256)
@@ -105,7 +106,7 @@ class Planner:
     def compiler(self) -> Compiler:
         """Of the programs of all stages."""
         num_blocks = self.num_blocks
-        return Compiler([programs_for(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages])
+        return Compiler([EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages])
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -352,8 +353,8 @@ def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> boo
 
 def waited_share(programs: Sequence[PlannedProgram]) -> float:
     """Of what the collectives of forward programs send, how much is waited for; all of it if none is known."""
-    waited = sum(program.waited_bytes for program in programs if program.kind == "forward")
-    hidden = sum(program.hidden_bytes for program in programs if program.kind == "forward")
+    waited = sum(program.waited_bytes for program in programs if program.kind == ProgramKind.FORWARD)
+    hidden = sum(program.hidden_bytes for program in programs if program.kind == ProgramKind.FORWARD)
     return waited / (waited + hidden) if waited + hidden else 1.0
 
 
@@ -364,5 +365,5 @@ def programs_of(programs: Sequence[PlannedProgram], stage: int, num_stages: int)
 
 def forward_bytes(programs: Sequence[PlannedProgram], num_tokens: int) -> int:
     """What the smallest compiled forward program for so many tokens moves; 0 if there is none."""
-    sizes = {program.size: program.memory_bytes for program in programs if program.kind == "forward"}
+    sizes = {program.size: program.memory_bytes for program in programs if program.kind == ProgramKind.FORWARD}
     return next((sizes[size] for size in sorted(sizes) if size >= num_tokens), 0)

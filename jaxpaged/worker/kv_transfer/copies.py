@@ -19,14 +19,12 @@ from jaxpaged.kv_store.pieces import PieceSize
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.programs import (
-    GATHER,
     NOWHERE,
-    SCATTER,
-    copy_key,
     copy_sizes,
     first_tensor,
     piece_size_of,
 )
+from jaxpaged.worker.programs.declare import ProgramKind, copy_key
 
 
 class Copies:
@@ -81,13 +79,15 @@ class Copies:
     def gather(self, pool_idx: int, block_ids: Sequence[int]) -> tuple[Any, ...]:
         """Pages of the blocks of `most` pieces at most, and of padding behind them."""
         size, id_P = self._padded(pool_idx, block_ids)
-        return self._device.call(copy_key(GATHER, pool_idx, size), self._tensors(pool_idx), id_P)
+        return self._device.call(copy_key(ProgramKind.KV_GATHER, pool_idx, size), self._tensors(pool_idx), id_P)
 
     def scatter(self, pool_idx: int, block_ids: Sequence[int], pages: tuple[np.ndarray, ...]) -> None:
         """Write pages that `empty` made to their blocks, 0: to none."""
         size, id_P = self._padded(pool_idx, [block_id or NOWHERE for block_id in block_ids])
         first = first_tensor(self._kv_cache, pool_idx)
-        written = self._device.call(copy_key(SCATTER, pool_idx, size), self._tensors(pool_idx), id_P, pages)
+        written = self._device.call(
+            copy_key(ProgramKind.KV_SCATTER, pool_idx, size), self._tensors(pool_idx), id_P, pages
+        )
         self._device.state.kv[first : first + len(written)] = written
 
     def empty(self, pool_idx: int, num_pieces: int) -> tuple[np.ndarray, ...]:

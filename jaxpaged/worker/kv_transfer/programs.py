@@ -14,7 +14,8 @@ device's part: 3 to 10 ms for 16 MiB, where whole pages are taken as they lie (0
 Letters: P blocks of a copy, L layers, S slots of a block.
 """
 
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,19 +24,13 @@ import numpy as np
 
 from jaxpaged.kv_cache_spec import KVCacheConfig, PoolLayout
 from jaxpaged.kv_store.pieces import PieceSize
-from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.kv_transfer.forms import PageForm
 
-GATHER, SCATTER = "kv_gather", "kv_scatter"
 MOST_BYTES, MOST_BLOCKS = 32 << 20, 64
 """What one copy moves at most: smaller ones are as fast, and take less memory."""
 NOWHERE = -1
 """The id of padding."""
-
-
-def copy_key(kind: str, pool_idx: int, size: int) -> ProgramKey:
-    return ProgramKey(f"{kind}_{pool_idx}" if pool_idx else kind, size)
 
 
 def copy_sizes(pool: PoolLayout, form: PageForm) -> tuple[int, ...]:
@@ -68,47 +63,53 @@ def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:
     return sum(pool.num_tensors for pool in kv_cache.pools[:pool_idx])
 
 
-def copy_builders(
-    kv_cache: KVCacheConfig, kv: list[Any], backend: str, replicated: Any, form: PageForm
-) -> dict[ProgramKey, Any]:
-    """How to lower the copies of every pool. `kv` are the shapes of the KV tensors."""
-    builders = {}
+@dataclass(frozen=True)
+class BlockCopy:
+    """The copies of `num_pieces` pieces of one pool: between its KV tensors and arrays of pages."""
+
+    tensors: Sequence[Any]  # shapes of the pool's KV tensors
+    spec: Any
+    backend: str
+    replicated: Any
+    num_pieces: int
+    form: PageForm
+
+    @property
+    def block_ids(self) -> jax.ShapeDtypeStruct:
+        return self._whole((self.num_pieces * piece_size_of(self.spec, self.form).num_blocks,), jnp.int32)
+
+    @property
+    def pages(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        num_pages = self.num_pieces * piece_size_of(self.spec, self.form).num_pages
+        shape = (num_pages, len(self.tensors), *self.spec.page_shape(self.form.page_tokens))
+        return tuple(self._whole(*each) for each in self.form.layout(shape))
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def gather(self, tensors: Any, id_P: Any) -> Any:
+        """Pages of the blocks."""
+        kind = kind_of(self.spec)
+        blocks = jnp.stack([kind.gather(tensor, id_P, self.spec, self.backend) for tensor in tensors], axis=1)
+        return self.form.leaving(recut(blocks, self.form.page_tokens))
+
+    def scatter(self, tensors: Any, id_P: Any, pages: Any) -> Any:
+        """The tensors with pages in these blocks."""
+        kind = kind_of(self.spec)
+        layers = [self.form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
+        blocks = [recut(layer, self.spec.block_size) for layer in layers]
+        return [kind.scatter(each, id_P, values, self.spec, self.backend) for each, values in zip(tensors, blocks)]
+
+
+def copies_of(kv_cache: KVCacheConfig, kv: Sequence[Any], backend: str, replicated: Any, form: PageForm) -> list[Any]:
+    """(pool, copy) of every pool and size. `kv` are the shapes of the KV tensors."""
+    copies = []
     for pool_idx, pool in enumerate(kv_cache.pools):
         first = first_tensor(kv_cache, pool_idx)
         tensors = kv[first : first + pool.num_tensors]
         for size in copy_sizes(pool, form):
-            args = tensors, pool.storage, backend, replicated, size, form
-            builders[copy_key(GATHER, pool_idx, size)] = partial(lower_gather, *args)
-            builders[copy_key(SCATTER, pool_idx, size)] = partial(lower_scatter, *args)
-    return builders
-
-
-def lower_gather(
-    tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int, form: PageForm
-) -> jax.stages.Lowered:
-    """`size`: pieces of a copy."""
-
-    def kv_gather(tensors, id_P):
-        blocks = jnp.stack([kind_of(spec).gather(tensor, id_P, spec, backend) for tensor in tensors], axis=1)
-        return form.leaving(recut(blocks, form.page_tokens))
-
-    ids = jax.ShapeDtypeStruct((size * piece_size_of(spec, form).num_blocks,), jnp.int32, sharding=replicated)
-    return jax.jit(kv_gather, out_shardings=replicated).lower(tensors, ids)
-
-
-def lower_scatter(
-    tensors: list[Any], spec: Any, backend: str, replicated: Any, size: int, form: PageForm
-) -> jax.stages.Lowered:
-    def kv_scatter(tensors, id_P, pages):
-        layers = [form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
-        blocks = [recut(layer, spec.block_size) for layer in layers]
-        return [kind_of(spec).scatter(tensor, id_P, values, spec, backend) for tensor, values in zip(tensors, blocks)]
-
-    shardings, piece_size = jax.tree.map(lambda leaf: leaf.sharding, tensors), piece_size_of(spec, form)
-    ids = jax.ShapeDtypeStruct((size * piece_size.num_blocks,), jnp.int32, sharding=replicated)
-    whole = (size * piece_size.num_pages, len(tensors), *spec.page_shape(form.page_tokens))
-    pages = tuple(jax.ShapeDtypeStruct(*each, sharding=replicated) for each in form.layout(whole))
-    return jax.jit(kv_scatter, donate_argnums=(0,), out_shardings=shardings).lower(tensors, ids, pages)
+            copies.append((pool_idx, BlockCopy(tensors, pool.storage, backend, replicated, size, form)))
+    return copies
 
 
 def recut(runs: Any, num_tokens: int) -> Any:

@@ -6,7 +6,7 @@ what several workers have reported. This module calls no program.
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -14,6 +14,8 @@ from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ProgramKey, SchedulerOutput, StepPrograms
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra
+from jaxpaged.worker.programs.declare import DECODE_KINDS, VERIFY_KINDS, ProgramKind
+from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
 
 DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before the program of a run is wanted for them where compiling takes
@@ -66,14 +68,29 @@ class StepSizes(NamedTuple):
     which all decode the program of a run is wanted.
     """
 
-    finisher: str  # "sample" or "pool"
+    finisher: ProgramKind  # SAMPLE or POOL
     tokens: Sequence[int]
     samples: Sequence[int]
     run_steps: Mapping[ProgramKey, int]
     needs_full: Callable[[SamplingParams], bool]
-    verify: Mapping[str, str] = MappingProxyType({})
+    verify: Mapping[ProgramKind, ProgramKind] = MappingProxyType({})
     small_prompt: int = 1
     decodes_that_pay: int = DECODES_THAT_PAY
+
+
+def sizes_of(programs: EnginePrograms, keys: Iterable[ProgramKey]) -> StepSizes:
+    """What there is to choose from, of programs with these keys."""
+    engine_spec, runs = programs.engine_spec, programs.runs
+    return StepSizes(
+        finisher=ProgramKind.POOL if engine_spec.pools else ProgramKind.SAMPLE,
+        tokens=engine_spec.token_buckets,
+        samples=engine_spec.sample_buckets,
+        run_steps={key: runs[key.size].max_steps for key in keys if key.kind in DECODE_KINDS},
+        needs_full=engine_spec.needs_full,
+        verify=VERIFY_KINDS if engine_spec.num_drafts else {},
+        small_prompt=SMALL_PROMPT,
+        decodes_that_pay=DECODES_THAT_PAY if engine_spec.platform == "cpu" else 1,
+    )
 
 
 class ProgramChoice:
@@ -111,29 +128,29 @@ class ProgramChoice:
         num_tokens = max([part.total_num_scheduled_tokens for part in parts])
         largest = self._sizes.tokens[-1]
         if num_tokens == self._most_tokens < largest:
-            self._programs.miss(ProgramKey("forward", largest), num_tokens)
-        forward = self._smallest("forward", num_tokens, self._sizes.tokens)
+            self._programs.miss(ProgramKey(ProgramKind.FORWARD, largest), num_tokens)
+        forward = self._smallest(ProgramKind.FORWARD, num_tokens, self._sizes.tokens)
         if not num_sampling:
             return StepPrograms(forward=forward)
         finisher = self._finisher(scheduled, num_sampling)
         if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
-            return StepPrograms(self._smallest("draft", num_sampling, self._sizes.samples), forward, finisher)
+            return StepPrograms(self._smallest(ProgramKind.DRAFT, num_sampling, self._sizes.samples), forward, finisher)
         return StepPrograms(forward=forward, finish=finisher)
 
     def max_step_tokens(self) -> int:
         """See `Executor`."""
         if not self._has_largest:
             largest = self._sizes.tokens[-1]
-            usable = self._programs.largest_usable("forward", self._sizes.tokens)
+            usable = self._programs.largest_usable(ProgramKind.FORWARD, self._sizes.tokens)
             self._most_tokens = max(usable, min(self._sizes.small_prompt, largest))
-            self._has_largest = usable == largest and self._programs.has(ProgramKey("forward", largest))
+            self._has_largest = usable == largest and self._programs.has(ProgramKey(ProgramKind.FORWARD, largest))
         return self._most_tokens
 
     def max_decode_steps(self) -> int:
         """See `Executor`."""
         most = max(map(len, self._live.values()), default=0)
         bucket = next((size for size in self._run_buckets if size >= most), 0)
-        key = ProgramKey("decode_full" if self._full else "decode", bucket)
+        key = ProgramKey(ProgramKind.DECODE_FULL if self._full else ProgramKind.DECODE, bucket)
         return self._sizes.run_steps[key] if key in self._sizes.run_steps and self._is_run_ready(key) else 1
 
     def can_run(self, extra: Extra) -> bool:
@@ -148,10 +165,14 @@ class ProgramChoice:
     def _programs_of(self, extra: Extra) -> tuple[ProgramKey, ...]:
         """What steps with `extra` call, whatever their size."""
         if extra is Extra.MASKS:
-            return self._widest("sample_masked")
+            return self._widest(ProgramKind.SAMPLE_MASKED)
         if extra is Extra.PROMPT_LOGPROBS:
-            return (ProgramKey("prompt_logprobs"),)
-        return ProgramKey("load_row"), ProgramKey("load_tokens"), *self._widest("sample_full")
+            return (ProgramKey(ProgramKind.PROMPT_LOGPROBS),)
+        return (
+            ProgramKey(ProgramKind.LOAD_ROW),
+            ProgramKey(ProgramKind.LOAD_TOKENS),
+            *self._widest(ProgramKind.SAMPLE_FULL),
+        )
 
     def _widest(self, kind: str) -> tuple[ProgramKey, ...]:
         """The programs of a kind of sampler for any number of requests, with drafts and without."""
@@ -171,7 +192,8 @@ class ProgramChoice:
         With the full sampler a run brings back log probabilities for as many steps as it could have: only where that is
         one it serves single steps.
         """
-        kind = "decode" if not self._full or self._full.isdisjoint(scheduled.request_ids) else "decode_full"
+        is_full = self._full and not self._full.isdisjoint(scheduled.request_ids)
+        kind = ProgramKind.DECODE_FULL if is_full else ProgramKind.DECODE
         if scheduled.num_steps > 1:
             return self._smallest(kind, num_sampling, self._run_buckets)
         one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
@@ -182,7 +204,7 @@ class ProgramChoice:
             return None
         key = ProgramKey(kind, self._run_buckets[place])
         most_steps = self._sizes.run_steps.get(key, 0)
-        if not most_steps or (kind != "decode" and most_steps > 1):
+        if not most_steps or (kind != ProgramKind.DECODE and most_steps > 1):
             return None
         self._num_decodes[key] += 1
         if self._num_decodes[key] < self._sizes.decodes_that_pay:
@@ -201,12 +223,12 @@ class ProgramChoice:
     def _finisher(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:
         kind, buckets = self._sizes.finisher, self._sizes.samples
         if scheduled.masked:
-            kind = "sample_masked"
+            kind = ProgramKind.SAMPLE_MASKED
         elif self._full and any(
             most and request_id in self._full
             for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens)
         ):
-            kind = "sample_full"
+            kind = ProgramKind.SAMPLE_FULL
         ordinary = self._sizes.finisher
         if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
             kind, ordinary = self._sizes.verify[kind], self._sizes.verify[ordinary]

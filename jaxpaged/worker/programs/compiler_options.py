@@ -18,10 +18,8 @@ logger = logging.getLogger(__name__)
 Options = Mapping[str, bool | int | str]
 """Name -> value, as `jax.jit` takes them."""
 
-LAYER_KINDS = ("forward", "decode", "decode_full", "draft")
-"""Programs with the model's layers in them."""
-OTHERS = "others"
-"""All other programs; of products they have those with the head."""
+LAYERS, OTHERS = "layers", "others"
+"""Programs with the model's layers in them, and all other programs, which have the product with the head at most."""
 
 GPU = "gpu"
 # cuBLAS picks a kernel for each product by itself, and XLA tries none. It would by default, in the pool that the KV
@@ -55,14 +53,14 @@ LAYER_OPTIONS: Mapping[str, Options] = {
     "cpu": {"xla_backend_optimization_level": 2},
     GPU: {**ONCE, **UNTRIED, **APART},
 }
-"""Kind of device, or platform -> options of `LAYER_KINDS`."""
+"""Kind of device, or platform -> options of programs with layers."""
 
 OTHER_OPTIONS: Mapping[str, Options] = {GPU: {**ONCE, **UNTRIED}}
 """The same of all other programs."""
 
 
 def compiler_options(mesh: Mesh | AbstractMesh, converts: bool = False) -> dict[str, Options]:
-    """Kind of program -> its options on the devices of `mesh`; kinds that are not there take XLA's defaults.
+    """`LAYERS` or `OTHERS` -> options of these programs on the devices of `mesh`; without an entry XLA's defaults.
 
     `converts`: weights of layers have fewer bits than what they are multiplied with, see `tries_products`. An option
     that the installed compiler does not know is left out, with a warning: it may be older or newer.
@@ -80,7 +78,7 @@ def compiler_options(mesh: Mesh | AbstractMesh, converts: bool = False) -> dict[
     wanted = {name: value for name, value in ours.items() if name in ONCE or f"--{name}=" not in said}
     if wanted and refusal(mesh, wanted) is not None:
         wanted = {name: value for name, value in wanted.items() if is_known(mesh, name, value)}
-    kinds = {**dict.fromkeys(LAYER_KINDS, layers), OTHERS: others}
+    kinds = {LAYERS: layers, OTHERS: others}
     given = {kind: {name: x for name, x in options.items() if name in wanted} for kind, options in kinds.items()}
     return {kind: options for kind, options in given.items() if options}
 

@@ -1,53 +1,50 @@
-"""The programs of an engine whose KV cache has a size: which there are, and how each is lowered.
+"""The programs of one engine whose KV cache has a size: which of the declared ones it has, and how each is lowered.
 
-They follow from an `EngineSpec` and the size of its KV cache. This module does not know how programs are kept or
-called.
+This module does not know how programs are kept or called.
 """
 
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxpaged.kv_cache_spec import KVCacheConfig, blocks_for_tokens
+from jaxpaged.layers.ranks import of_each_rank
 from jaxpaged.messages import ProgramKey
-from jaxpaged.sampling.state import StateLayout, load_row, load_tokens
+from jaxpaged.sampling.state import StateLayout
+from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.cache.kinds import tensor_struct
-from jaxpaged.worker.drafters.lookup import lookup_builders
-from jaxpaged.worker.drafters.model import draft_builders
 from jaxpaged.worker.engine_spec import MIN_BUCKET, EngineSpec
-from jaxpaged.worker.kv_transfer.programs import copy_builders
-from jaxpaged.worker.step.decode_loop import lower_decode
-from jaxpaged.worker.step.expert_moves import load_structs, move_builders
-from jaxpaged.worker.step.functions import Shapes, StepFunctions
-from jaxpaged.worker.step.packed import SHARED, RunLayout, StepLayout, step_layout
-from jaxpaged.worker.step.row_uploads import TOKENS_UPLOAD_SIZE
-from jaxpaged.worker.step.verify import VERIFY_KINDS, lower_verify
+from jaxpaged.worker.kv_transfer.programs import copies_of
+from jaxpaged.worker.programs.declare import PROGRAMS, Axis, Program, ProgramKind, When
+from jaxpaged.worker.step.expert_moves import load_structs, parts_to_move
+from jaxpaged.worker.step.functions import StepFunctions
+from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
+from jaxpaged.worker.step.prompt_sums import SumsLayout
+from jaxpaged.worker.step.shapes import Shapes
 
 MOST_LOGPROBS = 128
 """Log probabilities per token that a run of decode steps may keep until its end."""
-DECODE_KINDS = ("decode", "decode_full")
-MASKED_KIND = "sample_masked"
-RARE_KINDS = frozenset(
-    {"load_row", "load_tokens", "sample_full", MASKED_KIND, "prompt_logprobs", DECODE_KINDS[1]}
-    | {VERIFY_KINDS["sample_full"], VERIFY_KINDS[MASKED_KIND]}
-)
-"""Programs that only requests with an `Extra` need: penalties, biases, log probabilities, shapes. An engine that has
-all others serves ordinary requests at full speed."""
-CUSTOM_KINDS = frozenset({"load_row", "load_tokens", "sample_full", VERIFY_KINDS["sample_full"]})
-"""Those of them that any request may need where there are custom logits processors."""
-
-Builders = dict[ProgramKey, Callable[[], jax.stages.Lowered]]
-
 SMALL_PROMPT, FEW_REQUESTS = 64, 8
 """Tokens of a prompt, and requests, that must not wait for larger programs."""
 NUM_FIRST = 4
-"""How many of `EnginePrograms.builders()` a lone short prompt and its answer need."""
+"""How many of `EnginePrograms.keys` a lone short prompt and its answer need."""
+
+
+class Bucket(NamedTuple):
+    """A size along an axis, and what a function is told of it. Each KV pool has sizes of its own."""
+
+    size: int
+    static: Any = None
+    pool_idx: int = 0
 
 
 class EnginePrograms:
-    """The programs of an engine spec whose KV cache has a size."""
+    """The programs of an engine, or of a stage of it."""
 
     def __init__(self, engine_spec: EngineSpec, kv_cache: KVCacheConfig):
         self.engine_spec, self.kv_cache = engine_spec, kv_cache
@@ -68,7 +65,7 @@ class EnginePrograms:
         """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
         a token is computed in the same shapes either way."""
         engine_spec, scheduler = self.engine_spec, self.engine_spec.config.scheduler
-        if scheduler.num_scheduler_steps == 1 or engine_spec.stage is not None:
+        if scheduler.num_scheduler_steps == 1 or engine_spec.stage is not None or engine_spec.pools:
             return {}
         largest = next(size for size in engine_spec.token_buckets if size >= scheduler.max_num_seqs)
         num_lines = lambda layout: next(size for size in engine_spec.sample_buckets if size >= layout.num_rows)
@@ -86,129 +83,191 @@ class EnginePrograms:
             return {}
         return {size: RunLayout(self.layout(size), size, engine_spec.num_drafts) for size in engine_spec.sample_buckets}
 
-    @property
-    def row_state(self) -> StateLayout:
-        """What is kept on the device for each row besides KV blocks."""
-        return self.engine_spec.sampling_layout
+    @cached_property
+    def row_state(self) -> StateLayout | SumsLayout | None:
+        """What is kept on the device for each row besides tokens and KV blocks: sampling state, or sums of prompts."""
+        engine_spec = self.engine_spec
+        if not engine_spec.is_last:
+            return None
+        if not engine_spec.pools:
+            return engine_spec.sampling_layout
+        rows = engine_spec.config.scheduler.max_num_seqs
+        return SumsLayout(rows, engine_spec.decoder.hidden_size, engine_spec.pooling_type)
 
     @cached_property
     def functions(self) -> StepFunctions:
         engine_spec, config = self.engine_spec, self.engine_spec.config
-        return StepFunctions(
+        functions = StepFunctions(
             model=engine_spec.model,
             config=engine_spec.decoder,
             attention=engine_spec.attention,
             kv_cache=self.kv_cache,
             max_num_seqs=config.scheduler.max_num_seqs,
-            num_hidden=max(config.scheduler.max_num_seqs, MIN_BUCKET),
+            num_sampled=max(config.scheduler.max_num_seqs, MIN_BUCKET),
             logprobs_mode=config.model.logprobs_mode,
             max_logprobs=min(config.model.max_logprobs, engine_spec.decoder.vocab_size),
             custom=engine_spec.custom,
             limits=engine_spec.limits,
             is_first=engine_spec.stage is None or engine_spec.stage.is_first,
+            speculation=engine_spec.speculation,
+            pooling_type=engine_spec.pooling_type,
         )
-
-    @property
-    def rare_kinds(self) -> frozenset[str]:
-        """Kinds of programs that no ordinary request of this engine needs."""
-        return RARE_KINDS - CUSTOM_KINDS if self.engine_spec.custom.processors else RARE_KINDS
-
-    shapes_type = Shapes
+        if (draft := engine_spec.draft) is None:
+            return functions
+        # Its layers lie behind those of the decoder.
+        first = engine_spec.decoder.num_layers
+        drafting = replace(functions, model=engine_spec.drafting, config=draft.config, first_layer=first)
+        return replace(functions, drafting=drafting)
 
     @cached_property
     def shapes(self) -> Shapes:
-        engine_spec, sizes = self.engine_spec, self.kv_cache.block_sizes
+        engine_spec = self.engine_spec
         num_rows = engine_spec.config.scheduler.max_num_seqs + 1
-        kv = [
-            tensor_struct(engine_spec.attention, *each, engine_spec.kv_dtype, num_rows=num_rows)
-            for each in self.kv_cache.tensors
-        ]
+        place = partial(tensor_struct, engine_spec.attention, num_rows=num_rows)
+        kv = [place(*each, engine_spec.kv_dtype) for each in self.kv_cache.tensors]
         kv += load_structs(engine_spec.param_shapes, engine_spec.mesh)
-        max_blocks = blocks_for_tokens(engine_spec.config.model.max_model_len, min(sizes))
-        max_tokens = engine_spec.token_buckets[-1]
-        rows = (kv, self.row_state, max_blocks, max_tokens)
-        return self.shapes_type(
+        max_model_len = engine_spec.config.model.max_model_len
+        return Shapes(
             self.functions,
             engine_spec.param_shapes,
-            *rows,
-            engine_spec.compiler_options,
-            engine_spec.config.model.max_model_len,
-            engine_spec.speculation,
+            kv,
+            self.row_state,
+            max_blocks=blocks_for_tokens(max_model_len, min(self.kv_cache.block_sizes)),
+            max_tokens=engine_spec.token_buckets[-1],
+            max_model_len=max_model_len,
         )
 
-    def builders(self) -> Builders:
-        """How to lower every program, in the order in which they are wanted.
+    # ---- which there are -----------------------------------------------------------------------------
 
-        First what a lone short prompt needs, then the other forward buckets, then what fewer requests use. Which of
-        them are compiled at the start, and which on demand, is decided elsewhere.
-        """
-        shapes, engine_spec = self.shapes, self.engine_spec
-        token_buckets, sample_buckets = engine_spec.token_buckets, engine_spec.sample_buckets
-        builders: Builders = {ProgramKey("zeros"): shapes.lower_zeros}
-        small_prompt = next((size for size in token_buckets if size >= SMALL_PROMPT), token_buckets[-1])
-        for size in sorted(token_buckets, key=lambda size: (size != small_prompt, size != token_buckets[0], size)):
-            builders |= self._with_layers("forward", size, shapes.lower_forward, self.layouts[size])
-            if size == small_prompt:
-                few = next((size for size in sample_buckets if size >= FEW_REQUESTS), sample_buckets[-1])
-                builders[ProgramKey("sample", few)] = partial(shapes.lower_sample, few, False)
-        builders[ProgramKey("tables")] = shapes.lower_tables
-        for size in sample_buckets:
-            builders.setdefault(ProgramKey("sample", size), partial(shapes.lower_sample, size, False))
-        builders |= self._draft_builders()
-        builders[ProgramKey("load_row")] = partial(shapes.lower_load, load_row, engine_spec.sampling_layout.packed_size)
-        builders[ProgramKey("load_tokens")] = partial(shapes.lower_load, load_tokens, TOKENS_UPLOAD_SIZE)
-        for size in sample_buckets:
-            builders[ProgramKey("sample_full", size)] = partial(shapes.lower_sample, size, True)
-        for size in sample_buckets:
-            builders[ProgramKey(MASKED_KIND, size)] = partial(shapes.lower_sample, size, True, masked=True)
-        builders[ProgramKey("prompt_logprobs")] = shapes.lower_prompt_logprobs
-        return builders | self._copy_builders() | self._decode_builders() | move_builders(shapes)
+    @cached_property
+    def _declared(self) -> dict[ProgramKey, tuple[Program, Any]]:
+        """The declaration of every program, and what its function is told of the bucket. Declarations that follow each
+        other on one axis are wanted together, bucket by bucket."""
+        own = [program for program in PROGRAMS if program.where(self.engine_spec)]
+        found = {}
+        for axis, programs in itertools.groupby(own, key=lambda program: program.axis):
+            together = list(programs)
+            for bucket in self._buckets(axis):
+                for program in together:
+                    found[program.key(bucket.pool_idx, bucket.size)] = program, bucket.static
+        return {key: found[key] for key in (*filter(found.__contains__, self._first), *found)}
 
-    def _with_layers(
-        self, kind: str, size: int, lower: Callable[[StepLayout], jax.stages.Lowered], layout: StepLayout
-    ) -> Builders:
-        """The program of a bucket, and another for steps in which rows share spans where one for both would be slower.
+    @property
+    def _first(self) -> list[ProgramKey]:
+        """What a lone short prompt and its answer need, in the order in which it does."""
+        tokens, rows = self.engine_spec.token_buckets, self.engine_spec.sample_buckets
+        small_prompt = next((size for size in tokens if size >= SMALL_PROMPT), tokens[-1])
+        few = next((size for size in rows if size >= FEW_REQUESTS), rows[-1])
+        return [
+            ProgramKey(ProgramKind.ZEROS),
+            ProgramKey(ProgramKind.FORWARD, small_prompt),
+            ProgramKey(ProgramKind.ACCUMULATE, small_prompt),
+            ProgramKey(ProgramKind.SAMPLE, few),
+            ProgramKey(ProgramKind.POOL, few),
+            ProgramKey(ProgramKind.FORWARD, tokens[0]),
+        ]
 
-        Processes that compute together could choose differently between two, so they have one, and so do stages.
+    def _buckets(self, axis: Axis) -> Iterable[Bucket]:
+        """The sizes of an axis in this engine."""
+        layouts, runs = self.layouts, self.runs
+        match axis:
+            case Axis.STATE:
+                return [Bucket(0, self.shapes.state)]
+            case Axis.ONE:
+                return [Bucket(0)]
+            case Axis.TOKENS:
+                return [Bucket(size, self._alone(layout)) for size, layout in layouts.items()]
+            case Axis.SHARED_TOKENS:
+                return [Bucket(size, layout) for size, layout in layouts.items() if self._has_two_programs(layout)]
+            case Axis.ROWS:
+                return [Bucket(size, size) for size in self.engine_spec.sample_buckets]
+            case Axis.FULL_RUNS | Axis.SHARED_FULL_RUNS if self.functions.max_logprobs > MOST_LOGPROBS:
+                return []
+            case Axis.RUNS | Axis.FULL_RUNS:
+                return [Bucket(size, replace(run, step=self._alone(run.step))) for size, run in runs.items()]
+            case Axis.SHARED_RUNS | Axis.SHARED_FULL_RUNS:
+                return [Bucket(size, run) for size, run in runs.items() if self._has_two_programs(run.step)]
+            case Axis.DRAFT_RUNS:
+                return [Bucket(size, run) for size, run in self.draft_runs.items()]
+            case Axis.COPIES:
+                return self._copies()
+            case Axis.PARTS:
+                return [Bucket(i, part) for i, part in enumerate(parts_to_move(self.shapes.params), 1)]
+
+    def _has_two_programs(self, layout: StepLayout) -> bool:
+        """Whether steps in which rows share blocks have a program of their own, since one for all would be slower.
+
+        Processes that compute together could choose differently between two, so they have one. So do stages, and
+        engines that pool.
         """
         engine_spec = self.engine_spec
-        if not layout.has_two_programs or engine_spec.stage is not None or engine_spec.has_other_processes:
-            return {ProgramKey(kind, size): partial(lower, layout)}
-        alone = partial(lower, replace(layout, reads_shared=False))
-        return {ProgramKey(kind, size): alone, ProgramKey(kind + SHARED, size): partial(lower, layout)}
+        is_alone = engine_spec.stage is None and not engine_spec.has_other_processes and not engine_spec.pools
+        return layout.has_two_programs and is_alone
 
-    def _copy_builders(self) -> Builders:
+    def _alone(self, layout: StepLayout) -> StepLayout:
+        """The layout of a program that has another one beside it for steps in which rows share blocks."""
+        return replace(layout, reads_shared=False) if self._has_two_programs(layout) else layout
+
+    def _copies(self) -> list[Bucket]:
         """Copies of blocks off the devices and back, where the options want them."""
-        offload, backend = self.engine_spec.config.cache.offload, self.engine_spec.attention.backend
-        args = self.kv_cache, self.shapes.kv, backend, self.functions.replicated, self.engine_spec.page_form
-        return {} if offload is None else copy_builders(*args)
+        engine_spec = self.engine_spec
+        if engine_spec.config.cache.offload is None:
+            return []
+        settings = engine_spec.attention.backend, self.functions.replicated, engine_spec.page_form
+        copies = copies_of(self.kv_cache, self.shapes.kv, *settings)
+        return [Bucket(copy.num_pieces, copy, pool_idx) for pool_idx, copy in copies]
 
-    def _draft_builders(self) -> Builders:
-        """What drafts and what verifies, if anything does."""
-        speculation, sizes = self.engine_spec.speculation, self.engine_spec.sample_buckets
-        if speculation is None:
-            return {}
-        if self.engine_spec.draft is None:
-            builders: Builders = lookup_builders(self.shapes, speculation, sizes)
-        else:
-            builders = draft_builders(
-                self.shapes, self.engine_spec.drafting, self.engine_spec.draft.config, self.draft_runs
-            )
-        for sampler, kind in VERIFY_KINDS.items():
-            for size in sizes:
-                asked = (sampler != "sample", sampler == MASKED_KIND)
-                builders[ProgramKey(kind, size)] = partial(lower_verify, self.shapes, size, *asked)
-        return builders
+    # ---- when they are needed ------------------------------------------------------------------------
 
-    def _decode_builders(self) -> Builders:
-        """Runs of decode steps, which nobody waits for. With the full sampler only if the log probabilities of all
-        steps are small enough to be kept until the last one."""
-        kinds = DECODE_KINDS[: 1 if self.functions.max_logprobs > MOST_LOGPROBS else 2]
-        builders: Builders = {}
-        for kind in kinds:
-            for size, run in self.runs.items():
-                lower = lambda step, run=run, full=kind == "decode_full": lower_decode(
-                    self.shapes, replace(run, step=step), full
-                )
-                builders |= self._with_layers(kind, size, lower, run.step)
-        return builders
+    @property
+    def rare(self) -> frozenset[ProgramKey]:
+        """Programs that no ordinary request of this engine needs. Where there are custom logits processors, any request
+        may need the full sampler."""
+        ordinary = {When.START, When.ONCE_IT_PAYS}
+        if self.engine_spec.custom.processors:
+            ordinary.add(Extra.FULL_SAMPLER)
+        return frozenset(key for key, (program, _) in self._declared.items() if program.when not in ordinary)
+
+    @property
+    def late(self) -> frozenset[ProgramKey]:
+        """Programs that are compiled once a step could use them: those that are rare, and those of several steps unless
+        an option asks for them."""
+        if self.engine_spec.config.scheduler.num_scheduler_steps is not None:
+            return self.rare
+        pays = (key for key, (program, _) in self._declared.items() if program.when is When.ONCE_IT_PAYS)
+        return self.rare.union(pays)
+
+    # ---- how they are lowered ------------------------------------------------------------------------
+
+    def builders(self) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
+        """How to lower every program, in the order in which they are wanted: first what a lone short prompt needs."""
+        return {key: partial(self.lower, key) for key in self._declared}
+
+    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
+        """A program from the shapes of its arguments: of all attention ranks, from the function of one."""
+        program, static = self._declared[key]
+        mesh, shapes = self.engine_spec.mesh, self.shapes
+        function = program.function(self.functions, static)
+        arguments = tuple(shapes.argument(name, static) for name in program.arguments)
+        results = tuple(shapes.sharding(name, static) for name in program.gives.split())
+        if program.by_rank:
+            function = of_each_rank(mesh, function, arguments)
+        jitted = jax.jit(
+            named(function, program),
+            donate_argnums=program.donated,
+            out_shardings=results if len(results) > 1 else results[0],
+            compiler_options=self.engine_spec.compiler_options.get(program.options or ""),
+        )
+        return jitted.lower(*arguments)
+
+
+def named(function: Callable[..., Any], program: Program) -> Callable[..., Any]:
+    """The function under the names that traces and profiles show: those of the declaration."""
+
+    def called(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    called.__name__ = called.__qualname__ = str(program.kind)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    called.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in program.arguments])
+    return called

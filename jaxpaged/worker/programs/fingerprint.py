@@ -53,8 +53,8 @@ TRACED = (
     "params",
     "sampling",
     "worker.cache",
-    "worker.drafters",
     "worker.engine_spec",
+    "worker.programs.declare",
     "worker.programs.engine_programs",
     "worker.step",
 )

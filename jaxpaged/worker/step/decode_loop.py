@@ -1,7 +1,4 @@
-"""The function of a program that runs several decode steps, with the sampled tokens feeding the next step.
-
-    decode[T]:      params, head, state, packed, lines -> state, tokens
-    decode_full[T]: the same with the sampling state, and log probabilities beside the tokens
+"""The functions of programs that run several decode steps, with the sampled tokens feeding the next step.
 
 `packed` and `lines` are those of a single step that decodes, the first of the run; the lines say besides when rows end.
 A row that samples one of its stop ids, or whose logits are not numbers, computes nothing more; the loop ends with the
@@ -29,9 +26,9 @@ import jax.numpy as jnp
 
 from jaxpaged.layers.ranks import of_any_rank
 from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
-from jaxpaged.worker.request_rows import NUM_STOP_IDS
-from jaxpaged.worker.step.functions import NOT_COMPUTED, RowTokens, Shapes, StepFunctions, write_tables
+from jaxpaged.worker.step.functions import StepFunctions, write_tables
 from jaxpaged.worker.step.packed import RunLayout, StepParts
+from jaxpaged.worker.step.row_tokens import NOT_COMPUTED, NOTHING, RowTokens
 
 
 class Run(NamedTuple):
@@ -59,7 +56,7 @@ class Ends(NamedTuple):
     stop_ids_RJ: Any
 
 
-def decode(
+def run_decodes(
     functions: StepFunctions,
     layout: RunLayout,
     params: Any,
@@ -71,7 +68,7 @@ def decode(
     packed: Any,
     lines_SC: Any,
 ) -> tuple[Run, Any]:
-    """All steps of a run -> (what the last one left, tables_GRM). `sampling` None: the plain sampler.
+    """All steps of a run -> (the state that the last one left, tables_GRM). `sampling` None: the plain sampler.
 
     `tokens_IR` is `[max_steps, R]`, and so are the log probabilities; I is the number of the step.
     """
@@ -145,6 +142,42 @@ def decode_step(
     )
 
 
+def decode(
+    functions: StepFunctions,
+    layout: RunLayout,
+    params: Any,
+    head: Any,
+    kv: Any,
+    tables_GRM: Any,
+    rows: RowTokens,
+    sampling: Any,
+    packed: Any,
+    lines_SC: Any,
+) -> tuple[Any, ...]:
+    """All steps of a run -> (kv, tables_GRM, rows, sampling state, tokens_IR, log probabilities)."""
+    run, tables_GRM = run_decodes(functions, layout, params, head, kv, tables_GRM, rows, sampling, packed, lines_SC)
+    return run.kv, tables_GRM, run.rows, run.sampling, run.tokens_IR, run.logprobs
+
+
+def draft(
+    functions: StepFunctions,
+    layout: RunLayout,
+    params: Any,
+    kv: Any,
+    tables_GRM: Any,
+    rows: RowTokens,
+    packed: Any,
+    lines_SC: Any,
+) -> tuple[Any, ...]:
+    """Decode steps of a model or a head that drafts, from the newest tokens on -> (kv, tables_GRM, rows with drafts,
+    these drafts_SK). `functions` are those of what drafts, and `params` the parameters of both models."""
+    head, own = functions.model.head(params), rows._replace(drafts_RK=None)
+    run, tables_GRM = run_decodes(functions, layout, params, head, kv, tables_GRM, own, None, packed, lines_SC)
+    row_S = layout.step.split(packed).rows_R
+    drafts_SK = jnp.where(run.tokens_IR < 0, NOTHING, run.tokens_IR).T
+    return run.kv, tables_GRM, rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK)), drafts_SK
+
+
 def is_stop(tokens_R: Any, stop_ids_RJ: Any) -> Any:
     return jnp.any(tokens_R[:, None] == stop_ids_RJ, axis=1)
 
@@ -157,25 +190,4 @@ def parts_of_step(layout: RunLayout, parts: StepParts, active_R: Any) -> StepPar
         seq_lens_R=jnp.where(parts.seq_lens_R != 0, -1, 0),
         token_ids_T=jnp.full(layout.step.num_tokens, -1, jnp.int32),
         sample_idxs_R=jnp.maximum(ends_R - 1, 0),
-    )
-
-
-def lower_decode(shapes: Shapes, layout: RunLayout, full: bool) -> jax.stages.Lowered:
-    """The program of a bucket, with the full sampler or the plain one."""
-    f, whole = shapes.functions, shapes.functions.replicated
-    state = (shapes.kv, shapes.tables, shapes.rows, shapes.sampling if full else None)
-
-    def decode_run(params, head, state, packed, lines):
-        kv, tables, rows, sampling = state
-        run, tables = decode(f, layout, params, head, kv, tables, rows, sampling, packed, lines)
-        return (run.kv, tables, run.rows, run.sampling), run.tokens_IR, run.logprobs
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    lines = shapes.packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
-    return shapes.lower(
-        decode_run,
-        (shapes.params, shapes.head, state, shapes.packed(layout.step.size), lines),
-        donated=(2,),
-        out_shardings=(shardings, whole, whole),
-        compiler_options=shapes.options.get("decode_full" if full else "decode"),
     )

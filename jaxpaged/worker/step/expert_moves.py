@@ -1,8 +1,4 @@
-"""The programs that move experts between devices, and the one that reads how many tokens went to each.
-
-    expert_load:     counts -> a copy of them, which stays when the next step donates the counts
-    move_experts[i]: an array of a block, experts first, and the place from which each place gets its expert -> the same
-                     array with the experts there
+"""The function of the programs that move experts between devices, and the tables that say where experts are.
 
 A block's arrays of one shape share a program. Devices exchange rows of one expert each at a time, all to all, so what
 this needs besides the new array is small.
@@ -11,7 +7,6 @@ Letters: e places of experts, X devices.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.experts import Experts, Placement, expert_blocks, map_experts, weights_of
 from jaxpaged.layers.ranks import of_ranks
-from jaxpaged.messages import ProgramKey
 from jaxpaged.params.sharding import EXPERT_AXIS, expert_axes, num_expert_devices, num_ranks
 from jaxpaged.worker.expert_placing import first_experts, tables
-from jaxpaged.worker.step.functions import Shapes
 
-LOAD_KEY = ProgramKey("expert_load")
-MOVE_KIND = "move_experts"
 BYTES_AT_ONCE = 64 << 20
 """What devices send each other at a time, at most, unless a single row of each is more."""
 
@@ -79,42 +70,31 @@ def with_parts(p: Experts, parts: list[Any]) -> Experts:
     return p.replace(gate_proj=gate, up_proj=up, down_proj=down)
 
 
-def move_key(part: Any, params: Any) -> ProgramKey:
-    """The program that moves an array of a block of `params`: arrays of one shape and type share it."""
-    kinds = dict.fromkeys(kind_of(each) for p in placed_blocks(params) for each in weights_of(p))
-    return ProgramKey(MOVE_KIND, list(kinds).index(kind_of(part)) + 1)
+def parts_to_move(params: Any) -> list[Any]:
+    """The arrays of the blocks that have tables, one of each shape and type: arrays that are alike share a program."""
+    return list({kind_of(part): part for p in placed_blocks(params) for part in weights_of(p)}.values())
+
+
+def move_number(part: Any, params: Any) -> int:
+    """Which of the programs that move arrays, from 1, is for this one."""
+    return [kind_of(each) for each in parts_to_move(params)].index(kind_of(part)) + 1
 
 
 def kind_of(part: Any) -> tuple[Any, ...]:
     return tuple(part.shape), jnp.dtype(part.dtype).name
 
 
-def move_builders(shapes: Shapes) -> dict[ProgramKey, Callable[[], jax.stages.Lowered]]:
-    """How to lower these programs; none where experts have no tables."""
-    parts = {kind_of(part): part for p in placed_blocks(shapes.params) for part in weights_of(p)}
-    builders = {move_key(part, shapes.params): partial(lower_move, shapes, part) for part in parts.values()}
-    return {LOAD_KEY: partial(lower_load, shapes), **builders} if parts else {}
-
-
-def lower_load(shapes: Shapes) -> jax.stages.Lowered:
-    step = jax.jit(jnp.copy, out_shardings=shapes.functions.replicated)
-    return step.lower(shapes.kv[-1])
-
-
-def lower_move(shapes: Shapes, part: Any) -> jax.stages.Lowered:
-    mesh = shapes.functions.attention.mesh
+def move_experts(mesh: Mesh, part: Any, own: jax.Array, source_e: jax.Array) -> jax.Array:
+    """An array of a block that lies as `part` does, with the experts in its places that were in places `source_e`."""
     num_devices, axes, spec = num_expert_devices(mesh), expert_axes(mesh), part.sharding.spec
     tile = rows_at_once(part.shape[1], num_devices * part.dtype.itemsize * row_size(part.shape))
 
     def move(own: jax.Array, source_e: jax.Array) -> jax.Array:
         return moved(own, source_e, num_devices, tile, axes)
 
-    sharded = jax.shard_map(
-        move, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
+    return jax.shard_map(move, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)(
+        own, source_e
     )  # what a device gets follows from its index
-    step = jax.jit(sharded, out_shardings=part.sharding)
-    source = jax.ShapeDtypeStruct(part.shape[:1], jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return step.lower(part, source)
 
 
 def row_size(shape: tuple[int, ...]) -> int:

@@ -13,10 +13,6 @@ from typing import Any, NamedTuple
 from pallas_kernels.ragged_paged_attention import shared_work
 from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork
 
-SHARED = "_shared"
-"""Behind the kind of a program with layers: this one reads once what rows share, where the other launches nothing for
-it."""
-
 
 class StepParts(NamedTuple):
     """The parts of a step, all int32. Unused entries are zero, unused rows the null row.

@@ -12,16 +12,15 @@ import numpy as np
 from jaxpaged.messages import NewRequestData
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.rows import SamplingRows
-from jaxpaged.sampling.state import CHUNK, TOKENS_HEADER, StateLayout, pack_row, pack_tokens
+from jaxpaged.sampling.state import StateLayout, pack_row, pack_tokens
 from jaxpaged.sampling_params.features import Feature, features_of
-
-TOKENS_UPLOAD_SIZE = TOKENS_HEADER + CHUNK
+from jaxpaged.worker.programs.declare import ProgramKind
 
 
 class Upload(NamedTuple):
     """One call of a loading program: which one, and its int32 array."""
 
-    program: str  # "load_row" or "load_tokens"
+    program: ProgramKind
     packed: np.ndarray
 
 
@@ -40,7 +39,7 @@ def admit(
     if bits or features & ~(Feature.PENALTIES | Feature.LOGPROBS):
         output_token_ids = request.token_ids[request.num_prompt_tokens :]
         packed = pack_row(layout, row, params, output_token_ids=output_token_ids, custom_params=numbers)
-        yield Upload("load_row", packed)
+        yield Upload(ProgramKind.LOAD_ROW, packed)
     if features & Feature.PENALTIES:
         for packed in pack_tokens(row, request.token_ids, request.num_prompt_tokens):
-            yield Upload("load_tokens", packed)
+            yield Upload(ProgramKind.LOAD_TOKENS, packed)

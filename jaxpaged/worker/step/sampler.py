@@ -27,15 +27,15 @@ from jaxpaged.sampling.rows import SamplingRows
 from jaxpaged.sampling.state import StateLayout, pack_masks
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.model_runner import Reading, StageOutput, Step
+from jaxpaged.worker.programs.declare import PLAIN_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.functions import CORRUPTED, NOT_COMPUTED, PROMPT_LOGPROB_TILE
+from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE
 from jaxpaged.worker.step.input_batch import run_lines
 from jaxpaged.worker.step.packed import RunLayout
+from jaxpaged.worker.step.row_tokens import CORRUPTED, NOT_COMPUTED
 from jaxpaged.worker.step.row_uploads import admit
-from jaxpaged.worker.step.verify import VERIFY_KINDS, verify_lines
+from jaxpaged.worker.step.verify import verify_lines
 
-PLAIN_KINDS = ("sample", "decode", VERIFY_KINDS["sample"])
-"""Programs without the full sampler."""
 NOT_NUMBERS = (
     "no token can be drawn: the model's logits for this request are not finite numbers. Other requests are unharmed."
 )
@@ -115,8 +115,8 @@ class Sampler:
         )
         is_full = key.kind not in PLAIN_KINDS
         donated = state.kv, state.tables, state.rows, state.row_state if is_full else None
-        (state.kv, state.tables, state.rows, kept), tokens, logprobs = device.call(
-            step.program, device.params, device.head, donated, step.packed, lines_SC
+        state.kv, state.tables, state.rows, kept, tokens, logprobs = device.call(
+            step.program, device.params, device.head, *donated, step.packed, lines_SC
         )
         if is_full:
             state.row_state = kept
@@ -208,7 +208,7 @@ class PromptScorer:
                 packed[rank, 0, :count] = int(starts[i]) + first - computed + np.arange(count)
                 packed[rank, 1, :count] = rows.token_ids[row][first + 1 : first + 1 + count]
                 packed = packed.reshape(-1, PROMPT_LOGPROB_TILE)
-                tile = device.call(ProgramKey("prompt_logprobs"), device.head, device.state.hidden, packed)
+                tile = device.call(ProgramKey(ProgramKind.PROMPT_LOGPROBS), device.head, device.state.hidden, packed)
                 own = slice(rank * PROMPT_LOGPROB_TILE, rank * PROMPT_LOGPROB_TILE + count)
                 tiles.setdefault(scheduled.request_ids[i], []).append((first + 1, own, start_copy(tile)))
         return tiles

@@ -1,9 +1,5 @@
 """The function of a program that draws the tokens of a step with drafts in it.
 
-    verify[S], verify_full[S], verify_masked[S]:
-        head, hidden of all tokens of the step, rows, sampling, packed
-        -> rows, tokens, sampling, log probabilities, how many drafts each row had
-
 Nothing is drawn yet where a row drafted, but the hidden states are there. So a token is drawn behind the first of a
 row's tokens, as in any step, with the noise of its position; if the row's next token, its first draft, is what was
 drawn, then the hidden state behind that is right too, and a token is drawn there, and so on. A row ends with the token
@@ -18,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.sampling.rows import NUM_COLUMNS, ROW, lines_of_active
-from jaxpaged.worker.step.functions import NOT_COMPUTED, NOTHING, RowTokens, Shapes, StepFunctions
+from jaxpaged.worker.step.functions import StepFunctions
+from jaxpaged.worker.step.row_tokens import NOT_COMPUTED, NOTHING, RowTokens
 
-VERIFY_KINDS = {"sample": "verify", "sample_full": "verify_full", "sample_masked": "verify_masked"}
-"""What draws in a step with drafts, in place of what draws one token a row."""
 NUM_VERIFY_COLUMNS = NUM_COLUMNS + 2
 """Behind the columns of `SamplingRows.pack`: the place in the step of a row's first token that draws, and how many."""
 
@@ -55,8 +50,9 @@ def verify(
     sampling: Any,
     packed_SC: Any,
     masks_ISW: Any = None,
-) -> tuple[Verification, Any]:
-    """All tokens of a step -> (what the last one left, num_drafts_S: how many drafts each row had).
+) -> tuple[Any, ...]:
+    """All tokens of a step -> (rows, tokens_IS, sampling state, log probabilities, num_drafts_S: how many drafts each
+    row had).
 
     Each token has a mask of its own, which follows from the drafts before it.
     """
@@ -94,18 +90,4 @@ def verify(
         logprobs=None if sampling is None else functions.no_logprobs(num_most, len(row_S)),
     )
     end = jax.lax.while_loop(lambda carry: jnp.any(carry.active_S), draw_next, begin)
-    return end, jnp.sum(drafts_SI != NOTHING, axis=1)
-
-
-def lower_verify(shapes: Shapes, size: int, full: bool, masked: bool = False) -> jax.stages.Lowered:
-    """The program for `size` rows; `full` and `masked` as in `Shapes.lower_sample`."""
-    f = shapes.functions
-
-    def verify_step(head, hidden, rows, sampling, packed, masks=None):
-        end, num_drafts_S = verify(f, head, hidden, rows, sampling, packed, masks)
-        return end.rows, end.tokens_IS, end.sampling, end.logprobs, num_drafts_S
-
-    arguments = (shapes.head, shapes.all_hidden, shapes.rows, shapes.sampling if full else None)
-    num_most = shapes.rows.drafts_RK.shape[1] + 1
-    arguments += shapes.packed(size, NUM_VERIFY_COLUMNS), *shapes.masks(num_most, size, masked)
-    return shapes.lower(verify_step, arguments, donated=(2, 3))
+    return end.rows, end.tokens_IS, end.sampling, end.logprobs, jnp.sum(drafts_SI != NOTHING, axis=1)

@@ -40,6 +40,12 @@ def zeros_on(mesh: Mesh | AbstractMesh) -> Callable[[Sequence[Any]], list[jax.Ar
     return lambda shapes: [jnp.zeros(each.shape, each.dtype) for each in shapes]
 
 
+def zeros_like(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
+    """Zeros for a tree of shapes, in a traced program for the devices of `mesh`."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(zeros_on(mesh)(leaves))
+
+
 def zero_pages(shapes: Sequence[Any]) -> list[jax.Array]:
     """Zeros of these shapes, in a traced program for one device that `has_zero_pages`. They are one operation, since
     XLA makes one of several that look alike, and copies of it."""

@@ -13,6 +13,7 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import facts_of, read_model, with_draft_model
 from jaxpaged.errors import ConfigError
+from jaxpaged.messages import ProgramKey
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.tools.pictures.plan_report import text_report
 from jaxpaged.tools.planning.compiling import Compiler
@@ -333,7 +334,7 @@ def test_the_programs_of_a_quick_plan_take_as_much_as_all_of_them(compiled):
 
 def test_the_state_of_requests_is_counted_as_the_engine_allocates_it(compiled):
     own, plan, _ = compiled
-    _, *state = EnginePrograms(own.engine_spec, own.kv_cache).shapes.lower_zeros().out_info
+    _, *state = EnginePrograms(own.engine_spec, own.kv_cache).lower(ProgramKey("zeros")).out_info
     assert plan.state_bytes == sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) > 0
 
 

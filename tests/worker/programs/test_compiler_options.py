@@ -15,7 +15,7 @@ from jaxpaged.tools.planning.targets import parse_target, shapes_mesh
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs import compiler_options
 from jaxpaged.worker.programs.compiled import CompileCounter
-from jaxpaged.worker.programs.compiler_options import APART, LAYER_KINDS, LAYER_OPTIONS, ONCE, OTHERS, UNTRIED, is_known
+from jaxpaged.worker.programs.compiler_options import APART, LAYER_OPTIONS, LAYERS, ONCE, OTHERS, UNTRIED, is_known
 from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from pallas_kernels import gpu_targets, tpu_targets
 from tests.models.checkpoints import write_checkpoint
@@ -42,7 +42,7 @@ def programs(plan, num_blocks=64):
 def test_an_option_that_the_compiler_does_not_know_is_a_warning_and_left_out(monkeypatch, caplog):
     mesh, kind = make_mesh(1), jax.devices()[0].device_kind
     monkeypatch.setitem(LAYER_OPTIONS, kind, {OF_THIS_CPU: False, "xla_nobody_knows": True})
-    assert compiler_options.compiler_options(mesh) == {kind: {OF_THIS_CPU: False} for kind in LAYER_KINDS}
+    assert compiler_options.compiler_options(mesh) == {LAYERS: {OF_THIS_CPU: False}}
     assert "xla_nobody_knows" in caplog.text and OF_THIS_CPU not in caplog.text
     monkeypatch.setitem(LAYER_OPTIONS, kind, {"xla_nobody_knows": True})
     assert compiler_options.compiler_options(mesh) == {}
@@ -56,7 +56,7 @@ def test_what_the_environment_says_of_an_option_goes_before_ours(monkeypatch):
         assert compiler_options.compiler_options(mesh) == {}
     assert not compilations.count, "there was nothing to ask the compiler"
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-    assert compiler_options.compiler_options(mesh) == {kind: {level: 2} for kind in LAYER_KINDS}
+    assert compiler_options.compiler_options(mesh) == {LAYERS: {level: 2}}
 
 
 def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, monkeypatch):
@@ -75,10 +75,9 @@ def test_options_go_to_programs_with_layers_and_into_the_fingerprint(folder, mon
     real = jax.jit
     monkeypatch.setattr(jax, "jit", jit)
     builders = programs(plan)
-    with_layers = set(LAYER_KINDS) - {"draft"}  # which an engine has whose drafts come from a model
-    for kind in (*with_layers, "sample", "zeros"):
+    for kind in ("forward", "decode", "decode_full", "sample", "zeros"):
         builders[next(key for key in builders if key.kind == kind)]()
-    assert given == {"forward": {OF_THIS_CPU: False}, "decode_run": {OF_THIS_CPU: False}}
+    assert given == {kind: {OF_THIS_CPU: False} for kind in ("forward", "decode", "decode_full")}
 
 
 @pytest.mark.aot_tpu
@@ -87,7 +86,7 @@ def test_a_v6e_takes_the_option_and_fuses_no_two_products(folder):
     mesh = parse_target("v6e:1x1").mesh(1)
     assert all(is_known(mesh, name, value) for name, value in LAYER_OPTIONS[mesh.devices.flat[0].device_kind].items())
     plan = engine_spec(folder, mesh, "tpu", hidden_size=2048, intermediate_size=8192)
-    assert plan.compiler_options["forward"] == {"xla_tpu_dot_dot_fusion": False}
+    assert plan.compiler_options[LAYERS] == {"xla_tpu_dot_dot_fusion": False}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = programs(plan)[ProgramKey("forward", 8)]().compile().as_text()
     assert max(products_of_fusions(text)) == 1
@@ -99,11 +98,11 @@ def test_weights_that_are_converted_on_a_gpu_leave_their_products_to_xla_and_the
     monkeypatch.setattr(compiler_options, "GPU", "cpu")
     monkeypatch.setattr(compiler_options, "refusal", lambda mesh, options: None)
     plain, converted = (compiler_options.compiler_options(make_mesh(1), converts) for converts in (False, True))
-    assert plain == {**dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]), OTHERS: {**ONCE, **UNTRIED}}
-    assert converted == {kind: {**ONCE, **(UNTRIED if kind == OTHERS else APART)} for kind in (*LAYER_KINDS, OTHERS)}
+    assert plain == {LAYERS: LAYER_OPTIONS["gpu"], OTHERS: {**ONCE, **UNTRIED}}
+    assert converted == {kind: {**ONCE, **(UNTRIED if kind == OTHERS else APART)} for kind in (LAYERS, OTHERS)}
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=some_pass --xla_gpu_dot_merger_threshold_mb=1")
     said = compiler_options.compiler_options(make_mesh(1), True)
-    assert said == {kind: {**ONCE, **(UNTRIED if kind == OTHERS else {})} for kind in (*LAYER_KINDS, OTHERS)}
+    assert said == {kind: {**ONCE, **(UNTRIED if kind == OTHERS else {})} for kind in (LAYERS, OTHERS)}
 
 
 @pytest.mark.aot_gpu
@@ -112,7 +111,7 @@ def test_an_h100_takes_all_options_has_cublas_multiply_and_writes_no_weights_sid
     mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
     plan = engine_spec(folder, mesh, "gpu", hidden_size=1024, intermediate_size=4096)
     assert plan.compiler_options == {
-        **dict.fromkeys(LAYER_KINDS, LAYER_OPTIONS["gpu"]),
+        LAYERS: LAYER_OPTIONS["gpu"],
         OTHERS: compiler_options.OTHER_OPTIONS["gpu"],
     }
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpaged.layers import norm
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.programs.compiled import CompileCounter, CompiledPrograms, enable_compilation_cache
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from jaxpaged.worker.programs.fingerprint import replaced_code
 from jaxpaged.worker.programs.program_index import ProgramIndex
-from jaxpaged.worker.step.functions import Shapes
 from tests.models.checkpoints import write_checkpoint
 from tests.worker.programs.test_bundles import answers, start
 
@@ -150,8 +150,7 @@ def test_the_second_start_of_an_engine_traces_nothing_and_gives_the_same_tokens(
     def refuse(*_, **__):
         raise AssertionError("a program is traced")
 
-    for name in [name for name in vars(Shapes) if name.startswith("lower_")]:
-        monkeypatch.setattr(Shapes, name, partial(refuse, name))
+    monkeypatch.setattr(EnginePrograms, "lower", refuse)
     monkeypatch.setattr("jaxpaged.worker.programs.program_index.replaced_code", lambda *_: [])
     config, executor = start(model, **options)
     try:

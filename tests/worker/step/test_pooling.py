@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.worker.step.packed import step_layout
-from jaxpaged.worker.step.pooling import accumulate
+from jaxpaged.worker.step.prompt_sums import accumulate
 
 NUM_TOKENS, NUM_ROWS, WIDTH = 8, 3, 5
 LAYOUT = step_layout(NUM_TOKENS, NUM_ROWS, [4])

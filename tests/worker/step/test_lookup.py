@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.drafters.lookup import CHUNK, LookupDrafter, draft, load_history, look_up, pack_history, remember
-from jaxpaged.worker.step.functions import NOTHING, Answers, RowTokens
+from jaxpaged.worker.drafters import LookupDrafter
+from jaxpaged.worker.step.lookup import CHUNK, load_history, look_up, look_up_drafts, pack_history, remember
+from jaxpaged.worker.step.row_tokens import NOTHING, Answers, RowTokens
 
 WIDTH, MOST = 24, 5
 compiled_look_up = jax.jit(look_up, static_argnums=(2, 3, 4, 5))
@@ -42,7 +43,7 @@ def test_the_longest_then_latest_occurrence_is_found(texts, lengths):
 
 
 compiled_load, compiled_remember = jax.jit(load_history), jax.jit(remember)
-compiled_draft = jax.jit(draft, static_argnums=0)
+compiled_draft = jax.jit(look_up_drafts, static_argnums=0)
 
 
 def rows_of(histories, num_answer_tokens):

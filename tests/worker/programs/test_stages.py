@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpaged.worker.programs.pipeline import StagedRows, rows_that_drew
+from jaxpaged.worker.programs.stages import StagedRows, rows_that_drew
 from jaxpaged.worker.step.packed import step_layout
 
 BEGIN = StagedRows(("first", "last"), ("nothing",), (frozenset(),))

@@ -15,7 +15,6 @@ steps alike. `DeviceState` has tuples of these, one entry a stage. This module d
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import jax
@@ -25,12 +24,10 @@ from jax.sharding import NamedSharding
 
 from jaxpaged.messages import ProgramKey
 from jaxpaged.sampling.rows import ROW
-from jaxpaged.worker.programs.engine_programs import MASKED_KIND, Builders, EnginePrograms
-from jaxpaged.worker.step.functions import RowTokens, Shapes, write_tables
+from jaxpaged.worker.programs.declare import SAMPLE_KINDS, ProgramKind
+from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from jaxpaged.worker.step.packed import StepLayout
-
-SAMPLE_KINDS = frozenset({"sample", "sample_full", MASKED_KIND})
-"""Programs that draw tokens."""
+from jaxpaged.worker.step.row_tokens import RowTokens
 
 
 @struct.dataclass
@@ -54,54 +51,6 @@ class StagedRows:
         return StagedRows((*self.stages[:-1], last), (*self.drawn[kept], drawn), (*self.drew[kept], drew))
 
 
-class NoRowState:
-    """In the place of sampling state, on stages that draw nothing."""
-
-    def abstract(self) -> None:
-        return None
-
-
-class EarlierShapes(Shapes):
-    """Shapes of what a stage takes that is not the last one."""
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        return self.kv, self.tables, self.rows
-
-    def lower_forward(self, layout: StepLayout) -> jax.stages.Lowered:
-        """One more argument than the last stage's: what the stage before made of the tokens, or, of the first one, the
-        newest tokens of all rows."""
-        f, whole = self.functions, self.functions.replicated
-
-        def forward(params: Any, kv: Any, tables: Any, rows: RowTokens, packed: Any, given: Any) -> tuple[Any, ...]:
-            parts = layout.split(packed)
-            tables = write_tables(tables, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
-            if f.is_first:
-                rows, given = rows._replace(last_token_R=given), None
-            stream_TD, kv, rows = f.hidden_states(layout, params, kv, tables, rows, parts, stream_TD=given)
-            return kv, tables, rows, stream_TD
-
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.kv)
-        step = jax.jit(
-            forward,
-            donate_argnames=("kv", "tables", "rows"),
-            out_shardings=(shardings, whole, whole, whole),
-            compiler_options=self.options.get("forward"),
-        )
-        given = self.rows.last_token_R if f.is_first else self.hidden(layout.num_tokens)
-        return step.lower(self.params, *self.state, self.packed(layout.size), given)
-
-
-class EarlierPrograms(EnginePrograms):
-    """The programs of a stage that is not the last one."""
-
-    shapes_type = EarlierShapes
-
-    @property
-    def row_state(self) -> Any:
-        return NoRowState()
-
-
 @dataclass(frozen=True)
 class LoweredStages:
     """A program of every stage, which `join` makes one of once they are compiled."""
@@ -113,7 +62,7 @@ class LoweredStages:
         return self.join([each.compile() for each in self.stages])
 
 
-def builders_of(stages: Sequence[EnginePrograms]) -> Builders:
+def builders_of(stages: Sequence[EnginePrograms]) -> dict[ProgramKey, Callable[[], Any]]:
     """The builders of an engine, whether it has stages or one part."""
     return Pipeline(stages).builders() if len(stages) > 1 else stages[0].builders()
 
@@ -130,28 +79,28 @@ class Pipeline:
     """The builders of an engine, from the programs of its stages, the last one's behind the others'."""
 
     def __init__(self, stages: Sequence[EnginePrograms]):
-        self.shapes = [each.shapes for each in stages]
+        self._stages = stages
         self.places: list[NamedSharding] = [each.functions.replicated for each in stages]
-        self._last = stages[-1]
 
-    def builders(self) -> Builders:
+    def builders(self) -> dict[ProgramKey, Callable[[], Any]]:
         """Those of the last stage, with those of the others where these take part."""
-        return {key: self._joined(key, build) for key, build in self._last.builders().items()}
+        return {key: self._joined(key, build) for key, build in self._stages[-1].builders().items()}
 
     def _joined(self, key: ProgramKey, build: Callable[[], Any]) -> Callable[[], Any]:
-        if key.kind == "forward":
-            layout = self._last.layouts[key.size]
-            return partial(self._lower, methodcaller("lower_forward", layout), partial(self._forward, layout))
-        if key.kind == "zeros":
-            return partial(self._lower, methodcaller("lower_zeros"), self._zeros)
-        if key.kind == "tables":
-            return partial(self._lower, methodcaller("lower_tables"), self._tables)
-        if key.kind in SAMPLE_KINDS:
-            return lambda: LoweredStages([build()], self._sample)
+        of_all = lambda join: partial(self._lower, key, join)
+        match key.kind:
+            case ProgramKind.FORWARD:
+                return of_all(partial(self._forward, self._stages[-1].layouts[key.size]))
+            case ProgramKind.ZEROS:
+                return of_all(self._zeros)
+            case ProgramKind.TABLES:
+                return of_all(self._tables)
+            case kind if kind in SAMPLE_KINDS:
+                return lambda: LoweredStages([build()], self._sample)
         return build
 
-    def _lower(self, lower: Callable[[Shapes], jax.stages.Lowered], join: Callable[..., Any]) -> LoweredStages:
-        return LoweredStages([lower(shapes) for shapes in self.shapes], join)
+    def _lower(self, key: ProgramKey, join: Callable[..., Any]) -> LoweredStages:
+        return LoweredStages([stage.lower(key) for stage in self._stages], join)
 
     def _forward(self, layout: StepLayout, programs: Sequence[Any]) -> Callable[..., Any]:
         def forward(params, kv, tables, rows, hidden, packed):
@@ -162,9 +111,9 @@ class Pipeline:
                 changed.append(state)
                 given = jax.device_put(given, self.places[i + 1])
             own = params[-1], kv[-1], tables[-1], rows.stages[-1]
-            *state, hidden, hidden_SD = programs[-1](*own, hidden, packed, given)
+            *state, hidden, sampled_SD = programs[-1](*own, hidden, packed, given)
             kv, tables, stages = zip(*changed, state, strict=True)
-            return kv, tables, rows.replace(stages=stages), hidden, hidden_SD
+            return kv, tables, rows.replace(stages=stages), hidden, sampled_SD
 
         return forward
 

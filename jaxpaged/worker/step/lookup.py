@@ -1,18 +1,12 @@
 """Drafts by looking up: what followed the newest tokens of a request when they last occurred, in the same request or,
 with the method "suffix", in answers to earlier ones.
 
-    draft[S]:      rows, rows of the step  -> rows, drafts
-    load_history:  rows, packed tokens     -> rows
-    remember:      rows, packed            -> rows
-
 All of it runs on the device, which alone knows the newest tokens while steps are in flight: the tokens of a row are
 written when it is given to a request, and those that are drawn by whatever draws them. Answers are kept one after the
 other in a ring of fixed size, the newest in place of the oldest. This module does not know which drafts are any good.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,17 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.config.speculation import Speculation
-from jaxpaged.messages import NewRequestData, ProgramKey
-from jaxpaged.worker.device import Device
-from jaxpaged.worker.model_runner import DRAFT_KIND, DraftRequest
-from jaxpaged.worker.step.functions import NOTHING, RowTokens, Shapes
-from jaxpaged.worker.step.packed import StepLayout
+from jaxpaged.worker.step.row_tokens import NOTHING, RowTokens
 
 CHUNK = 512
 """Tokens in one upload of `load_history`."""
 HEADER = 3  # row, position of the first token, number of tokens
-LOAD_KIND = "load_history"
-REMEMBER_KIND = "remember"
 
 
 class Matches(NamedTuple):
@@ -84,7 +72,7 @@ def look_up(text_SW: Any, newest_S: Any, own: int, shortest: int, longest: int, 
     return jnp.where(ended_SK | (best_S[:, None] < 0), NOTHING, drafts_SK)
 
 
-def draft(speculation: Speculation, rows: RowTokens, packed_S: Any) -> tuple[RowTokens, Any]:
+def look_up_drafts(speculation: Speculation, rows: RowTokens, packed_S: Any) -> tuple[RowTokens, Any]:
     """(Rows with drafts for some of them, these drafts_SK). A row's newest token is the first that is not computed.
 
     `packed_S` has row r, or -1 - r for one that looks at its own tokens only.
@@ -133,47 +121,3 @@ def pack_history(row: int, token_ids: Sequence[int]) -> Iterator[np.ndarray]:
         packed[:HEADER] = row, first, len(chunk)
         packed[HEADER : HEADER + len(chunk)] = chunk
         yield packed
-
-
-def lookup_builders(shapes: Shapes, speculation: Speculation, sizes: Sequence[int]) -> dict[ProgramKey, Any]:
-    """How to lower the programs above."""
-
-    def lower(function: Any, *shape: int) -> jax.stages.Lowered:
-        step = jax.jit(function, donate_argnums=(0,), out_shardings=shapes.functions.replicated)
-        return step.lower(shapes.rows, shapes.packed(*shape))
-
-    builders = {ProgramKey(LOAD_KIND): partial(lower, load_history, HEADER + CHUNK)}
-    builders |= {ProgramKey(DRAFT_KIND, size): partial(lower, partial(draft, speculation), size) for size in sizes}
-    if shapes.rows.answers is not None:
-        builders[ProgramKey(REMEMBER_KIND)] = partial(lower, remember, 2)
-    return builders
-
-
-class LookupDrafter:
-    """Dispatches the programs above; the drafts stay on the device."""
-
-    layouts: Mapping[int, StepLayout] = MappingProxyType({})
-
-    def __init__(self, max_num_seqs: int):
-        self._null_row = max_num_seqs
-        self._private_R = np.zeros(max_num_seqs, bool)
-
-    def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
-        self._private_R[row] = request.is_private
-        for packed in pack_history(row, request.token_ids):
-            self._call(device, ProgramKey(LOAD_KIND), packed)
-
-    def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> Any:
-        rows, places = draft.newest.rows, np.full(key.size, self._null_row, np.int32)
-        places[: len(rows)] = np.where(self._private_R[rows], -1 - rows, rows)
-        device.state.rows, drafts_SK = device.call(key, device.state.rows, places)
-        return drafts_SK
-
-    def release(self, device: Device, row: int, num_prompt_tokens: int) -> None:
-        """A row is taken back: its answer may help others."""
-        if device.state.rows.answers is not None and not self._private_R[row]:
-            self._call(device, ProgramKey(REMEMBER_KIND), np.array([row, num_prompt_tokens], np.int32))
-
-    @staticmethod
-    def _call(device: Device, key: ProgramKey, packed: np.ndarray) -> None:
-        device.state.rows = device.call(key, device.state.rows, packed)

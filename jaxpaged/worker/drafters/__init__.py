@@ -1,1 +1,0 @@
-"""Where drafts come from: guesses at the next tokens of rows, which `worker/step/verify.py` verifies."""

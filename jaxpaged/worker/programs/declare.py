@@ -1,0 +1,343 @@
+"""Every kind of program that an engine can have, on one page: `PROGRAMS`.
+
+A step is two programs, dispatched back to back without waiting: `forward` and `sample`. The sampled token stays on the
+device and feeds the next step. `sample_full` does the same with penalties, biases and log probabilities, for steps in
+which some request asks for them; `sample_masked` takes masks of grammars besides. In place of both, `decode` computes
+several steps at once, and single steps in which all requests decode. An engine that pools has `pool` in place of
+`sample`. With drafts a step begins with `draft`, and `verify` draws in place of `sample`.
+
+Each kind has one program for every bucket of its axis: the buckets of two axes add up instead of multiplying. A kind
+behind whose name stands `_shared` reads once what rows share, where the ordinary one launches nothing for it.
+
+`ProgramChoice` chooses the programs of a step, and the model runner, its output stage and its drafter call them. The
+others have one caller each, which the table names. `EnginePrograms` finds out which of these an engine has.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpaged.messages import ProgramKey
+from jaxpaged.sampling.state import load_row, load_tokens
+from jaxpaged.sampling_params.features import Extra
+from jaxpaged.worker.engine_spec import EngineSpec
+from jaxpaged.worker.programs.compiler_options import LAYERS, OTHERS
+from jaxpaged.worker.step import decode_loop, lookup
+from jaxpaged.worker.step.expert_moves import move_experts
+from jaxpaged.worker.step.functions import StepFunctions, write_table_chunk
+from jaxpaged.worker.step.prompt_sums import accumulate
+from jaxpaged.worker.step.verify import verify
+from jaxpaged.worker.step.zero_pages import zeros_like
+
+
+class ProgramKind(StrEnum):
+    """The names of all kinds, as bundles, logs and statistics have them."""
+
+    ZEROS = "zeros"
+    FORWARD = "forward"
+    FORWARD_SHARED = "forward_shared"
+    TABLES = "tables"
+    SAMPLE = "sample"
+    SAMPLE_FULL = "sample_full"
+    SAMPLE_MASKED = "sample_masked"
+    DECODE = "decode"
+    DECODE_SHARED = "decode_shared"
+    DECODE_FULL = "decode_full"
+    DECODE_FULL_SHARED = "decode_full_shared"
+    DRAFT = "draft"
+    LOAD_HISTORY = "load_history"
+    REMEMBER = "remember"
+    VERIFY = "verify"
+    VERIFY_FULL = "verify_full"
+    VERIFY_MASKED = "verify_masked"
+    LOAD_ROW = "load_row"
+    LOAD_TOKENS = "load_tokens"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    ACCUMULATE = "accumulate"
+    POOL = "pool"
+    KV_GATHER = "kv_gather"
+    KV_SCATTER = "kv_scatter"
+    EXPERT_LOAD = "expert_load"
+    MOVE_EXPERTS = "move_experts"
+
+
+Kind = ProgramKind
+
+SAMPLE_KINDS = (Kind.SAMPLE, Kind.SAMPLE_FULL, Kind.SAMPLE_MASKED)
+"""Kinds that draw one token a row."""
+VERIFY_KINDS = {
+    Kind.SAMPLE: Kind.VERIFY,
+    Kind.SAMPLE_FULL: Kind.VERIFY_FULL,
+    Kind.SAMPLE_MASKED: Kind.VERIFY_MASKED,
+}
+"""What draws in a step with drafts, in place of what draws one token a row."""
+DECODE_KINDS = (Kind.DECODE, Kind.DECODE_FULL)
+PLAIN_KINDS = (Kind.SAMPLE, Kind.DECODE, Kind.DECODE_SHARED, Kind.VERIFY)
+"""Kinds that draw without the full sampler."""
+SHARED_KINDS = {
+    Kind.FORWARD: Kind.FORWARD_SHARED,
+    Kind.DECODE: Kind.DECODE_SHARED,
+    Kind.DECODE_FULL: Kind.DECODE_FULL_SHARED,
+}
+"""The kinds that read once what rows share, by those that do not."""
+
+
+class Axis(Enum):
+    """Along which sizes a kind has programs, and what its function is told of a size."""
+
+    STATE = auto()  # one program; the shapes of the device state
+    ONE = auto()  # one program; nothing
+    TOKENS = auto()  # tokens of a step; its `StepLayout`
+    SHARED_TOKENS = auto()  # of these, the sizes in which steps that share blocks have programs of their own
+    ROWS = auto()  # rows that sample; how many
+    RUNS = auto()  # tokens of one of several decode steps; the `RunLayout`
+    FULL_RUNS = auto()  # the same, unless log probabilities of all steps are too many to be kept until the last one
+    SHARED_RUNS = auto()  # of these, as `SHARED_TOKENS`
+    SHARED_FULL_RUNS = auto()
+    DRAFT_RUNS = auto()  # rows for which a model or a head drafts; the `RunLayout`
+    COPIES = auto()  # pieces of a copy, for each KV pool; the `BlockCopy`
+    PARTS = auto()  # arrays of experts of another shape, counted from 1; the array's shape
+
+
+class When(Enum):
+    """When a program is compiled, unless that is when a request first asks for an `Extra`."""
+
+    START = auto()  # at once
+    ONCE_IT_PAYS = auto()  # when many steps would have been faster with it; at once where an option asks for it
+    ON_DEMAND = auto()  # when a step could use it
+
+
+def everywhere(engine: EngineSpec) -> bool:
+    return True
+
+
+def is_whole(engine: EngineSpec) -> bool:
+    return engine.stage is None
+
+
+def is_last_stage(engine: EngineSpec) -> bool:
+    return engine.is_last and not is_whole(engine)
+
+
+def is_earlier_stage(engine: EngineSpec) -> bool:
+    return not engine.is_last
+
+
+def draws(engine: EngineSpec) -> bool:
+    return engine.is_last and not engine.pools
+
+
+def pools(engine: EngineSpec) -> bool:
+    return engine.is_last and engine.pools
+
+
+def sums(engine: EngineSpec) -> bool:
+    return pools(engine) and engine.pooling_type != "LAST"
+
+
+def drafts(engine: EngineSpec) -> bool:
+    return draws(engine) and engine.speculation is not None
+
+
+def drafts_by_model(engine: EngineSpec) -> bool:
+    return drafts(engine) and engine.draft is not None
+
+
+def looks_up(engine: EngineSpec) -> bool:
+    return drafts(engine) and engine.draft is None
+
+
+def keeps_answers(engine: EngineSpec) -> bool:
+    return looks_up(engine) and engine.speculation.num_answer_tokens > 0
+
+
+def moves_experts(engine: EngineSpec) -> bool:
+    return engine.is_last and engine.config.parallel.expert_balance is not None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kind of program. Names of arguments and results are those of `step/shapes.py`.
+
+    `function`: the function of the arguments, from what is static in the engine and what `axis` says of the size.
+    `takes`: the arguments; a star marks those that are donated, whose memory the results take. `gives`: the results; a
+    single one is no tuple. `where`: the engines that have such programs. `when`: an `Extra` if only requests that ask
+    for it need the program. `options`: which ones of the compiler. `by_rank`: each attention rank computes it on its
+    part of every argument.
+    """
+
+    kind: ProgramKind
+    axis: Axis
+    function: Callable[[StepFunctions, Any], Callable[..., Any]]
+    takes: str
+    gives: str
+    where: Callable[[EngineSpec], bool] = draws
+    when: When | Extra = When.START
+    options: str | None = OTHERS
+    by_rank: bool = True
+
+    @property
+    def arguments(self) -> list[str]:
+        return [name.removeprefix("*") for name in self.takes.split()]
+
+    @property
+    def donated(self) -> list[int]:
+        """Which of the arguments are."""
+        return [i for i, name in enumerate(self.takes.split()) if name.startswith("*")]
+
+    def key(self, pool_idx: int, size: int) -> ProgramKey:
+        return copy_key(self.kind, pool_idx, size) if self.axis is Axis.COPIES else ProgramKey(self.kind, size)
+
+
+def copy_key(kind: ProgramKind, pool_idx: int, size: int) -> ProgramKey:
+    """A program that copies `size` pieces of a KV pool. Each pool has a kind of its own."""
+    return ProgramKey(f"{kind}_{pool_idx}" if pool_idx else kind, size)
+
+
+zeros = lambda f, state: partial(zeros_like, f.attention.mesh, state)
+forward = lambda f, layout: partial(f.forward, layout)
+forward_of_stage = lambda f, layout: partial(f.forward_of_stage, layout)
+sample = lambda f, size: partial(f.sample, size)
+decode = lambda f, run: partial(decode_loop.decode, f, run)
+draft = lambda f, run: partial(decode_loop.draft, f.drafting, run)
+look_up = lambda f, _: partial(lookup.look_up_drafts, f.speculation)
+verify_drafts = lambda f, _: partial(verify, f)
+add_up = lambda f, layout: partial(accumulate, layout, f.num_sampled, f.pooling_type)
+move = lambda f, part: partial(move_experts, f.attention.mesh, part)
+
+STATE = "kv tables rows"
+TAKES_STEP, GIVES_STEP = "params *kv *tables *rows *hidden step", "kv tables rows hidden sampled"
+TAKES_RUN = "params head *kv *tables *rows nothing first_step run_lines"
+TAKES_FULL_RUN = "params head *kv *tables *rows *row_state first_step run_lines"
+GIVES_RUN, GIVES_FULL_RUN = "kv tables rows nothing tokens nothing", "kv tables rows row_state tokens logprobs"
+DRAWN, FULLY_DRAWN = "rows tokens nothing nothing", "rows tokens row_state logprobs"
+PAYS, ON_DEMAND = When.ONCE_IT_PAYS, When.ON_DEMAND
+FULL, MASKS, SCORES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS
+
+PROGRAMS = (
+    # The device state of an engine that has computed nothing, for `Worker.new_state`.
+    Program(Kind.ZEROS, Axis.STATE, zeros, "", "state", everywhere, options=None, by_rank=False),
+    # Forward passes, for the model runner. A stage takes the result of the one before.
+    Program(Kind.FORWARD, Axis.TOKENS, forward, TAKES_STEP, GIVES_STEP, is_whole, options=LAYERS),
+    Program(Kind.FORWARD, Axis.TOKENS, forward, f"{TAKES_STEP} given", GIVES_STEP, is_last_stage, options=LAYERS),
+    Program(
+        Kind.FORWARD,
+        Axis.TOKENS,
+        forward_of_stage,
+        "params *kv *tables *rows step given",
+        "kv tables rows stream",
+        is_earlier_stage,
+        options=LAYERS,
+    ),
+    # Sums of prompts, for the output stage of an engine that pools.
+    Program(Kind.ACCUMULATE, Axis.TOKENS, add_up, "hidden *row_state step", "row_state pooled", sums),
+    # Block table entries that do not fit into a step, for the model runner.
+    Program(Kind.TABLES, Axis.ONE, lambda f, _: write_table_chunk, "*tables table_entries", "tables", everywhere),
+    # Tokens or vectors of a step, for the output stage.
+    Program(Kind.SAMPLE, Axis.ROWS, sample, "head sampled *rows nothing lines", DRAWN),
+    Program(Kind.POOL, Axis.ROWS, lambda f, size: partial(f.pool, size), "head pooled", "vectors", pools),
+    # Drafts, for the drafter: of another model, or found in a row's tokens, which are told when it gets and loses them.
+    Program(
+        Kind.DRAFT,
+        Axis.DRAFT_RUNS,
+        draft,
+        "params *kv *tables *rows first_step run_lines",
+        f"{STATE} drafts",
+        drafts_by_model,
+        options=LAYERS,
+    ),
+    Program(
+        Kind.LOAD_HISTORY,
+        Axis.ONE,
+        lambda f, _: lookup.load_history,
+        "*rows history_upload",
+        "rows",
+        looks_up,
+        options=None,
+    ),
+    Program(Kind.DRAFT, Axis.ROWS, look_up, "*rows row_places", "rows drafts", looks_up, options=None),
+    Program(
+        Kind.REMEMBER, Axis.ONE, lambda f, _: lookup.remember, "*rows ended_row", "rows", keeps_answers, options=None
+    ),
+    # Tokens of a step with drafts, for the output stage.
+    Program(
+        Kind.VERIFY, Axis.ROWS, verify_drafts, "head hidden *rows nothing verify_lines", f"{DRAWN} num_drafts", drafts
+    ),
+    Program(
+        Kind.VERIFY_FULL,
+        Axis.ROWS,
+        verify_drafts,
+        "head hidden *rows *row_state verify_lines",
+        f"{FULLY_DRAWN} num_drafts",
+        drafts,
+        FULL,
+    ),
+    Program(
+        Kind.VERIFY_MASKED,
+        Axis.ROWS,
+        verify_drafts,
+        "head hidden *rows *row_state verify_lines verify_masks",
+        f"{FULLY_DRAWN} num_drafts",
+        drafts,
+        MASKS,
+    ),
+    # What a request asks of the full sampler, when it gets a row, for the output stage.
+    Program(Kind.LOAD_ROW, Axis.ONE, lambda f, _: load_row, "*row_state row_upload", "row_state", when=FULL),
+    Program(Kind.LOAD_TOKENS, Axis.ONE, lambda f, _: load_tokens, "*row_state tokens_upload", "row_state", when=FULL),
+    Program(Kind.SAMPLE_FULL, Axis.ROWS, sample, "head sampled *rows *row_state lines", FULLY_DRAWN, when=FULL),
+    Program(
+        Kind.SAMPLE_MASKED, Axis.ROWS, sample, "head sampled *rows *row_state lines masks", FULLY_DRAWN, when=MASKS
+    ),
+    Program(
+        Kind.PROMPT_LOGPROBS,
+        Axis.ONE,
+        lambda f, _: f.prompt_logprobs,
+        "head hidden prompt_tile",
+        "logprobs",
+        when=SCORES,
+    ),
+    # Blocks off the devices and back, for `Copies`.
+    Program(
+        Kind.KV_GATHER,
+        Axis.COPIES,
+        lambda f, copy: copy.gather,
+        "tensors block_ids",
+        "pages",
+        options=None,
+        by_rank=False,
+    ),
+    Program(
+        Kind.KV_SCATTER,
+        Axis.COPIES,
+        lambda f, copy: copy.scatter,
+        "*tensors block_ids pages",
+        "tensors",
+        options=None,
+        by_rank=False,
+    ),
+    # Several decode steps at once, or single steps in which all requests decode, for the output stage.
+    Program(Kind.DECODE, Axis.RUNS, decode, TAKES_RUN, GIVES_RUN, when=PAYS, options=LAYERS),
+    Program(Kind.DECODE_FULL, Axis.FULL_RUNS, decode, TAKES_FULL_RUN, GIVES_FULL_RUN, when=ON_DEMAND, options=LAYERS),
+    # The same programs for steps in which rows share blocks: taken by the model runner in place of the ordinary ones.
+    Program(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, TAKES_STEP, GIVES_STEP, is_whole, ON_DEMAND, LAYERS),
+    Program(Kind.DECODE_SHARED, Axis.SHARED_RUNS, decode, TAKES_RUN, GIVES_RUN, draws, ON_DEMAND, LAYERS),
+    Program(
+        Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_RUNS, decode, TAKES_FULL_RUN, GIVES_FULL_RUN, draws, ON_DEMAND, LAYERS
+    ),
+    # Counts of the experts' tokens, and weights of experts on their way to other devices, for the expert balancer.
+    Program(
+        Kind.EXPERT_LOAD,
+        Axis.ONE,
+        lambda f, _: jnp.copy,
+        "expert_counts",
+        "counts",
+        moves_experts,
+        options=None,
+        by_rank=False,
+    ),
+    Program(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources", "part", moves_experts, options=None, by_rank=False),
+)
