@@ -8,7 +8,7 @@ import pytest
 
 from jaxpaged import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from jaxpaged.errors import ConfigError
-from jaxpaged.worker.programs import pipeline
+from jaxpaged.worker.programs import stages
 from tests.engine.small_tokenizer import make_backend
 from tests.models import pooling_checkpoints
 from tests.models.checkpoints import CONFIGS, prompt_of, write_checkpoint
@@ -104,13 +104,13 @@ def test_the_first_stage_needs_nothing_of_the_step_before_if_that_has_other_requ
     num_requests, tmp_path, monkeypatch
 ):
     """Whether tokens that the last stage draws in one step go into the next one, in the middle of an answer."""
-    find, needs = pipeline.StagedRows.tokens_for, []
+    find, needs = stages.StagedRows.tokens_for, []
 
     def tokens_for(rows, whose):
         needs.append((found := find(rows, whose)) is rows.drawn[-1])
         return found
 
-    monkeypatch.setattr(pipeline.StagedRows, "tokens_for", tokens_for)
+    monkeypatch.setattr(stages.StagedRows, "tokens_for", tokens_for)
     prompts = [prompt_of("llama")[: 4 + i] for i in range(num_requests)]
     folder = str(write_checkpoint("llama", tmp_path))
     with LLM(**OPTIONS, model=folder, pipeline_parallel_size=2, num_gpu_blocks_override=64) as llm:

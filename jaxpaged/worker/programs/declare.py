@@ -161,20 +161,19 @@ def moves_experts(engine: EngineSpec) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """A kind of program. Names of arguments and results are those of `step/shapes.py`.
+    """A kind of program. Names of arguments and results are those of `step/shapes.py`, `_` is None.
 
     `function`: the function of the arguments, from what is static in the engine and what `axis` says of the size.
-    `takes`: the arguments; a star marks those that are donated, whose memory the results take. `gives`: the results; a
-    single one is no tuple. `where`: the engines that have such programs. `when`: an `Extra` if only requests that ask
-    for it need the program. `options`: which ones of the compiler. `by_rank`: each attention rank computes it on its
-    part of every argument.
+    `signature`: arguments -> results. A star marks arguments that are donated, whose memory the results take; a single
+    result is no tuple. `where`: the engines that have such programs. `when`: an `Extra` if only requests that ask for
+    it need the program. `options`: which ones of the compiler. `by_rank`: each attention rank computes it on its part
+    of every argument.
     """
 
     kind: ProgramKind
     axis: Axis
     function: Callable[[StepFunctions, Any], Callable[..., Any]]
-    takes: str
-    gives: str
+    signature: str
     where: Callable[[EngineSpec], bool] = draws
     when: When | Extra = When.START
     options: str | None = OTHERS
@@ -182,12 +181,19 @@ class Program:
 
     @property
     def arguments(self) -> list[str]:
-        return [name.removeprefix("*") for name in self.takes.split()]
+        return [name.removeprefix("*") for name in self._names(0)]
 
     @property
     def donated(self) -> list[int]:
         """Which of the arguments are."""
-        return [i for i, name in enumerate(self.takes.split()) if name.startswith("*")]
+        return [i for i, name in enumerate(self._names(0)) if name.startswith("*")]
+
+    @property
+    def results(self) -> list[str]:
+        return self._names(1)
+
+    def _names(self, side: int) -> list[str]:
+        return self.signature.split("->")[side].split()
 
     def key(self, pool_idx: int, size: int) -> ProgramKey:
         return copy_key(self.kind, pool_idx, size) if self.axis is Axis.COPIES else ProgramKey(self.kind, size)
@@ -202,142 +208,73 @@ zeros = lambda f, state: partial(zeros_like, f.attention.mesh, state)
 forward = lambda f, layout: partial(f.forward, layout)
 forward_of_stage = lambda f, layout: partial(f.forward_of_stage, layout)
 sample = lambda f, size: partial(f.sample, size)
+check = lambda f, _: partial(verify, f)
 decode = lambda f, run: partial(decode_loop.decode, f, run)
 draft = lambda f, run: partial(decode_loop.draft, f.drafting, run)
 look_up = lambda f, _: partial(lookup.look_up_drafts, f.speculation)
-verify_drafts = lambda f, _: partial(verify, f)
 add_up = lambda f, layout: partial(accumulate, layout, f.num_sampled, f.pooling_type)
+pool = lambda f, size: partial(f.pool, size)
+score = lambda f, _: f.prompt_logprobs
 move = lambda f, part: partial(move_experts, f.attention.mesh, part)
+its = lambda function: lambda f, _: function
 
-STATE = "kv tables rows"
-TAKES_STEP, GIVES_STEP = "params *kv *tables *rows *hidden step", "kv tables rows hidden sampled"
-TAKES_RUN = "params head *kv *tables *rows nothing first_step run_lines"
-TAKES_FULL_RUN = "params head *kv *tables *rows *row_state first_step run_lines"
-GIVES_RUN, GIVES_FULL_RUN = "kv tables rows nothing tokens nothing", "kv tables rows row_state tokens logprobs"
-DRAWN, FULLY_DRAWN = "rows tokens nothing nothing", "rows tokens row_state logprobs"
+STEP = "params *kv *tables *rows *hidden step -> kv tables rows hidden sampled"
+LAST_STAGE = "params *kv *tables *rows *hidden step given -> kv tables rows hidden sampled"
+EARLIER_STAGE = "params *kv *tables *rows step given -> kv tables rows stream"
+STEPS = "params head *kv *tables *rows _ first_step run_lines -> kv tables rows _ tokens _"
+FULL_STEPS = "params head *kv *tables *rows *row_state first_step run_lines -> kv tables rows row_state tokens logprobs"
+DRAFT_STEPS = "params *kv *tables *rows first_step run_lines -> kv tables rows drafts"
+SAMPLE_FULL = "head sampled *rows *row_state lines -> rows tokens row_state logprobs"
+SAMPLE_MASKED = "head sampled *rows *row_state lines masks -> rows tokens row_state logprobs"
+VERIFY = "head hidden *rows _ verify_lines -> rows tokens _ _ num_drafts"
+VERIFY_FULL = "head hidden *rows *row_state verify_lines -> rows tokens row_state logprobs num_drafts"
+VERIFY_MASKED = "head hidden *rows *row_state verify_lines verify_masks -> rows tokens row_state logprobs num_drafts"
+
 PAYS, ON_DEMAND = When.ONCE_IT_PAYS, When.ON_DEMAND
 FULL, MASKS, SCORES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS
+with_layers, simple = partial(Program, options=LAYERS), partial(Program, options=None, by_rank=False)
 
 PROGRAMS = (
     # The device state of an engine that has computed nothing, for `Worker.new_state`.
-    Program(Kind.ZEROS, Axis.STATE, zeros, "", "state", everywhere, options=None, by_rank=False),
+    simple(Kind.ZEROS, Axis.STATE, zeros, "-> state", everywhere),
     # Forward passes, for the model runner. A stage takes the result of the one before.
-    Program(Kind.FORWARD, Axis.TOKENS, forward, TAKES_STEP, GIVES_STEP, is_whole, options=LAYERS),
-    Program(Kind.FORWARD, Axis.TOKENS, forward, f"{TAKES_STEP} given", GIVES_STEP, is_last_stage, options=LAYERS),
-    Program(
-        Kind.FORWARD,
-        Axis.TOKENS,
-        forward_of_stage,
-        "params *kv *tables *rows step given",
-        "kv tables rows stream",
-        is_earlier_stage,
-        options=LAYERS,
-    ),
+    with_layers(Kind.FORWARD, Axis.TOKENS, forward, STEP, is_whole),
+    with_layers(Kind.FORWARD, Axis.TOKENS, forward, LAST_STAGE, is_last_stage),
+    with_layers(Kind.FORWARD, Axis.TOKENS, forward_of_stage, EARLIER_STAGE, is_earlier_stage),
     # Sums of prompts, for the output stage of an engine that pools.
-    Program(Kind.ACCUMULATE, Axis.TOKENS, add_up, "hidden *row_state step", "row_state pooled", sums),
+    Program(Kind.ACCUMULATE, Axis.TOKENS, add_up, "hidden *row_state step -> row_state pooled", sums),
     # Block table entries that do not fit into a step, for the model runner.
-    Program(Kind.TABLES, Axis.ONE, lambda f, _: write_table_chunk, "*tables table_entries", "tables", everywhere),
+    Program(Kind.TABLES, Axis.ONE, its(write_table_chunk), "*tables table_entries -> tables", everywhere),
     # Tokens or vectors of a step, for the output stage.
-    Program(Kind.SAMPLE, Axis.ROWS, sample, "head sampled *rows nothing lines", DRAWN),
-    Program(Kind.POOL, Axis.ROWS, lambda f, size: partial(f.pool, size), "head pooled", "vectors", pools),
+    Program(Kind.SAMPLE, Axis.ROWS, sample, "head sampled *rows _ lines -> rows tokens _ _"),
+    Program(Kind.POOL, Axis.ROWS, pool, "head pooled -> vectors", pools),
     # Drafts, for the drafter: of another model, or found in a row's tokens, which are told when it gets and loses them.
-    Program(
-        Kind.DRAFT,
-        Axis.DRAFT_RUNS,
-        draft,
-        "params *kv *tables *rows first_step run_lines",
-        f"{STATE} drafts",
-        drafts_by_model,
-        options=LAYERS,
-    ),
-    Program(
-        Kind.LOAD_HISTORY,
-        Axis.ONE,
-        lambda f, _: lookup.load_history,
-        "*rows history_upload",
-        "rows",
-        looks_up,
-        options=None,
-    ),
-    Program(Kind.DRAFT, Axis.ROWS, look_up, "*rows row_places", "rows drafts", looks_up, options=None),
-    Program(
-        Kind.REMEMBER, Axis.ONE, lambda f, _: lookup.remember, "*rows ended_row", "rows", keeps_answers, options=None
-    ),
+    with_layers(Kind.DRAFT, Axis.DRAFT_RUNS, draft, DRAFT_STEPS, drafts_by_model),
+    simple(Kind.LOAD_HISTORY, Axis.ONE, its(lookup.load_history), "*rows history_upload -> rows", looks_up),
+    simple(Kind.DRAFT, Axis.ROWS, look_up, "*rows row_places -> rows drafts", looks_up),
+    simple(Kind.REMEMBER, Axis.ONE, its(lookup.remember), "*rows ended_row -> rows", keeps_answers),
     # Tokens of a step with drafts, for the output stage.
-    Program(
-        Kind.VERIFY, Axis.ROWS, verify_drafts, "head hidden *rows nothing verify_lines", f"{DRAWN} num_drafts", drafts
-    ),
-    Program(
-        Kind.VERIFY_FULL,
-        Axis.ROWS,
-        verify_drafts,
-        "head hidden *rows *row_state verify_lines",
-        f"{FULLY_DRAWN} num_drafts",
-        drafts,
-        FULL,
-    ),
-    Program(
-        Kind.VERIFY_MASKED,
-        Axis.ROWS,
-        verify_drafts,
-        "head hidden *rows *row_state verify_lines verify_masks",
-        f"{FULLY_DRAWN} num_drafts",
-        drafts,
-        MASKS,
-    ),
+    Program(Kind.VERIFY, Axis.ROWS, check, VERIFY, drafts),
+    Program(Kind.VERIFY_FULL, Axis.ROWS, check, VERIFY_FULL, drafts, FULL),
+    Program(Kind.VERIFY_MASKED, Axis.ROWS, check, VERIFY_MASKED, drafts, MASKS),
     # What a request asks of the full sampler, when it gets a row, for the output stage.
-    Program(Kind.LOAD_ROW, Axis.ONE, lambda f, _: load_row, "*row_state row_upload", "row_state", when=FULL),
-    Program(Kind.LOAD_TOKENS, Axis.ONE, lambda f, _: load_tokens, "*row_state tokens_upload", "row_state", when=FULL),
-    Program(Kind.SAMPLE_FULL, Axis.ROWS, sample, "head sampled *rows *row_state lines", FULLY_DRAWN, when=FULL),
-    Program(
-        Kind.SAMPLE_MASKED, Axis.ROWS, sample, "head sampled *rows *row_state lines masks", FULLY_DRAWN, when=MASKS
-    ),
-    Program(
-        Kind.PROMPT_LOGPROBS,
-        Axis.ONE,
-        lambda f, _: f.prompt_logprobs,
-        "head hidden prompt_tile",
-        "logprobs",
-        when=SCORES,
-    ),
+    Program(Kind.LOAD_ROW, Axis.ONE, its(load_row), "*row_state row_upload -> row_state", when=FULL),
+    Program(Kind.LOAD_TOKENS, Axis.ONE, its(load_tokens), "*row_state tokens_upload -> row_state", when=FULL),
+    # Tokens of steps in which some request asks for more, for the output stage; and scores of prompts.
+    Program(Kind.SAMPLE_FULL, Axis.ROWS, sample, SAMPLE_FULL, when=FULL),
+    Program(Kind.SAMPLE_MASKED, Axis.ROWS, sample, SAMPLE_MASKED, when=MASKS),
+    Program(Kind.PROMPT_LOGPROBS, Axis.ONE, score, "head hidden prompt_tile -> logprobs", when=SCORES),
     # Blocks off the devices and back, for `Copies`.
-    Program(
-        Kind.KV_GATHER,
-        Axis.COPIES,
-        lambda f, copy: copy.gather,
-        "tensors block_ids",
-        "pages",
-        options=None,
-        by_rank=False,
-    ),
-    Program(
-        Kind.KV_SCATTER,
-        Axis.COPIES,
-        lambda f, copy: copy.scatter,
-        "*tensors block_ids pages",
-        "tensors",
-        options=None,
-        by_rank=False,
-    ),
+    simple(Kind.KV_GATHER, Axis.COPIES, lambda f, copy: copy.gather, "tensors block_ids -> pages"),
+    simple(Kind.KV_SCATTER, Axis.COPIES, lambda f, copy: copy.scatter, "*tensors block_ids pages -> tensors"),
     # Several decode steps at once, or single steps in which all requests decode, for the output stage.
-    Program(Kind.DECODE, Axis.RUNS, decode, TAKES_RUN, GIVES_RUN, when=PAYS, options=LAYERS),
-    Program(Kind.DECODE_FULL, Axis.FULL_RUNS, decode, TAKES_FULL_RUN, GIVES_FULL_RUN, when=ON_DEMAND, options=LAYERS),
+    with_layers(Kind.DECODE, Axis.RUNS, decode, STEPS, when=PAYS),
+    with_layers(Kind.DECODE_FULL, Axis.FULL_RUNS, decode, FULL_STEPS, when=ON_DEMAND),
     # The same programs for steps in which rows share blocks: taken by the model runner in place of the ordinary ones.
-    Program(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, TAKES_STEP, GIVES_STEP, is_whole, ON_DEMAND, LAYERS),
-    Program(Kind.DECODE_SHARED, Axis.SHARED_RUNS, decode, TAKES_RUN, GIVES_RUN, draws, ON_DEMAND, LAYERS),
-    Program(
-        Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_RUNS, decode, TAKES_FULL_RUN, GIVES_FULL_RUN, draws, ON_DEMAND, LAYERS
-    ),
-    # Counts of the experts' tokens, and weights of experts on their way to other devices, for the expert balancer.
-    Program(
-        Kind.EXPERT_LOAD,
-        Axis.ONE,
-        lambda f, _: jnp.copy,
-        "expert_counts",
-        "counts",
-        moves_experts,
-        options=None,
-        by_rank=False,
-    ),
-    Program(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources", "part", moves_experts, options=None, by_rank=False),
+    with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, STEP, is_whole, ON_DEMAND),
+    with_layers(Kind.DECODE_SHARED, Axis.SHARED_RUNS, decode, STEPS, when=ON_DEMAND),
+    with_layers(Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_RUNS, decode, FULL_STEPS, when=ON_DEMAND),
+    # Counts of the experts' tokens, and experts on their way to other devices, for the expert balancer.
+    simple(Kind.EXPERT_LOAD, Axis.ONE, its(jnp.copy), "expert_counts -> counts", moves_experts),
+    simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),
 )

@@ -249,7 +249,7 @@ class EnginePrograms:
         mesh, shapes = self.engine_spec.mesh, self.shapes
         function = program.function(self.functions, static)
         arguments = tuple(shapes.argument(name, static) for name in program.arguments)
-        results = tuple(shapes.sharding(name, static) for name in program.gives.split())
+        results = tuple(shapes.sharding(name, static) for name in program.results)
         if program.by_rank:
             function = of_each_rank(mesh, function, arguments)
         jitted = jax.jit(

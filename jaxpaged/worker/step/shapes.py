@@ -82,7 +82,9 @@ class Shapes:
         return self._array((size, self.functions.config.hidden_size), jnp.dtype(self.functions.config.dtype))
 
     def argument(self, name: str, bucket: Any) -> Any:
-        """The argument of that name, in a program for `bucket`."""
+        """The argument of that name, in a program for `bucket`; `_` stands for None."""
+        if name == "_":
+            return None
         found = getattr(self, name)
         return found(bucket) if callable(found) else found
 
@@ -145,9 +147,6 @@ class Shapes:
         return self._packed(run.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
 
     # ---- of one size ---------------------------------------------------------------------------------
-
-    def nothing(self, bucket: Any) -> None:
-        """In the place of sampling state, for a program that needs none."""
 
     @property
     def table_entries(self) -> jax.ShapeDtypeStruct:
