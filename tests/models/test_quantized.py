@@ -26,7 +26,13 @@ def written_out(param):
 
 @pytest.mark.parametrize(
     ("name", "num_shards", "spreads_experts"),
-    [("qwen3_bias", 1, False), ("gemma3", 8, False), ("qwen2_moe_all", 8, False), ("gpt_oss", 4, True)],
+    [
+        ("qwen3_bias", 1, False),
+        ("gemma3", 8, False),
+        ("qwen2_moe_all", 8, False),
+        ("gpt_oss", 4, True),
+        ("lfm2_moe", 4, True),
+    ],
 )
 def test_logits_are_those_of_the_rounded_weights(name, num_shards, spreads_experts, tmp_path):
     write_checkpoint(name, tmp_path)
