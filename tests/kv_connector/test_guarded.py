@@ -122,6 +122,9 @@ def test_damaged_and_swapped_files_are_never_used(tmp_path):
         assert settled(connector, 1, 2) == [Lookup.MISS] * 2 and counters(connector)["corrupt"] == 2
         assert connector.save_kv([page_of(1)]) == [True], "it is kept anew"
         assert Loaded(connector, 1).came == [True]
+        paths[0].unlink()
+        assert settled(connector, 1) == [Lookup.HIT], "that is remembered"
+        assert Loaded(connector, 1).came == [False] and settled(connector, 1) == [Lookup.MISS]
 
 
 # ---- faults -------------------------------------------------------------------------------------
@@ -195,6 +198,23 @@ def test_loads_end_and_nothing_wrong_is_used(made, tmp_path, caplog):
         begin = time.monotonic()
         assert Loaded(connector, 1).came == [False] and time.monotonic() - begin < 5
     assert made.__name__ in caplog.text
+
+
+@pytest.mark.parametrize("made", [Refusing, Leaving])
+def test_a_load_that_cannot_begin_is_not_waited_for(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(guarded, "CALL_SECONDS", 600.0)
+    with opened(made, tmp_path) as connector:
+        assert Loaded(connector, 1).came == [False]
+
+
+class Short(SafetensorsFolder):
+    def look_up(self, keys):
+        return [Lookup.HIT]
+
+
+def test_an_answer_to_some_keys_is_none(tmp_path):
+    with opened(Short, tmp_path) as connector:
+        assert settled(connector, 1, 2) == [Lookup.MISS] * 2
 
 
 class Broken(SafetensorsFolder):
@@ -326,6 +346,7 @@ def test_hooks_that_a_class_has_not_are_not_called(tmp_path):
         connector._hooks = None  # no thread is asked
         connector.on_new_request(REQUEST)
         assert connector.get_num_new_matched_tokens(REQUEST, 1) == 4 and connector.build_connector_meta() is None
+        assert not connector._breaker.is_open
         connector._hooks = guarded.Threads(1, "x")
 
 

@@ -19,7 +19,8 @@ _TESTS = {
     "pages": ("tests/worker/test_kv_transfer.py",),
     "gathers": ("tests/worker/test_kv_transfer.py", *_CORE),
     "programs": ("tests/worker/test_kv_copies.py",),
-    "opening": ("tests/worker/test_kv_copies.py",),
+    "attention": ("tests/worker/test_kv_copies.py",),
+    "kv_cache_spec": ("tests/worker/test_kv_copies.py",),
     "transfers": ("tests/core/kv_transfer/test_transfers.py", *_CORE),
     "saves": ("tests/core/kv_transfer/test_saves.py", *_CORE),
     "early_leases": ("tests/engine/test_early_leases.py",),
@@ -307,6 +308,12 @@ MUTANTS = (
     *_of(
         "jaxpaged/worker/kv_transfer/programs.py",
         "",
+        ("blocks are cut in another order", "jnp.moveaxis(parts, -4, 1)", "parts"),
+        ("blocks are joined in another order", "jnp.moveaxis(each, 1, -4)", "each"),
+    ),
+    *_of(
+        "jaxpaged/worker/cache/attention.py",
+        "",
         (
             "copies of a head leave in place of others",
             "[..., :: spec.head_copies, :]",
@@ -317,14 +324,12 @@ MUTANTS = (
             "jnp.repeat(values, spec.head_copies, axis=-2)",
             "jnp.concatenate([values] * spec.head_copies, axis=-2)",
         ),
-        ("blocks are cut in another order", "jnp.moveaxis(parts, -4, 1)", "parts"),
-        ("blocks are joined in another order", "jnp.moveaxis(each, 1, -4)", "each"),
     ),
     *_of(
-        "jaxpaged/worker/kv_transfer/opening.py",
+        "jaxpaged/kv_cache_spec.py",
         "",
         ("pages tell of copies", "num_kv_heads=heads, head_copies=1", "head_copies=1"),
-        ("pages tell of blocks", "return replace(spec, block_size=form.page_tokens)", "return spec"),
+        ("pages tell of blocks", "return replace(whole, block_size=page_tokens)", "return whole"),
     ),
     *_of(
         "jaxpaged/kv_store/tier_writer.py",
