@@ -18,6 +18,7 @@ from jaxpaged.config import EngineConfig, ModelConfig, settled
 from jaxpaged.config.vllm_options import check_arguments
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.engine.core_client import CHILDREN_AT_ONCE, CoreClient, CoreClients
 from jaxpaged.engine.early_leases import lease_kept_meanwhile, let_go
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
@@ -30,11 +31,9 @@ from jaxpaged.engine.observability.tracing import request_tracer
 from jaxpaged.engine.output.logprobs import LatePromptLogprobs
 from jaxpaged.engine.output.processor import fan_out, id_in_use
 from jaxpaged.engine.output.stream import OutputStream, Taker
-from jaxpaged.engine.process import cores
+from jaxpaged.engine.process import core_launcher
 from jaxpaged.engine.process.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
-from jaxpaged.engine.replica import CHILDREN_AT_ONCE, Replica
-from jaxpaged.engine.replicas import Replicas
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.transfer_params import PARAMS
 from jaxpaged.messages import EngineCoreRequest, Progress, RequestOutput
@@ -69,8 +68,8 @@ class AsyncLLM(AsyncEngineControl):
         self.input_processor = input_processor
         self._tracer = request_tracer(config)
         pairs = itertools.zip_longest(clients, supervisors)
-        self._cores = Replicas(
-            [Replica(number, config, input_processor, *pair, self._tracer) for number, pair in enumerate(pairs)],
+        self._cores = CoreClients(
+            [CoreClient(number, config, input_processor, *pair, self._tracer) for number, pair in enumerate(pairs)],
             settled(config.cache.block_size) if config.cache.enable_prefix_caching else 0,
         )
         self._numbers = itertools.count()
@@ -94,11 +93,11 @@ class AsyncLLM(AsyncEngineControl):
         and the process is replaced. `max_restarts`: how often within an hour it is before the engine is dead.
         `factory`: see `core_process.Factory`. Raises ConfigError, CheckpointError, CapacityError or EngineDeadError.
         """
-        supervisors, (resolved, input_processor) = cores.started(
+        supervisors, (resolved, input_processor) = core_launcher.started(
             config, progress, front_end, step_timeout=step_timeout, max_restarts=max_restarts, factory=factory
         )
         clients = [ZmqClient(supervisor.address, watch_connection=False) for supervisor in supervisors]
-        return cls(cores.config_of_all(resolved, config), input_processor, clients, supervisors)
+        return cls(core_launcher.config_of_all(resolved, config), input_processor, clients, supervisors)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, progress: Progress | None = None, **options: Any) -> "AsyncLLM":
@@ -216,7 +215,7 @@ class AsyncLLM(AsyncEngineControl):
 
     async def _expect(
         self,
-        core: Replica,
+        core: CoreClient,
         request: EngineCoreRequest,
         text: str | None,
         engine_id: str,

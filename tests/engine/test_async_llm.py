@@ -15,12 +15,12 @@ import pytest
 import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.core_client import SETS_IN_CORE
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.observability import throughput_log
 from jaxpaged.engine.observability.metrics_types import Counter
-from jaxpaged.engine.process import core_link, core_supervisor, cores, heartbeat
+from jaxpaged.engine.process import core_launcher, core_link, core_supervisor, heartbeat
 from jaxpaged.engine.process.wire import CoreStats
-from jaxpaged.engine.replica import SETS_IN_CORE
 from jaxpaged.errors import (
     CapacityError,
     ConfigError,
@@ -521,7 +521,7 @@ def test_no_counter_falls_when_a_core_is_replaced():
 
 def test_traces_that_cannot_be_sent_are_refused_before_a_process_is_started(monkeypatch):
     """Before, the core was started first, to say it after seconds."""
-    monkeypatch.setattr(cores, "CoreSupervisor", None)
+    monkeypatch.setattr(core_launcher, "CoreSupervisor", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.sdk.")]:
         monkeypatch.delitem(sys.modules, name)

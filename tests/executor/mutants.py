@@ -97,7 +97,7 @@ MUTANTS = (
         ("a socket that stays open is waited for", "thread.join(CLOSE_SECONDS)", "thread.join()"),
     ),
     *_of(
-        "jaxpaged/engine/process/cores.py",
+        "jaxpaged/engine/process/core_launcher.py",
         "ports",
         ("all cores listen at the ports of the first", "master_port + NUM_PORTS * number", "master_port"),
     ),

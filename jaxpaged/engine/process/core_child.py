@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from jaxpaged.engine.process import program, wire
+from jaxpaged.engine.process import child_program, wire
+from jaxpaged.engine.process.child_program import LENGTH
 from jaxpaged.engine.process.core_process import LAST_STEP_SECONDS, STACKS, closing_seconds
-from jaxpaged.engine.process.program import LENGTH
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.executor.device_slices import ALL_DEVICES, DeviceSlice
 
@@ -35,7 +35,7 @@ class CoreChild:
         self.reports, reports_end = os.pipe()
         self._unread = b""
         try:
-            self._process = program.started(
+            self._process = child_program.started(
                 PROGRAM, str(reports_end), pass_fds=[reports_end], environment=devices.environment
             )
         except BaseException:
@@ -48,7 +48,7 @@ class CoreChild:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(self.pid, devices.processors)  # before it is told what to do, and has threads
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and the reports will say so
-            program.tell(self._process, start)
+            child_program.tell(self._process, start)
         assert self._process.stdin is not None, "it was asked for"
         self._stdin = self._process.stdin
 
@@ -100,7 +100,7 @@ class CoreChild:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         os.close(self.reports)
-        return program.end_in_words(status)
+        return child_program.end_in_words(status)
 
     def _wait_for_killed(self) -> int:
         try:

@@ -24,9 +24,9 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.engine.process import wire
+from jaxpaged.engine.process.child_program import framed, read_start, wait_for_end_of_input
 from jaxpaged.engine.process.core_server import CoreServer
 from jaxpaged.engine.process.heartbeat import Heartbeat
-from jaxpaged.engine.process.program import framed, read_start, wait_for_end_of_input
 from jaxpaged.errors import EngineDeadError, JaxpagedError
 
 logger = logging.getLogger(__name__)

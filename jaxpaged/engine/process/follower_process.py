@@ -19,7 +19,7 @@ import msgspec
 
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
-from jaxpaged.engine.process import program
+from jaxpaged.engine.process import child_program
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.executor.follower import Post, Resolve, UnansweredError, follow
 
@@ -53,10 +53,10 @@ class FollowerChild:
     """A process that follows, started by this one. `on_end` hears, from another thread, what ended it."""
 
     def __init__(self, start: FollowerStart, on_end: Callable[[str], None]):
-        self._process, self._on_end = program.started(PROGRAM), on_end
+        self._process, self._on_end = child_program.started(PROGRAM), on_end
         threading.Thread(target=self._watch, name=f"rank {start.rank}", daemon=True).start()
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and the watching thread says so
-            program.tell(self._process, start)
+            child_program.tell(self._process, start)
 
     def wait(self) -> int:
         """The exit status of the process, once it has one. It is killed when waiting is interrupted."""
@@ -74,7 +74,7 @@ class FollowerChild:
             self._process.kill()
 
     def _watch(self) -> None:
-        self._on_end(f"its process {self._process.pid} {program.end_in_words(self._process.wait())}")
+        self._on_end(f"its process {self._process.pid} {child_program.end_in_words(self._process.wait())}")
 
 
 def log_in_use() -> tuple[int, str]:
@@ -83,7 +83,7 @@ def log_in_use() -> tuple[int, str]:
 
 def run(resolve: Resolve) -> NoReturn:
     """What the process does: follow whom standard input names. `resolve` finds the model of a configuration."""
-    start = program.read_start(FollowerStart)
+    start = child_program.read_start(FollowerStart)
     set_up_logging(start.log_level, start.log_format, f"rank {start.rank}")
     threading.Thread(target=leave_with_parent, name="lifeline", daemon=True).start()
     post = Post(start.rank, start.addresses, start.secret)
@@ -100,7 +100,7 @@ def run(resolve: Resolve) -> NoReturn:
 
 def leave_with_parent() -> None:
     """For a thread: whoever started this process is gone once standard input ends."""
-    program.wait_for_end_of_input()
+    child_program.wait_for_end_of_input()
     leave(0)
 
 

@@ -18,7 +18,7 @@ import zmq
 from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.process import wire
-from jaxpaged.engine.process.rest import Rest
+from jaxpaged.engine.process.rate_limit import RateLimit
 from jaxpaged.errors import EngineDeadError, EngineError, error_named
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest
 
@@ -53,7 +53,7 @@ class ZmqClient:
         self._watch_connection = watch_connection
         self._context = zmq.Context()
         self._loop: asyncio.AbstractEventLoop  # from `open` on
-        self._rest = Rest(clock)
+        self._rate_limit = RateLimit(clock)
         self._handlers: Handlers = {}
         self._on_disconnect: Callable[[], None] = lambda: None
         self._socket: zmq.Socket | None = None
@@ -127,7 +127,7 @@ class ZmqClient:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._monitor = None
-        self._rest.cancel()
+        self._rate_limit.cancel()
         if self._socket is not None:
             self._forget_reader(self._socket)
             self._socket.close(linger=0)
@@ -163,7 +163,7 @@ class ZmqClient:
     def _receive(self) -> None:
         if self._socket is None:
             return
-        if self._rest.lasts(self._receive):
+        if self._rate_limit.lasts(self._receive):
             self._socket.get(zmq.EVENTS)  # or the descriptor would wake the loop again and again for the same
         else:
             self._take_all()
@@ -174,7 +174,7 @@ class ZmqClient:
         if len(came) == MESSAGES_AT_ONCE:  # a backlog must not grow
             self._loop.call_soon(self._take_all)
         elif any(kind == wire.STEP for kind, *_ in came):
-            self._rest.begin_work()
+            self._rate_limit.begin_work()
         socket, steps = self._socket, []
         for kind, *frames in [*came, [b""]]:
             if kind == wire.STEP:

@@ -9,7 +9,7 @@ import pytest
 from jaxpaged import LLM
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.process import follower_process
-from jaxpaged.engine.process.cores import core_config
+from jaxpaged.engine.process.core_launcher import core_config
 from jaxpaged.engine.process.follower_process import FollowerChild, FollowerStart
 from jaxpaged.engine.process.gathering import end_children, follow_other_host, given_here, shared_secret
 from jaxpaged.errors import ConfigError

@@ -17,7 +17,7 @@ ROUNDS = 2
 first."""
 
 
-class Rest:
+class RateLimit:
     """After each piece of work, a time in which there is none: as long as that took, woken tasks' turns included.
 
     For one event loop at a time, in which all methods but `cancel` are called. `clock`: seconds.

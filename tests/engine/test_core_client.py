@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import replica
+from jaxpaged.engine import core_client
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.errors import CapacityError, ConfigError, ConflictError, EngineRestartError, RequestError, UsageError
@@ -189,7 +189,7 @@ def alive(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_when_one_core_goes_the_other_serves_on_and_it_comes_back(harm, monkeypatch, caplog):
-    monkeypatch.setattr(replica, "SECONDS_TO_AVOID", 0.5)
+    monkeypatch.setattr(core_client, "SECONDS_TO_AVOID", 0.5)
 
     async def main(llm):
         await both_ready(llm)

@@ -1,17 +1,19 @@
-"""One engine core as a front end has it: the way to it, the requests that it computes, and what it said of itself.
+"""The engine cores as a front end has them: the way to each, the requests that it computes, and what it said of itself.
 
-With several cores every one has such a side, and what happens to one core happens to its requests only. This module
-does not know which core computes what, nor how results reach a user.
+Each of several cores has a client of its own, so what happens to one core happens to its requests only. This module
+does not know prompts' text, nor how results reach a user.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.core.balancer import Load
-from jaxpaged.engine.core_calls import CoreCall
+from jaxpaged.core.balancer import Balancer, Load
+from jaxpaged.engine.admission import AdmissionWindow
+from jaxpaged.engine.core_calls import CoreCall, ResetPrefixCache, Sleep
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.merged_outputs import as_one
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
@@ -24,8 +26,7 @@ from jaxpaged.engine.process.core_link import CoreLink
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 from jaxpaged.engine.process.wire import CoreStats, Refusal
 from jaxpaged.engine.process.zmq_client import ZmqClient
-from jaxpaged.engine.send_window import SendWindow
-from jaxpaged.errors import EngineError, RequestError
+from jaxpaged.errors import EngineDeadError, EngineError, RequestError
 from jaxpaged.messages import EngineCoreOutputs, RequestOutput, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,9 @@ SECONDS_TO_AVOID = 2.0
 """Of silence, after which requests had better go to another core: it may hang, or compute something long."""
 
 
-class Replica:
-    """For one event loop at a time. `config` is resolved; `number` is the core's place among `config`'s cores."""
+class CoreClient:
+    """One engine core as a front end has it. For one event loop at a time. `config` is resolved; `number` is the core's
+    place among `config`'s cores."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class Replica:
         if number:  # the tracer is everybody's, and what it lost is told once
             self.metrics.spans_lost = None
         self.streams: dict[str, OutputStream] = {}
-        self.window = SendWindow(
+        self.window = AdmissionWindow(
             SETS_IN_CORE * (config.scheduler.max_num_seqs or CHILDREN_AT_ONCE),
             self.output_processor.is_unfinished,
             lambda requests: self.link.add_requests(requests),
@@ -165,3 +167,111 @@ class Replica:
         self.stop(list(streams), "error")
         for stream in streams.values():
             stream.fail(type(error)(str(error)))  # each consumer adds its own traceback
+
+
+class CoreClients:
+    """All cores of an engine, in the order of their numbers: which of them computes a prompt, what all of them return
+    for a call, and which serve now. One core passes through untouched.
+
+    `block_size`: of what they cache; 0 if they do not.
+    """
+
+    def __init__(self, cores: Sequence[CoreClient], block_size: int):
+        self.all = tuple(cores)
+        self._balancer = Balancer(len(self.all), block_size)
+        self._num_losses = [0] * len(self.all)  # of each core, when it was last looked at
+
+    def open(self) -> None:
+        """Connect in the event loop that runs. Raises UsageError when another one uses this engine."""
+        for core in self.all:
+            core.link.open()
+
+    async def until_ready(self, rank: int | None = None) -> None:
+        """Wait until some core serves, or the one that is asked for. Raises RequestError for a core that is none, and
+        EngineDeadError when there will be none."""
+        if rank is not None and not 0 <= rank < len(self.all):
+            raise RequestError(
+                f"data_parallel_rank is {rank}, but this engine has {len(self.all)} cores: 0 to {len(self.all) - 1}.",
+                "data_parallel_rank",
+            )
+        self.open()
+        wanted = self.all if rank is None else self.all[rank : rank + 1]
+        while not any(core.link.is_ready for core in wanted):
+            alive = [core for core in wanted if not core.link.is_dead] or wanted[:1]
+            if len(alive) == 1:
+                await alive[0].link.until_ready()
+                return
+            tasks = [asyncio.ensure_future(core.link.until_ready()) for core in alive]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def choose(self, token_ids: Sequence[int], cache_salt: str | None, rank: int | None = None) -> CoreClient:
+        """The core that is to compute all sequences of a prompt: `rank`, or the one that suits it best."""
+        if len(self.all) == 1:
+            return self.all[0]
+        for number, core in enumerate(self.all):
+            if core.link.num_restarts != self._num_losses[number]:
+                self._num_losses[number] = core.link.num_restarts
+                self._balancer.forget(number)
+        if rank is not None:
+            self._balancer.give(rank, token_ids, cache_salt)
+            return self.all[rank]
+        loads = [core.load for core in self.all]
+        return self.all[self._balancer.choose(token_ids, cache_salt, loads)]
+
+    async def call[R](self, call: CoreCall[R]) -> R:
+        """What the core answers, or all of them together (`CoreCall.merged`). The others have answered by the time that
+        an error of one is raised; a core that is gone does not keep them from telling how they are."""
+        if len(self.all) == 1:
+            return await self.all[0].call(call)
+        if isinstance(call, ResetPrefixCache | Sleep):
+            for core in self.all:
+                self._balancer.forget(core.number)
+        self.open()
+        asked = [core for core in self.all if core.link.is_ready] if call.only_tells else []
+        asked = asked or [core for core in self.all if not core.link.is_dead] or list(self.all)
+        answers = await asyncio.gather(
+            *(core.call(call.for_core(core.number)) for core in asked), return_exceptions=True
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        for error in errors:
+            if not (told and call.only_tells and isinstance(error, EngineError)):
+                raise error
+        return call.merged(told)
+
+    # ---- how they are
+
+    def trouble(self) -> str | None:
+        """Why the engine does not serve now, or not with all its cores for good; None when it does."""
+        troubles = [core.link.trouble() for core in self.all]
+        for core, trouble in zip(self.all, troubles, strict=True):
+            if core.link.is_dead and trouble is not None:
+                return trouble
+        return None if None in troubles else troubles[0]
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a core is gone for good: what is left serves on, and cannot be made whole."""
+        return any(core.link.is_dead for core in self.all)
+
+    def obstacle(self, when_compiled: bool) -> str | None:
+        """Why no core would serve an ordinary request at full speed; None when one would."""
+        obstacles = [core.obstacle(when_compiled) for core in self.all]
+        return None if None in obstacles else obstacles[0]
+
+    @property
+    def sleep_level(self) -> int | None:
+        """How deep all of them sleep, at least; None while one is awake."""
+        levels = [core.sleep_level for core in self.all]
+        return None if None in levels else min(level for level in levels if level is not None)
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError while no core serves, and once one is dead."""
+        self.open()
+        if (reason := self.trouble()) is not None:
+            raise EngineDeadError(f"the engine core does not serve: {reason}.")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxpaged.engine.process.rest import LONGEST, SHORTEST, Rest
+from jaxpaged.engine.process.rate_limit import LONGEST, SHORTEST, RateLimit
 
 
 def rest_after(monkeypatch, seconds, cancelled=False):
@@ -20,7 +20,7 @@ def rest_after(monkeypatch, seconds, cancelled=False):
             return loop.call_soon(function)
 
         monkeypatch.setattr(loop, "call_later", call_later)
-        rest = Rest(lambda: now)
+        rest = RateLimit(lambda: now)
         rest.begin_work()
         now += seconds / 2
         assert rest.lasts(resumed.set)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.engine.send_window import SendWindow
+from jaxpaged.engine.admission import AdmissionWindow
 
 
 def sequences(name, count):
@@ -17,7 +17,7 @@ class Core:
 
     def __init__(self, most):
         self.expected, self.sent = set(), []
-        self.window = SendWindow(most, self.expected.__contains__, self.take)
+        self.window = AdmissionWindow(most, self.expected.__contains__, self.take)
 
     def take(self, requests):
         self.sent += [request.request_id for request in requests]

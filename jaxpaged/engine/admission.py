@@ -21,7 +21,7 @@ class Group:
     waiting: deque[EngineCoreRequest] = field(default_factory=deque)
 
 
-class SendWindow:
+class AdmissionWindow:
     """Of each group at most `most` sequences are in the core. `is_unfinished`: whether a sequence, by its id, is
     still expected; `send` takes those that go to the core."""
 
