@@ -192,14 +192,14 @@ class Scheduler:
 
     def _find_multi_step(self, max_steps: int) -> list[MultiStep] | None:
         """The parts of all ranks in a multi-step decode; a rank without requests takes part with nothing. None where a
-        request of any rank is in the way, or all requests end with the next step."""
+        request of any rank is in the way."""
         found = []
         for rank in self.ranks:
             own = rank.find_multi_step(max_steps)
             if own is None:
                 return None
             found.append(own)
-        return found if any(num_tokens > 1 for own in found for _, num_tokens in own) else None
+        return found
 
     # ---- what comes back -----------------------------------------------------------------------
 

@@ -125,14 +125,8 @@ MUTANTS = (
             "if own is None:\n                return None",
             "if own is None:\n                own = []",
         ),
-        (
-            "all ranks must have a run, or none has",
-            "any(num_tokens > 1 for own in found for _, num_tokens in own)",
-            "all(any(num_tokens > 1 for _, num_tokens in own) for own in found)",
-        ),
         ("a run is as long as the shortest", "num_steps=max(part.num_steps", "num_steps=min(part.num_steps"),
         ("runs are never found", "if max_steps > 1 else None", "if False else None"),
-        ("a run of one step is one", "any(num_tokens > 1 for", "any(num_tokens > 0 for"),
     ),
     *_of(
         "jaxpaged/core/rank.py",
