@@ -145,6 +145,18 @@ def test_pools_get_blocks_in_proportion_to_what_a_request_needs_of_each(shards):
     assert cache.concurrency(160, 64) == pytest.approx(requests, abs=0.3)
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_snapshots_of_small_states_get_a_share_of_memory_and_limit_nothing(shards):
+    small = StateSpec(16, (StateArray((2, 64), "bfloat16", split_axis=1, token_axis=0),))
+    groups, demand = group_layers([small, FULL, small, small]), Demand(8192, 512, 8)
+    division = Division(groups, demand, shards)
+    cache = division.kv_cache(1 + 2 * 512)
+    attended, snapshots = (n * pool.block_bytes(shards) for n, pool in zip(cache.num_blocks, cache.pools))
+    assert snapshots == pytest.approx(attended / 16, rel=0.01)
+    assert cache.num_blocks[1] > 2 * SNAPSHOTS_PER_REQUEST + 1
+    assert cache.concurrency(8192, 512) == 2 and cache.concurrency(16, 512) == 1024
+
+
 @pytest.mark.parametrize("spec", [FULL, WINDOW, LATENT, STATE])
 def test_the_arrays_of_a_pool_take_the_bytes_that_are_counted(spec):
     context = AttentionContext(make_mesh(1), "reference")
