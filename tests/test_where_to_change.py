@@ -34,7 +34,8 @@ PROBES = [
     Probe("a sampling parameter", "thinking_token_budget", 6),
     Probe("an engine option", "num_short_request_rows", 4),
     Probe("an HTTP endpoint", "ClassifyRequest", 5),
-    Probe("a KV connector", "MultiConnector", 5),
+    Probe("a KV connector", "MultiConnector", 6),
+    Probe("a KV connector", "PeersConnector", 3),
 ]
 
 
