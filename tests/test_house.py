@@ -88,6 +88,10 @@ WORDS = {
 }
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
+# The kinds of compiled programs are declared in one file; these layers choose, keep and call programs.
+KINDS_DECLARED = "jaxpaged/worker/programs/declare.py"
+CALLS_PROGRAMS = {"executor", "messages", "worker"}
+
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 # path or path::function: why it is longer.
@@ -332,6 +336,26 @@ def encoding_problems(path: str, tree: ast.AST) -> Iterator[str]:
             yield f'{path}:{node.lineno} opens text in the encoding of the locale. Add encoding="utf-8".'
 
 
+@functools.cache
+def program_kinds() -> set[str]:
+    """The names that `ProgramKind` declares."""
+    tree = ast.parse((ROOT / KINDS_DECLARED).read_text(encoding="utf-8"))
+    enum = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ProgramKind")
+    return {node.value.value for node in enum.body if isinstance(node, ast.Assign)}
+
+
+def program_kind_problems(path: str, tree: ast.AST) -> Iterator[str]:
+    """Kinds of programs as bare strings, or guessed from the beginning or end of a name."""
+    if path == KINDS_DECLARED or layer_of(path) not in CALLS_PROGRAMS:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in program_kinds():
+            yield f"{path}:{node.lineno} has {node.value!r}; say which ProgramKind that is ({KINDS_DECLARED})."
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("startswith", "endswith") and ast.unparse(node.func.value).endswith(".kind"):
+                yield f"{path}:{node.lineno} guesses a kind from its name; use the groups of {KINDS_DECLARED}."
+
+
 def opens_text(call: ast.Call) -> bool:
     """`open(...)`, `x.open("r")`, `x.read_text()`, `x.write_text(...)`; a mode with a "b" is no text."""
     modes = [word.value for word in call.keywords if word.arg == "mode"]
@@ -459,6 +483,10 @@ def test_words_with_a_meaning_have_no_other_one():
 
 def test_only_the_kinds_of_caches_know_which_of_them_a_spec_is():
     report(p for path, tree in sources("jaxpaged") for p in cache_kind_problems(path, tree))
+
+
+def test_kinds_of_programs_are_declared_on_one_page():
+    report(p for path, tree in sources("jaxpaged") for p in program_kind_problems(path, tree))
 
 
 def test_nothing_is_left_to_do_in_comments():
@@ -616,6 +644,12 @@ def test_a_question_for_the_kind_of_a_cache_is_found():
     tree = ast.parse("x = isinstance(spec, AttentionSpec | LatentSpec)\ny = isinstance(leaf, Spec)")
     assert len(list(cache_kind_problems("jaxpaged/core/x.py", tree))) == 1
     assert not list(cache_kind_problems("jaxpaged/worker/cache/latent.py", tree))
+
+
+def test_a_kind_of_program_that_is_a_bare_string_is_found():
+    for source in ('key = ProgramKey("decode_full", 8)', 'draws = key.kind.startswith("sam")'):
+        assert list(program_kind_problems("jaxpaged/worker/x.py", ast.parse(source))), source
+    assert not list(program_kind_problems("jaxpaged/worker/x.py", ast.parse("ProgramKey(ProgramKind.POOL, 8)")))
 
 
 def test_an_undeclared_package_is_found():
