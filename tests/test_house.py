@@ -351,9 +351,8 @@ def program_kind_problems(path: str, tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in program_kinds():
             yield f"{path}:{node.lineno} has {node.value!r}; say which ProgramKind that is ({KINDS_DECLARED})."
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("startswith", "endswith") and ast.unparse(node.func.value).endswith(".kind"):
-                yield f"{path}:{node.lineno} guesses a kind from its name; use the groups of {KINDS_DECLARED}."
+        if isinstance(node, ast.Attribute) and re.search(r"\.kind\.(starts|ends)with$", ast.unparse(node)):
+            yield f"{path}:{node.lineno} guesses a kind from its name; use the groups of {KINDS_DECLARED}."
 
 
 def opens_text(call: ast.Call) -> bool:
