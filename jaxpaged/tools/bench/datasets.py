@@ -1,26 +1,39 @@
-"""The requests of a benchmark: random text, and prompts from the files that vLLM's benchmark reads.
+"""The requests of a benchmark: random text, prompts from the files that vLLM's benchmark reads, and traces.
+
+A trace has times and lengths of what real servers were asked, and its text is made up. Tokens do not survive the way to
+text and back: the text of some becomes other tokens, more or fewer. So random text is cut and lengthened until its
+length is right.
 
 Lengths and choices are vLLM's; the same seed gives the same requests. This module knows flags only as attributes, and
 nothing of servers.
 """
 
 import argparse
+import csv
+import json
 import math
 import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench.client_text import ClientText
-from jaxpaged.tools.bench.dataset_files import json_lines, json_list
 from jaxpaged.tools.bench.flags import FROM_FILES
-from jaxpaged.tools.bench.random_text import RandomText
 from jaxpaged.tools.bench.requests import BenchRequest
-from jaxpaged.tools.bench.traces import burstgpt_requests, trace_requests
 
 SHAREGPT_LENGTHS = {"least": 4, "prompt": 1024, "total": 2048}
 """Tokens of conversations that are asked: at least in prompt and answer, at most in the prompt, and in both."""
 REPEATED = ("sharegpt", "custom")
 """Files whose prompts are asked again, up to `--num-prompts`; a trace is no longer than it is."""
+BURSTGPT_MODEL = "GPT-4"
+"""Of the models that BurstGPT's rows are about, the one whose rows are asked, as in vLLM's benchmark."""
+BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
+MOST_TRIES = 10
 
 
 def sample_requests(args: argparse.Namespace, text: ClientText) -> list[BenchRequest]:
@@ -212,3 +225,186 @@ def shuffled[T](rows: list[T], args: argparse.Namespace) -> list[T]:
     if not args.disable_shuffle:
         random.Random(args.seed).shuffle(rows)
     return rows
+
+
+# ---- traces ----------------------------------------------------------------------------------------
+
+
+def trace_requests(args: argparse.Namespace, text: ClientText) -> list[BenchRequest]:
+    """Lines with a time, lengths, and ids of the blocks of the prompt: equal ids are equal tokens.
+
+    Prompts are token ids: text could not keep what they have in common. The last id may stand for a part of its tokens.
+    """
+    tokenizer = text.needed("timed_trace")
+    if text.chat:
+        raise UsageError(
+            "--dataset-name timed_trace has token ids, and a chat takes text. Use the backend openai or grpc."
+        )
+    allowed, size = RandomText(tokenizer, args.seed).allowed, args.timed_trace_chunk_hash_size
+    labels = [
+        getattr(args, f"timed_trace_label_{name}")
+        for name in ("timestamp", "input_length", "output_length", "hash_ids")
+    ]
+    blocks: dict[int, list[int]] = {}
+    requests = []
+    for where, row in json_lines(args.dataset_path):
+        if len(requests) == args.num_prompts:
+            break
+        time, length, answer, ids = trace_line(row, labels, where, size)
+        for each in ids:
+            if each not in blocks:
+                rng = np.random.default_rng([args.seed, abs(each), int(each < 0)])
+                blocks[each] = allowed[rng.integers(0, len(allowed), size)].tolist()
+        prompt = [token for each in ids for token in blocks[each]][:length]
+        requests.append(BenchRequest(prompt, length, answer, time * args.timed_trace_sec_multiplier))
+    return from_the_first_on(requests)
+
+
+def trace_line(row: dict[str, Any], labels: list[str], where: str, size: int) -> tuple[float, int, int, list[int]]:
+    """(time, tokens of the prompt, tokens of the answer, ids of blocks). Raises UsageError."""
+    time, length, answer, ids = (row.get(label) for label in labels)
+    whole = lambda value: isinstance(value, int) and not isinstance(value, bool)
+    if not (isinstance(time, int | float) and math.isfinite(time) and whole(length) and whole(answer)):
+        raise UsageError(f"{where} needs the numbers {', '.join(labels[:3])}. See --timed-trace-label-timestamp, ...")
+    if not isinstance(ids, list) or not all(map(whole, ids)):
+        raise UsageError(f"{where} needs {labels[3]}, a list of whole numbers.")
+    if length < 1 or answer < 1:
+        raise UsageError(f"{where} has {labels[1]} {length} and {labels[2]} {answer}; both must be at least 1.")
+    if len(ids) != math.ceil(length / size):
+        raise UsageError(
+            f"{where} has {len(ids)} hash ids for {length} tokens, {math.ceil(length / size)} blocks of {size}. "
+            "Set --timed-trace-chunk-hash-size to the trace's own: 512 for Mooncake's."
+        )
+    return float(time), length, answer, ids
+
+
+def burstgpt_requests(args: argparse.Namespace, text: ClientText) -> list[BenchRequest]:
+    """Rows of BurstGPT's CSV files: a time in seconds, a model, tokens of the prompt and of the answer.
+
+    Rows of `BURSTGPT_MODEL` whose answer did not fail are drawn without repetition, or taken from the first on where
+    nothing is to be shuffled.
+    """
+    made = RandomText(text.needed("burstgpt"), args.seed)
+    rows = [
+        row
+        for where, columns in csv_rows(args.dataset_path, BURSTGPT_COLUMNS)
+        if columns["Model"] == BURSTGPT_MODEL and (row := burstgpt_row(columns, where))[2] > 0
+    ]
+    if not args.disable_shuffle and len(rows) > args.num_prompts:
+        rows = random.Random(args.seed).sample(rows, args.num_prompts)
+    requests = []
+    for number, (time, length, answer) in enumerate(rows[: args.num_prompts]):
+        inside = max(length - text.num_added, 1)  # a server adds a beginning of text, which counts
+        prompt, found = made.settle(made.sequence(number, inside), inside)
+        requests.append(BenchRequest(prompt, len(found) + text.num_added, args.output_len or answer, time))
+    return from_the_first_on(requests)
+
+
+def burstgpt_row(columns: dict[str, str], where: str) -> tuple[float, int, int]:
+    """(time, tokens of the prompt, tokens of the answer). Raises UsageError."""
+    try:
+        time, length, answer = float(columns["Timestamp"]), *(int(columns[name]) for name in BURSTGPT_COLUMNS[2:])
+        if math.isfinite(time) and length >= 0 and answer >= 0:
+            return time, length, answer
+    except (TypeError, ValueError):  # None where a line is too short
+        pass
+    raise UsageError(f"{where} needs the numbers {', '.join(each for each in BURSTGPT_COLUMNS if each != 'Model')}.")
+
+
+def from_the_first_on(requests: list[BenchRequest]) -> list[BenchRequest]:
+    """In order of their times, which count from the first of them."""
+    requests = sorted(requests, key=lambda request: request.timestamp or 0.0)
+    first = (requests[0].timestamp or 0.0) if requests else 0.0
+    return [replace(each, timestamp=(each.timestamp or 0.0) - first) for each in requests]
+
+
+# ---- text that says nothing ------------------------------------------------------------------------
+
+
+class RandomText:
+    """Draws text from a vocabulary without its special tokens; the same seed draws the same."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int):
+        self.rng = np.random.default_rng(seed)
+        self._tokenizer = tokenizer
+        size = tokenizer.backend.get_vocab_size(with_added_tokens=False)
+        self.allowed = np.array([each for each in range(size) if each not in tokenizer.special_ids])
+        self.num_off = 0
+        """Tokens, in all texts, by which lengths are not as wanted."""
+
+    def draw(self, length: int) -> list[int]:
+        """Tokens, each drawn alone."""
+        return self.allowed[self.rng.integers(0, len(self.allowed), length)].tolist()
+
+    def sequence(self, offset: int, length: int) -> list[int]:
+        """Tokens that follow each other in the vocabulary."""
+        return self.allowed[(offset + np.arange(length)) % len(self.allowed)].tolist()
+
+    def settle(self, token_ids: Sequence[int], length: int) -> tuple[str, list[int]]:
+        """A text of `length` tokens that begins as `token_ids` say, and the tokens that it becomes.
+
+        Once in a while no text is found; then it has some tokens more or fewer.
+        """
+        tokens = list(token_ids)[:length]
+        text = self._tokenizer.decode(tokens)
+        for _ in range(MOST_TRIES):
+            text = self._tokenizer.decode(tokens)
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+            if len(found) == length:
+                return text, found
+            tokens = found[:length] if len(found) > length else found + self.draw(length - len(found))
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        self.num_off += abs(len(found) - length)
+        return text, found
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+def json_list(path: str) -> list[Any]:
+    """The list in a JSON file. Raises UsageError."""
+    content = read(path, lambda file: json.load(file))
+    if not isinstance(content, list):
+        raise UsageError(f"{path} holds no JSON list of conversations.")
+    return content
+
+
+def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, object) of every line of a file. Raises UsageError."""
+    for number, line in enumerate(read(path, lambda file: file.read().splitlines()), 1):
+        if line.strip():
+            where = f"line {number} of {path}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{where} is not JSON: {error}.") from None
+            if not isinstance(row, dict):
+                raise UsageError(f"{where} is no JSON object.")
+            yield where, row
+
+
+def csv_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """(where, values by column) of every line of a CSV file below its first, which names the columns.
+
+    Raises UsageError, also where one of `columns` is missing.
+    """
+    reader = csv.DictReader(read(path, lambda file: file.read().splitlines()))
+    try:
+        missing = [column for column in columns if column not in (reader.fieldnames or ())]
+        if missing:
+            raise UsageError(f"{path} has no column {missing[0]!r}; its first line must name {', '.join(columns)}.")
+        for row in reader:
+            yield f"line {reader.line_num} of {path}", row
+    except csv.Error as error:
+        raise UsageError(f"line {reader.line_num} of {path} is not CSV: {error}.") from None
+
+
+def read(path: str, how: Callable[[Any], Any]) -> Any:
+    """What a file holds. Raises UsageError."""
+    try:
+        with Path(path).open("r", encoding="utf-8") as file:
+            return how(file)
+    except OSError as error:
+        raise UsageError(f"cannot read --dataset-path {path}: {error.strerror}.") from None
+    except ValueError as error:  # not JSON, not UTF-8
+        raise UsageError(f"--dataset-path {path} cannot be read: {error}.") from None

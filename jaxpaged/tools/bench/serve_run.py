@@ -8,25 +8,25 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.batch_progress import bar_class
-from jaxpaged.entrypoints.cli.server_answers import ServerError
+from jaxpaged.entrypoints.cli.server_answers import ServerError, error_text
+from jaxpaged.entrypoints.http_client import HttpClient
 from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
+from jaxpaged.tools.bench.backends import in_words, unreachable
 from jaxpaged.tools.bench.datasets import check_dataset, sample_requests
-from jaxpaged.tools.bench.device_recording import recording
 from jaxpaged.tools.bench.flags import TIMED
-from jaxpaged.tools.bench.load import Run, run_load
+from jaxpaged.tools.bench.load import Run, Traffic, rate_changes, run_load
 from jaxpaged.tools.bench.metrics import limits_of, metrics_named, percentiles_of, serving_result
 from jaxpaged.tools.bench.requests import BenchRequest
 from jaxpaged.tools.bench.server import COMMAND, Server, admin_client, open_server
-from jaxpaged.tools.bench.traffic import Traffic, rate_changes
 from jaxpaged.tools.pictures import canvas
 
 FAILURE, INTERRUPTED = 1, 130
@@ -36,6 +36,9 @@ BUSY_SHARE = 0.9
 """Of a core: with more of it taken by the load generator, answers wait for it. It says nothing of a shorter run than
 `SHORT_RUN` seconds."""
 SHORT_RUN = 1.0
+STOP_SECONDS = 600.0
+"""Longest wait for the files of a recording to be written."""
+WHERE = "jaxpaged has it at --admin-port: give --admin-base-url http://127.0.0.1:PORT."
 
 
 @dataclass(frozen=True)
@@ -226,3 +229,38 @@ def remark_on(run: Run, load: Load) -> None:
         complain(COMMAND, f"requests were sent up to {1e3 * worst:.0f} ms late: this machine is too busy for the load")
     if run.duration > SHORT_RUN and run.cpu_seconds > BUSY_SHARE * run.duration:
         complain(COMMAND, "the load generator used a whole core, so latencies contain waits of its own")
+
+
+# ---- what the server's devices do meanwhile --------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def recording(client: HttpClient | None, command: str) -> AsyncIterator[None]:
+    """The server at `client` records meanwhile; without one nobody does. Raises ServerError where it does not begin."""
+    if client is None:
+        yield
+        return
+    try:
+        await tell(client, "/start_profile")
+        try:
+            yield
+        finally:
+            try:
+                await tell(client, "/stop_profile")
+            except ServerError as error:  # what was measured is not lost with it
+                complain(command, f"the recording of the devices did not end: {error}")
+    finally:
+        await client.close()
+
+
+async def tell(client: HttpClient, path: str) -> None:
+    """Post an empty object to `path`. Raises ServerError unless the server does what it says."""
+    try:
+        status, refusal = await client.post(path, b"{}", lambda data, now: None, {}, STOP_SECONDS)
+    except TimeoutError as error:
+        raise ServerError(f"{client.base_url}{path} does not answer: {in_words(error)}.") from None
+    except OSError as error:
+        raise ServerError(unreachable(client.base_url, error)) from None
+    if status != 200:
+        advice = f" {WHERE}" if status == 404 else ""
+        raise ServerError(f"{client.base_url}{path} answers {status}: {error_text(refusal)}{advice}")

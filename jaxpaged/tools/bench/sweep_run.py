@@ -18,6 +18,7 @@ from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import UsageError
 from jaxpaged.tools.bench import report
 from jaxpaged.tools.bench.datasets import check_dataset, sample_requests
+from jaxpaged.tools.bench.load import Traffic
 from jaxpaged.tools.bench.metrics import DEFAULT_METRICS
 from jaxpaged.tools.bench.offline import check_at_least
 from jaxpaged.tools.bench.requests import BenchRequest
@@ -32,7 +33,6 @@ from jaxpaged.tools.bench.serve_run import (
     warm_up,
 )
 from jaxpaged.tools.bench.server import COMMAND, Server, open_server
-from jaxpaged.tools.bench.traffic import Traffic
 from jaxpaged.tools.pictures import canvas
 
 Result = dict[str, Any]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.errors import UsageError
-from jaxpaged.tools.bench.traffic import Traffic, rate_changes
+from jaxpaged.tools.bench.load import Traffic, rate_changes
 
 
 def test_without_a_rate_everything_is_due_at_once():

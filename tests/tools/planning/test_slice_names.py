@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.tools.planning.slice_names import CUBES, PLANE, topology_of
-from jaxpaged.tools.planning.targets import parse_target
+from jaxpaged.tools.planning.targets import CUBES, PLANE, parse_target, topology_of
 
 
 @pytest.mark.parametrize(
