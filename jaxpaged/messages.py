@@ -75,8 +75,9 @@ class NewRequestData(msgspec.Struct):
 
 
 class StepPrograms(NamedTuple):
-    """The programs of a step, as they follow each other: `draft` proposes tokens, `forward` has the model's layers, and
-    `finish` draws tokens, or pools. A run of decode steps is one program in their place. None where there is none."""
+    """The programs of a step, in the order of calls: `draft` proposes tokens, `forward` has the model's layers, and
+    `finish` samples tokens, or pools. A multi-step decode is one program, `run`, in their place. None: the step has no
+    such program."""
 
     draft: ProgramKey | None = None
     forward: ProgramKey | None = None
@@ -85,26 +86,28 @@ class StepPrograms(NamedTuple):
 
     @property
     def keys(self) -> list[ProgramKey]:
-        """Those that there are."""
+        """The programs that the step has."""
         return [key for key in self if key is not None]
 
 
 class SchedulerOutput(msgspec.Struct):
-    """One step: which requests compute how many tokens. The five lists run in parallel, one entry a request.
+    """One step: which requests compute how many tokens. The five lists have one entry for each request.
 
-    A request gets at most `max_sampled_tokens[i]` tokens from this step: none while more of its prompt is computed,
-    otherwise one, or several: in a run of `num_steps` decode steps, where each token but the last is computed too and
-    gives the next one, and where all but the first of its tokens are drafts, each of which may turn out to be the next
-    one. It computes `num_scheduled_tokens[i]` tokens at most, behind those that are computed. While
-    steps before this one are in flight, both their number and the newest token may be known to the device alone.
-    `removed_request_ids` finished, were aborted, or were preempted since the last step: their rows are free.
-    They are removed before `new_requests` are added. For requests in `new_requests` the entry of
-    `new_block_ids` is None, since the whole table is in `NewRequestData`.
-    With `masked`, some request that samples follows a grammar: the step draws when it is given masks, and these follow
-    from the tokens of all steps before it.
-    The executor chooses the `programs`, once for all workers: every one of them must launch the same.
-    `ranks`: the part of each attention rank, where there are several. The lists are then those of all parts, one after
-    the other; a rank's rows and blocks are its own.
+    A request computes at most `num_scheduled_tokens[i]` tokens, behind those that are computed. While steps before this
+    one are in flight, their number and the newest token may be known to the device alone.
+
+    A request gets at most `max_sampled_tokens[i]` tokens: none while the step computes only a part of its prompt,
+    otherwise one or several. In a multi-step decode of `num_steps` steps each token but the last is computed, too, and
+    gives the next one. With drafts all tokens but the first are drafts, each of which may be the next one.
+
+    The requests of `removed_request_ids` finished, were aborted, or were preempted since the last step, and their rows
+    are free. They are removed before `new_requests` are added. The entry of a new request in `new_block_ids` is None,
+    since `NewRequestData` has the whole table.
+
+    `masked`: a request that samples follows a grammar. The step samples when it is given masks, which follow from the
+    tokens of all steps before it. `programs`: chosen by the executor, once for all workers, which must launch the same.
+    `ranks`: the part of each attention rank, where there are several. Then the lists are those of all parts, one after
+    the other, and each rank has rows and blocks of its own.
     """
 
     step_id: int
@@ -112,7 +115,7 @@ class SchedulerOutput(msgspec.Struct):
     removed_request_ids: list[str]
     request_ids: list[str]
     num_scheduled_tokens: list[int]
-    num_computed_tokens: list[int]  # before this step, if those in flight give all that they may
+    num_computed_tokens: list[int]  # before this step, if steps in flight give their maximum number of tokens
     max_sampled_tokens: list[int]
     new_block_ids: list[tuple[list[int], ...] | None]  # to append, per KV group
     total_num_scheduled_tokens: int = 0
@@ -124,7 +127,7 @@ class SchedulerOutput(msgspec.Struct):
 
     @property
     def parts(self) -> Sequence["SchedulerOutput"]:
-        """What each attention rank computes, of the one that there is or of several."""
+        """The part of each attention rank, of which there are one or several."""
         return self.ranks or (self,)
 
 
@@ -144,9 +147,9 @@ class SampledLogprobs(msgspec.Struct):
 
 
 class PromptLogprobs(msgspec.Struct):
-    """Log probabilities of a run of prompt tokens; the layout is that of `SampledLogprobs`.
+    """Log probabilities of consecutive prompt tokens; the layout is that of `SampledLogprobs`.
 
-    Line i is the distribution from which prompt token `start + i` would have been drawn (`start` >= 1).
+    Line i is the distribution from which prompt token `start + i` would have been sampled (`start` >= 1).
     """
 
     start: int
@@ -156,9 +159,9 @@ class PromptLogprobs(msgspec.Struct):
 
 
 class StepBuckets(msgspec.Struct, array_like=True):
-    """What the programs of one step were padded to: tokens of `forward`, and rows of `sample`, 0 if none sampled.
+    """The padded sizes of one step: tokens of `forward`, and rows of `sample`, 0 if no request sampled.
 
-    In a run of decode steps every one of them is padded to this. Attention ranks are counted together.
+    Each step of a multi-step decode has these sizes. Attention ranks are counted together.
     """
 
     token_bucket: int
@@ -168,11 +171,11 @@ class StepBuckets(msgspec.Struct, array_like=True):
 
 
 NOTHING_TO_DRAW = "no token can be drawn: what limits this request leaves none. Other requests are unharmed."
-"""Why a request failed for whose next token nothing is allowed."""
+"""The reason of a request that failed because no token was allowed next."""
 
 
 class ModelRunnerOutput(msgspec.Struct):
-    """What one step produced. `request_ids` are those that could get tokens, in the order of the step.
+    """The output of one step. `request_ids` are the requests that could get tokens, in the order of the step.
 
     `sampled_token_ids[i]` are the tokens that each got, `max_sampled_tokens` of them at most. `logprobs` has a
     line for every token, request after request.
@@ -181,7 +184,7 @@ class ModelRunnerOutput(msgspec.Struct):
     number); the tokens that it got before are good. Other requests of the step are unharmed.
 
     A pooling engine gives `pooled`, a float32 line per request, in place of tokens. Where drafts were verified,
-    `num_drafts[i]` is how many each had: what drafts may find fewer than were asked for.
+    `num_drafts[i]` is how many each request had: a drafter may make fewer than it was asked for.
 
     `corrupted` are those of the failed ones for which the model computed no finite numbers.
     """
@@ -257,7 +260,7 @@ class StepRecord(msgspec.Struct, gc=False):
 
     Times are seconds of `time.perf_counter`. `result_ready` is when the host had the result: the device may have
     been done earlier if nobody waited yet. Buckets are the sizes themselves where nothing is padded.
-    Where `num_steps` is not 1 this is a run of decode steps: tokens are those of all, each was padded to the buckets.
+    A `num_steps` above 1 is a multi-step decode: its tokens are those of all steps, each padded to the buckets.
     """
 
     step_id: int
