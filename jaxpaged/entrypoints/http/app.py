@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
 from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, ProfileState, SleepState
+from jaxpaged.entrypoints.http.anthropic.errors import PREFIX as MESSAGES
 from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
 from jaxpaged.entrypoints.http.anthropic.protocol import (
     CountTokensRequest,
@@ -26,13 +27,15 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 )
 from jaxpaged.entrypoints.http.anthropic.routes import Messages
 from jaxpaged.entrypoints.http.body import json_response
-from jaxpaged.entrypoints.http.endpoint import Endpoint, KnownPaths, Query
+from jaxpaged.entrypoints.http.endpoint import Below, Endpoint, KnownPaths, Query
 from jaxpaged.entrypoints.http.errors import answer_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
 from jaxpaged.entrypoints.http.invocations import ANY_REQUEST, ANY_RESPONSE, Invocations
 from jaxpaged.entrypoints.http.kv_event_sources import EventSources, KVEventSources
 from jaxpaged.entrypoints.http.metrics import Metrics
-from jaxpaged.entrypoints.http.openai.chat_batch import ChatBatchRequest
+from jaxpaged.entrypoints.http.openai.chat import Chats
+from jaxpaged.entrypoints.http.openai.chat_batch import ChatBatches, ChatBatchRequest
+from jaxpaged.entrypoints.http.openai.completions import Completions
 from jaxpaged.entrypoints.http.openai.models import ModelCard, ModelList, Models
 from jaxpaged.entrypoints.http.openai.protocol import (
     ChatCompletionRequest,
@@ -44,7 +47,6 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxpaged.entrypoints.http.openai.routes import Generation
 from jaxpaged.entrypoints.http.openai.tokens import Tokens
 from jaxpaged.entrypoints.http.openapi import description
 from jaxpaged.entrypoints.http.page.files import page_routes
@@ -73,13 +75,14 @@ from jaxpaged.serving.service import Service
 
 def public_endpoints(service: Service) -> list[Endpoint]:
     """What clients may ask."""
-    generation, models, tokens = Generation(service), Models(service), Tokens(service)
+    chats, completions, batches = Chats(service), Completions(service), ChatBatches(service)
+    models, tokens = Models(service), Tokens(service)
     return [
-        Endpoint("POST", "/v1/completions", generation.complete, CompletionRequest, CompletionResponse, streams=True),
+        Endpoint("POST", "/v1/completions", completions.respond, CompletionRequest, CompletionResponse, streams=True),
         Endpoint(
-            "POST", "/v1/chat/completions", generation.chat, ChatCompletionRequest, ChatCompletionResponse, streams=True
+            "POST", "/v1/chat/completions", chats.respond, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
-        Endpoint("POST", "/v1/chat/completions/batch", generation.chat_batch, ChatBatchRequest, ChatCompletionResponse),
+        Endpoint("POST", "/v1/chat/completions/batch", batches.respond, ChatBatchRequest, ChatCompletionResponse),
         Endpoint("POST", "/invocations", Invocations(service).invoke, ANY_REQUEST, ANY_RESPONSE, streams=True),
         *messages_endpoints(service),
         *responses_endpoints(service),
@@ -226,12 +229,14 @@ def application(
     cors = [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=every, allow_headers=every)]
     cors = cors if origins else []
     below = [Middleware(BelowRoot, root_path=root)] if root else []
-    guarded = Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS.union(page.path for page in pages))
+    open_paths = OPEN_PATHS.union(page.path for page in pages)
+    guarded = [Middleware(ApiKeys, keys=keys, open_paths=open_paths)] if keys else []
+    messages = Middleware(Below, path=MESSAGES, layer=MessagesErrors)
     known = Middleware(CheckOrigins, allowed=origins, local=local, own_paths=PATHS)
     straight = Middleware(KnownPaths, endpoints=endpoints)
     app = Starlette(
         routes=routes,
-        middleware=[*below, counted, *cors, Middleware(MessagesErrors), guarded, known, straight],
+        middleware=[*below, counted, *cors, messages, *guarded, known, straight],
         exception_handlers={HTTPException: answer_with_error},
     )
     app.state.long_bodies, app.state.let_go = asyncio.Lock(), service.let_go

@@ -1,6 +1,8 @@
 """Request bodies: read within a limit, decoded into a struct, with errors that name the field at fault.
 
-This module knows JSON and msgspec, and no endpoint.
+What a JSON text will become when it is decoded is counted as it comes, before anything is made of it. Of the fields
+that an endpoint does not know, those that ask for nothing pass, and others are refused by name. This module knows JSON
+and msgspec, and no endpoint.
 """
 
 import asyncio
@@ -18,10 +20,80 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.unknown_fields import known_part, refusal, unknown_name
-from jaxpaged.entrypoints.http.value_count import DEAREST, ValueCount
+from jaxpaged.errors import did_you_mean
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.requests import MAX_DEPTH
+
+MESSAGE = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+"""Values that ask for nothing, and so does 0."""
+ADAPTER = "Adapters are not served: merge it into the model"
+SHAPE = "What an answer must look like says structured_outputs or response_format"
+ADVICE = {
+    "lora_request": ADAPTER,
+    "lora_path": ADAPTER,
+    "adapter_id": ADAPTER,
+    "guided_decoding_backend": "Grammars have one library here",
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), SHAPE),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "choice"), SHAPE),
+    "prompt": "/v1/completions takes prompts",
+    "messages": "/v1/chat/completions and /v1/messages take messages",
+    "input": "/v1/responses and /v1/embeddings take inputs",
+    "max_new_tokens": "The limit of an answer is max_tokens",
+    "num_beams": "Beams are asked for by use_beam_search and n",
+    "logits_processors": "No code of a request is run",
+}
+"""What clients of other servers send -> what to do instead."""
+
+
+def known_part(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes:
+    """The body without those of its unknown fields that ask for nothing. The body is an object."""
+    values: dict[str, Any] = msgspec.json.decode(body)
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return msgspec.json.encode({name: value for name, value in values.items() if name in known or value not in NOTHING})
+
+
+def unknown_name(message: str) -> str | None:
+    """The field of which msgspec's message says that it is not known."""
+    match = MESSAGE.match(message)
+    return None if match is None else match["name"]
+
+
+def refusal(name: str, path: str, kind: type[msgspec.Struct]) -> str:
+    """What a client is told. `path`: where the field is, empty for the body itself."""
+    if path:
+        return f"{path} has no field {name!r}. Leave it out."
+    near = f" {ADVICE[name]}." if name in ADVICE else did_you_mean(name, kind.__struct_fields__)
+    return f"{name} is given, but this endpoint has no such field.{near or ' Leave it out.'}"
+
+
+COSTS = {b",": 1, b":": 8, b"{": 12, b"[": 12}
+"""How many numbers the decoder reads in the time that it takes for what these signs stand for, and 1 for a quote: most
+of all a name of an object that has other names. It lets nobody else run meanwhile."""
+DEAREST = max(COSTS.values())
+"""No byte counts for more."""
+
+
+class ValueCount:
+    """Counts what stands outside of texts: signs inside of one make it longer, and nothing else."""
+
+    def __init__(self) -> None:
+        self.num_values = 0
+        """So far, in numbers that take as long."""
+        self._in_text = False
+        self._escape = b""  # the beginning of one, of which the rest comes with the next piece
+
+    def add(self, piece: bytes) -> None:
+        """Count the next piece of the text."""
+        if self._escape or b"\\" in piece:
+            piece = (self._escape + piece).replace(rb"\\", b"").replace(rb"\"", b"")
+            self._escape = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.split(b'"')
+        outside = b"".join(parts[self._in_text :: 2])
+        num_quotes = len(parts) - 1
+        self.num_values += num_quotes + sum(cost * outside.count(sign) for sign, cost in COSTS.items())
+        self._in_text ^= num_quotes % 2 == 1
+
 
 BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""

@@ -78,6 +78,19 @@ def flag(request: Request, name: str) -> bool:
     return text == "true"
 
 
+class Below:
+    """Leads requests of `path`, and of what is below it, through a `layer` of their own; all others go past it."""
+
+    def __init__(self, app: ASGIApp, path: str, layer: Callable[[ASGIApp], ASGIApp]):
+        self._app, self._layered = app, layer(app)
+        self._path, self._prefix = path, f"{path}/"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        is_below = scope["type"] == "http" and (path == self._path or path.startswith(self._prefix))
+        await (self._layered if is_below else self._app)(scope, receive, send)
+
+
 class KnownPaths:
     """Leads requests to endpoints whose path has no parameters, past the router, which tries one path after the other
     and has a layer of its own around each. All else goes the router's way, and so does a known path with another

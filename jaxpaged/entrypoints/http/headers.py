@@ -1,4 +1,4 @@
-"""Headers by which clients say something of any request: its id, its priority, and the engine core for it.
+"""Headers by which clients say something of any request: its id and its priority; and who the client is.
 
 A bad one is refused wherever it comes. `X-Request-Id` is looked for in logs and responses. vLLM's `X-Vllm-Priority`,
 which proxies send, goes before the body's priority. This module knows no endpoint.
@@ -14,6 +14,8 @@ from jaxpaged.serving.requests import checked_id, own_or_new
 
 REQUEST_ID_HEADER = "X-Request-Id"
 PRIORITY_HEADER = "X-Vllm-Priority"
+KEY_OWNER = "jaxpaged.key_owner"
+"""What a request with a good key carries in its scope: the key's digest."""
 PRIORITY = re.compile(r"[-+]?[0-9]{1,19}")
 
 
@@ -43,3 +45,10 @@ def take_priority(request: Request, body: msgspec.Struct) -> None:
     if not PRIORITY.fullmatch(given[0]):
         raise ServingError(f"{PRIORITY_HEADER} is {given[0][:40]!r}; it must be a whole number.", PRIORITY_HEADER)
     body.priority = int(given[0])
+
+
+def client_of(request: Request) -> str:
+    """Who asks, for shares of what is scarce: the key where keys are needed, else the address. What stands in a header
+    that nobody checks would make as many clients of one as it likes."""
+    owner = request.scope.get(KEY_OWNER)
+    return owner or (request.client.host if request.client else "")

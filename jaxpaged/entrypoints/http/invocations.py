@@ -8,13 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import decoded, read_json, struct_of
+from jaxpaged.entrypoints.http.openai.chat import CHATS
+from jaxpaged.entrypoints.http.openai.completions import COMPLETIONS
 from jaxpaged.entrypoints.http.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     CompletionRequest,
     CompletionResponse,
 )
-from jaxpaged.entrypoints.http.openai.routes import CHATS, COMPLETIONS
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
     ClassifyResponse,

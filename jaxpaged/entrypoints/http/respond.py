@@ -20,15 +20,14 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.headers import request_id_of, take_priority
-from jaxpaged.entrypoints.http.transport.auth import client_of
-from jaxpaged.entrypoints.http.transport.big_answer import answer_of
-from jaxpaged.entrypoints.http.transport.sse import (
+from jaxpaged.entrypoints.http.headers import client_of, request_id_of, take_priority
+from jaxpaged.entrypoints.http.transport.sending import (
     CLIENT_CLOSED_REQUEST,
     EventStream,
     LastPiece,
     Pieces,
     Pipe,
+    answer_of,
     answer_or_leave,
     until_disconnect,
 )

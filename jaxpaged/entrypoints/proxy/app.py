@@ -19,12 +19,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxpaged.entrypoints.http.anthropic.errors import PREFIX as MESSAGES
 from jaxpaged.entrypoints.http.anthropic.errors import MessagesErrors
 from jaxpaged.entrypoints.http.body import LONG_BODY, REST_SECONDS_A_BYTE, read_body
+from jaxpaged.entrypoints.http.endpoint import Below
 from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_body, error_response
 from jaxpaged.entrypoints.http.health import OPEN_PATHS
 from jaxpaged.entrypoints.http.transport.auth import ApiKeys
-from jaxpaged.entrypoints.http.transport.sse import event
+from jaxpaged.entrypoints.http.transport.sending import event
 from jaxpaged.entrypoints.proxy.answer import ELSEWHERE, MOST_WHOLE, Answer
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
 from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, WHOLE, Asked, for_decode, read
@@ -294,5 +296,8 @@ def create_app(proxy: Proxy, keys: Sequence[str] = ()) -> Starlette:
         Route("/metrics", proxy.metrics),
     ]
     kinds = (ServingError, HTTPException, Exception)
-    layers = [Middleware(MessagesErrors), Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)]
+    layers = [
+        Middleware(Below, path=MESSAGES, layer=MessagesErrors),
+        Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS),
+    ]
     return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, answer_with_error))

@@ -4,7 +4,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 
-from jaxpaged.entrypoints.http.transport.sse import PIPE
+from jaxpaged.entrypoints.http.transport.sending import PIPE
 
 
 @dataclass

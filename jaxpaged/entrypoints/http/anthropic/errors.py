@@ -54,19 +54,14 @@ def messages_error(
     return MessagesError(error=MessagesErrorInfo(kind, message, DETAILS.get(parameter or "")), request_id=request_id)
 
 
-def is_messages_path(path: str) -> bool:
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
-
-
 class MessagesErrors:
-    """Gives every answer on this API's paths a `request-id`, and errors this API's form. Other paths pass untouched."""
+    """Gives every response a `request-id`, and errors this API's form. It is for this API's paths."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and is_messages_path(scope["path"])
-        await self._app(scope, receive, Rewriter(send) if ours else send)
+        await self._app(scope, receive, Rewriter(send))
 
 
 class Rewriter:

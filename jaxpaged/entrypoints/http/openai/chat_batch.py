@@ -13,11 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import read_struct
-from jaxpaged.entrypoints.http.openai.completion_parse import MAX_PROMPTS
-from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, ChatCompletionResponse
-from jaxpaged.entrypoints.http.openai.usage import CompletionTokensDetails, PromptTokensDetails, Usage
+from jaxpaged.entrypoints.http.openai.chat import CHATS
+from jaxpaged.entrypoints.http.openai.completions import MAX_PROMPTS
+from jaxpaged.entrypoints.http.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from jaxpaged.entrypoints.http.respond import Parsed, Stages, context_of, parse, unless_left
-from jaxpaged.entrypoints.http.transport.big_answer import answer_of
+from jaxpaged.entrypoints.http.transport.sending import answer_of
 from jaxpaged.errors import RequestError
 from jaxpaged.serving.admission import Load
 from jaxpaged.serving.errors import ServingError, as_serving_error, client_names
@@ -34,6 +40,17 @@ class ChatBatchRequest(ChatCompletionRequest, kw_only=True):
     """Conversations to go on with."""
 
     messages: list[list[dict[str, Any]]]
+
+
+class ChatBatches:
+    """The endpoint."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def respond(self, request: Request) -> Response:
+        """Answer several conversations, with one choice for each."""
+        return await respond_to_batch(self._service, CHATS, request)
 
 
 async def respond_to_batch(service: Service, stages: Stages, request: Request) -> Response:

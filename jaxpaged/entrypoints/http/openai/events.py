@@ -11,10 +11,9 @@ import msgspec
 
 from jaxpaged.entrypoints.http.errors import error_body
 from jaxpaged.entrypoints.http.openai.fields import UsageOptions, usage_options
-from jaxpaged.entrypoints.http.openai.protocol import SYSTEM_FINGERPRINT, Chunk
-from jaxpaged.entrypoints.http.openai.usage import usage_of
+from jaxpaged.entrypoints.http.openai.protocol import SYSTEM_FINGERPRINT, Chunk, usage_of
 from jaxpaged.entrypoints.http.respond import Parsed
-from jaxpaged.entrypoints.http.transport.sse import event
+from jaxpaged.entrypoints.http.transport.sending import event
 from jaxpaged.messages import RequestOutput
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.output_reader import UsageCounter

@@ -5,14 +5,14 @@ from starlette.responses import Response
 
 from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
-from jaxpaged.entrypoints.http.openai.conversation import template_arguments
+from jaxpaged.entrypoints.http.openai.chat import template_arguments
 from jaxpaged.entrypoints.http.openai.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxpaged.entrypoints.http.transport.big_answer import ITEMS_AT_ONCE, BigAnswer, encoded
+from jaxpaged.entrypoints.http.transport.sending import ITEMS_AT_ONCE, BigAnswer, encoded
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.prompts import TokenPrompt, template_messages, text_of_tokens, token_strs
 from jaxpaged.serving.requests import off_loop

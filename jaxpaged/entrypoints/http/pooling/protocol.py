@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
+from jaxpaged.entrypoints.http.openai.protocol import PromptTokensDetails, Usage
 
 
 class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

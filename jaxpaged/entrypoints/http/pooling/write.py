@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpaged.entrypoints.http.openai.usage import PromptTokensDetails, Usage
+from jaxpaged.entrypoints.http.openai.protocol import PromptTokensDetails, Usage
 from jaxpaged.entrypoints.http.pooling.parse import ParsedPairs
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyResponse,

@@ -19,7 +19,7 @@ from jaxpaged.entrypoints.http.responses.protocol import (
 )
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog, ResponseWriter, TextLogprobs, by_token
-from jaxpaged.entrypoints.http.transport.big_answer import SMALL_ANSWER, encoded
+from jaxpaged.entrypoints.http.transport.sending import SMALL_ANSWER, encoded
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind
 from jaxpaged.serving.errors import ServingError

@@ -22,7 +22,7 @@ from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, Respon
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.transport.auth import given_key
-from jaxpaged.entrypoints.http.transport.big_answer import answer_of
+from jaxpaged.entrypoints.http.transport.sending import answer_of
 from jaxpaged.serving.api_keys import digest
 from jaxpaged.serving.errors import ServingError, client_names
 from jaxpaged.serving.generate import all_results, stream

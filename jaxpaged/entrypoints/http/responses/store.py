@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from jaxpaged.entrypoints.http.responses.protocol import Response
-from jaxpaged.entrypoints.http.transport.sse import KEEP_ALIVE
+from jaxpaged.entrypoints.http.transport.sending import KEEP_ALIVE
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError
 
 MAX_FORGOTTEN = 10_000

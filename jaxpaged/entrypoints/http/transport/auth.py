@@ -7,14 +7,11 @@ endpoint.
 from collections.abc import Iterable, Set
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_response
+from jaxpaged.entrypoints.http.headers import KEY_OWNER
 from jaxpaged.serving.api_keys import KeyRing, digest
-
-KEY_OWNER = "jaxpaged.key_owner"
-"""What a request with a good key carries in its scope: the key's digest."""
 
 
 class ApiKeys:
@@ -40,13 +37,6 @@ class ApiKeys:
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error_response(refusal)(scope, receive, send)
-
-
-def client_of(request: Request) -> str:
-    """Who asks, for shares of what is scarce: the key where keys are needed, else the address. What stands in a header
-    that nobody checks would make as many clients of one as it likes."""
-    owner = request.scope.get(KEY_OWNER)
-    return owner or (request.client.host if request.client else "")
 
 
 def given_key(headers: Headers) -> str:

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from jaxpaged.entrypoints.http.errors import HttpError, error_body, status_of
 from jaxpaged.entrypoints.http.transport.connections import Connections
-from jaxpaged.entrypoints.http.transport.sse import PIPE
+from jaxpaged.entrypoints.http.transport.sending import PIPE
 from jaxpaged.errors import UsageError
 from jaxpaged.serving.errors import ServingError
 

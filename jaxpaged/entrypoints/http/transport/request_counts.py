@@ -1,7 +1,8 @@
-"""How many requests came, how long they took, and how large they and their answers were.
+"""How many requests came, how long they took, and how large they and their responses were; each is a line in the log.
 
 Names, labels and buckets are those of the Prometheus instrumentation that vLLM's dashboards read: statuses by class,
-paths as they are declared. Nothing that a client makes up becomes a label. This module knows no endpoint.
+paths as they are declared. Nothing that a client makes up becomes a label, nothing of bodies and queries gets into the
+log, and what a client made up is quoted there. This module knows no endpoint.
 """
 
 import logging
@@ -10,12 +11,42 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.engine.observability.metrics import Counter, Metric, Tally
-from jaxpaged.entrypoints.http.transport.access_log import log_request
-from jaxpaged.entrypoints.http.transport.sse import PIPE
+from jaxpaged.entrypoints.http.transport.sending import PIPE
+
+logger = logging.getLogger("jaxpaged.entrypoints.http.transport.access_log")
+
+
+def log_request(scope: Scope, status: int, seconds: float, level: int = logging.INFO) -> None:
+    """A request that was answered, or left, `seconds` after its headers came."""
+    if not logger.isEnabledFor(level):
+        return
+    client = scope.get("client")
+    address = client[0] if client else "-"
+    method, path, request_id = quote(scope["method"]), quote(scope["path"]), scope.get("request_id")
+    logger.log(
+        level,
+        "%s %s %d in %.3f s%s from %s",
+        method,
+        path,
+        status,
+        seconds,
+        f", {request_id}," if request_id else "",
+        address,
+        extra={
+            "method": method,
+            "path": path,
+            "status": status,
+            "duration": round(seconds, 6),
+            "client": address,
+            **({"request_id": request_id} if request_id else {}),
+        },
+    )
+
 
 FINE_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 COARSE_BUCKETS = (0.1, 0.5, 1)

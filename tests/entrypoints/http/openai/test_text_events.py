@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
-from jaxpaged.entrypoints.http.openai.chat_write import ChatStream
-from jaxpaged.entrypoints.http.openai.completion_write import CompletionStream
+from jaxpaged.entrypoints.http.openai.chat import ChatStream, ParsedChat
+from jaxpaged.entrypoints.http.openai.completions import CompletionStream
 from jaxpaged.entrypoints.http.openai.fields import StreamOptions
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 from jaxpaged.entrypoints.http.respond import Parsed

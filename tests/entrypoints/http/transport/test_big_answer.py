@@ -2,7 +2,7 @@
 
 import msgspec
 
-from jaxpaged.entrypoints.http.transport import big_answer
+from jaxpaged.entrypoints.http.transport import sending as big_answer
 from jaxpaged.messages import Logprob
 
 

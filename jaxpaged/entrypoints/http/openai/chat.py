@@ -1,19 +1,35 @@
-"""Results of the engine as what `/v1/chat/completions` answers: the whole, or the chunks of a stream."""
+"""`/v1/chat/completions`: its body as what the engine is to do, and results as the whole or the chunks of a stream.
+
+What this API cannot do is refused by its field. Messages, tools and template arguments are checked for all protocols in
+`serving/prompts.py`.
+"""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.entrypoints.http.openai.chat_parse import ParsedChat
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, OpenAIStream, TextEvents
+from jaxpaged.entrypoints.http.openai.fields import (
+    beam_params,
+    check_fields,
+    check_refusals,
+    sampling_params,
+    shape_name,
+    shape_of,
+)
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from jaxpaged.entrypoints.http.openai.protocol import (
     CalledFunction,
     ChatChoice,
     ChatCompletionChunk,
+    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
     ChatMessage,
@@ -21,12 +37,134 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     ChatToolCall,
     ChatToolCallDelta,
     FunctionDelta,
+    NamedToolChoice,
+    TokenizeRequest,
+    usage_of,
 )
-from jaxpaged.entrypoints.http.openai.usage import usage_of
+from jaxpaged.entrypoints.http.respond import Parsed, Stages, respond
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
+from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
+from jaxpaged.serving.errors import ServingError, client_names
+from jaxpaged.serving.generate_request import GenerateRequest, check_logprobs, prepare
 from jaxpaged.serving.output_reader import OutputReader, UsageCounter
+from jaxpaged.serving.prompts import (
+    Conversation,
+    checked_tools,
+    message_text,
+    template_messages,
+    template_variables,
+    tool_use,
+)
+from jaxpaged.serving.requests import RequestContext
 from jaxpaged.serving.service import Service
+
+REFUSALS = {
+    "functions": "They are called tools",
+    "function_call": "It is called tool_choice",
+    "modalities": "The model writes text only",
+    "audio": "The model writes text only",
+    "verbosity": "The model writes as it does",
+    "web_search_options": "This server searches nothing",
+}
+"""Field -> why it is not served."""
+NOTHING = (None, False, "", [], {}, ["text"], "medium", "none", "auto")
+"""Values of those that ask for nothing."""
+ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""The engine's name of a field -> what it is called in a chat."""
+
+
+@dataclass(frozen=True)
+class ParsedChat(Parsed[ChatCompletionRequest]):
+    """A chat: whose answer it is, and the beginning of the last message, where the client wants it repeated."""
+
+    role: str = "assistant"
+    echo: str = ""
+
+
+def parse(service: Service, body: ChatCompletionRequest, context: RequestContext) -> ParsedChat:
+    """Raises ServingError and RequestError for what cannot be."""
+    check(body)
+    params, beams = params_of(service, body)
+    conversation = conversation_of(body, service.options.trust_request_chat_template)
+    names = names_of(body, conversation)
+    request = GenerateRequest(prompt=conversation, params=params, beams=beams, priority=body.priority or 0, names=names)
+    prepared = prepare(service, request, context)
+    last = conversation.messages[-1]
+    role = "assistant" if conversation.template["add_generation_prompt"] else last["role"]
+    echo = message_text(last) if body.echo and last["role"] == role else ""
+    return ParsedChat(body, context.model, prepared.generation, prepared.reading, role, echo)
+
+
+def params_of(service: Service, body: ChatCompletionRequest) -> tuple[SamplingParams, BeamSearchParams | None]:
+    """Without a limit of its own a request gets the model's, or the rest of the context."""
+    defaults = service.engine.input_processor.defaults.sampling
+    limits = (body.max_completion_tokens, body.max_tokens, defaults.get("max_tokens"))
+    max_tokens = next((limit for limit in limits if limit is not None), None)
+    own_names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    with client_names({**ENGINE_NAMES, **own_names}):
+        params = sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.num_logprobs)
+        return params, beam_params(body, service.model.max_model_len if max_tokens is None else max_tokens)
+
+
+def check(body: ChatCompletionRequest) -> None:
+    """Raise ServingError for what this API cannot do."""
+    check_fields(body)
+    check_refusals(body, REFUSALS, NOTHING)
+    if body.use_beam_search and body.tool_choice not in (None, "auto", "none"):
+        raise ServingError(
+            "tool_choice forces a call, but beam search has no grammars. Leave one of them out.", "tool_choice"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise ServingError(f"top_logprobs is {body.top_logprobs}, but logprobs is not true. Set it.", "top_logprobs")
+    check_logprobs("top_logprobs", body.top_logprobs)
+    if body.logprob_token_ids and not body.logprobs:
+        raise ServingError("logprob_token_ids is given, but logprobs is not true. Set it.", "logprob_token_ids")
+
+
+def names_of(body: ChatCompletionRequest, conversation: Conversation) -> dict[str, str]:
+    """What the request calls the engine's fields. The shape of forced calls follows from the tools."""
+    use = conversation.tool_use
+    own = {"structured_outputs": "tools"} if use is not None and use.is_forced else shape_name(body)
+    return {**ENGINE_NAMES, **own}
+
+
+def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conversation:
+    """The request as all APIs have it. Raises ServingError and RequestError."""
+    messages, template = template_messages(body.messages), template_arguments(body, trust_template)
+    choice, named = body.tool_choice, None
+    if isinstance(choice, NamedToolChoice):
+        choice, named = None, choice.function.name
+    return Conversation(
+        messages=messages,
+        template=template,
+        tool_use=tool_use(choice, named, template["tools"], body.parallel_tool_calls is not False),
+        shape=shape_of(body),
+        include_reasoning=body.include_reasoning is not False,
+        truncation=body.truncation,
+        add_special_tokens=bool(body.add_special_tokens),
+        cache_salt=body.cache_salt,
+    )
+
+
+def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_template: bool) -> dict[str, Any]:
+    """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises ServingError."""
+    for name in ("media_io_kwargs", "mm_processor_kwargs"):
+        if getattr(body, name):
+            raise ServingError(f"{name} is given, but the model takes text only. Leave it out.", name)
+    if body.chat_template is not None and not trust_template:
+        raise ServingError(
+            "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
+            "--trust-request-chat-template.",
+            "chat_template",
+        )
+    return {
+        "chat_template": body.chat_template,
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+        "tools": None if body.tools is None else checked_tools([msgspec.to_builtins(tool) for tool in body.tools]),
+        "template_variables": template_variables(body.chat_template_kwargs, body.documents, body.reasoning_effort),
+    }
 
 
 def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
@@ -182,3 +320,17 @@ def chat_delta(delta: Delta) -> ChatDelta:
         return ChatDelta(reasoning=delta.reasoning) if delta.content is None else ChatDelta(content=delta.content)
     function = FunctionDelta(call.name, call.arguments)
     return ChatDelta(tool_calls=[ChatToolCallDelta(call.index, call.id, call.id and "function", function)])
+
+
+CHATS = Stages("chatcmpl", ChatCompletionRequest, parse, answer, ChatStream)
+
+
+class Chats:
+    """The endpoint."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def respond(self, request: Request) -> Response:
+        """Answer one conversation, at once or as a stream."""
+        return await respond(self._service, CHATS, request)
