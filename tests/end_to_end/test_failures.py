@@ -39,8 +39,8 @@ def test_a_model_whose_programs_cannot_be_traced_ends_the_start_in_one_sentence(
     def refuse(*_, **__):
         raise ValueError("x_TD is float16[16, 256]; accepted are others.\nAnd much more.")
 
-    # Of this architecture only: the engine that tests share may be compiling meanwhile.
-    monkeypatch.setattr("jaxpaged.models.llama.feed_forward", refuse)
+    # What this architecture alone calls: the engine that tests share may be compiling meanwhile.
+    monkeypatch.setattr("jaxpaged.models.decoder.norm_of_heads", refuse)
     options = {"max_num_seqs": 1, "max_model_len": 48, "token_buckets": (16,), "max_num_batched_tokens": 16}
     write_checkpoint("qwen3", tmp_path)
     with pytest.raises(ProgramError) as caught:
