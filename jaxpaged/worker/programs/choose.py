@@ -61,14 +61,14 @@ class Readiness(Protocol):
 class StepSizes(NamedTuple):
     """The buckets of an engine's programs, sorted. `run_steps`: how many steps the runs of each bucket take at most.
 
-    `finisher` is the kind of program that finishes an ordinary step. `needs_full` says whether a request needs the full
-    sampler; it raises RequestError when the request will be refused. `verify`: what finishes a step with drafts, by
-    what would finish it without; empty where nothing is drafted. `small_prompt`: for want of a program prompts are cut
+    `output` is the kind of the output stage's program in an ordinary step. `needs_full` says whether a request needs
+    the full sampler; it raises RequestError when the request will be refused. `verify`: what ends one with drafts, by
+    what would end it without; empty where nothing is drafted. `small_prompt`: for want of a program prompts are cut
     into pieces of so many tokens at least, since each reads all weights. `decodes_that_pay`: after so many steps in
     which all decode the program of a run is wanted.
     """
 
-    finisher: ProgramKind  # SAMPLE or POOL
+    output: ProgramKind  # SAMPLE or POOL
     tokens: Sequence[int]
     samples: Sequence[int]
     run_steps: Mapping[ProgramKey, int]
@@ -82,7 +82,7 @@ def sizes_of(programs: EnginePrograms, keys: Iterable[ProgramKey]) -> StepSizes:
     """What there is to choose from, of programs with these keys."""
     engine_spec, runs = programs.engine_spec, programs.runs
     return StepSizes(
-        finisher=ProgramKind.POOL if engine_spec.pools else ProgramKind.SAMPLE,
+        output=ProgramKind.POOL if engine_spec.pools else ProgramKind.SAMPLE,
         tokens=engine_spec.token_buckets,
         samples=engine_spec.sample_buckets,
         run_steps={key: runs[key.size].max_steps for key in keys if key.kind in DECODE_KINDS},
@@ -132,10 +132,10 @@ class ProgramChoice:
         forward = self._smallest(ProgramKind.FORWARD, num_tokens, self._sizes.tokens)
         if not num_sampling:
             return StepPrograms(forward=forward)
-        finisher = self._finisher(scheduled, num_sampling)
+        output = self._output(scheduled, num_sampling)
         if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
-            return StepPrograms(self._smallest(ProgramKind.DRAFT, num_sampling, self._sizes.samples), forward, finisher)
-        return StepPrograms(forward=forward, finish=finisher)
+            return StepPrograms(self._smallest(ProgramKind.DRAFT, num_sampling, self._sizes.samples), forward, output)
+        return StepPrograms(forward=forward, finish=output)
 
     def max_step_tokens(self) -> int:
         """See `Executor`."""
@@ -220,8 +220,8 @@ class ProgramChoice:
         self._programs.is_ready(ProgramKey(key.kind, self._run_buckets[0]))
         return self._programs.is_ready(key)
 
-    def _finisher(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:
-        kind, buckets = self._sizes.finisher, self._sizes.samples
+    def _output(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:
+        kind, buckets = self._sizes.output, self._sizes.samples
         if scheduled.masked:
             kind = ProgramKind.SAMPLE_MASKED
         elif self._full and any(
@@ -229,7 +229,7 @@ class ProgramChoice:
             for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens)
         ):
             kind = ProgramKind.SAMPLE_FULL
-        ordinary = self._sizes.finisher
+        ordinary = self._sizes.output
         if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
             kind, ordinary = self._sizes.verify[kind], self._sizes.verify[ordinary]
         if kind != ordinary:  # one of this size is wanted from now on

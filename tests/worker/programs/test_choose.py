@@ -29,7 +29,7 @@ NEEDED = {
 
 def choice_with(builders, **sizes):
     programs = CompiledPrograms(builders, num_threads=1, on_demand=list(builders))
-    given = {"finisher": "sample", "run_steps": RUNS, "needs_full": features_of, **sizes}
+    given = {"output": "sample", "run_steps": RUNS, "needs_full": features_of, **sizes}
     return programs, ProgramChoice(programs, StepSizes(tokens=SIZES, samples=SIZES, **given))
 
 
@@ -142,8 +142,8 @@ def test_a_request_that_the_worker_will_refuse_is_a_plain_one():
     assert chosen(choice, step(["a"], [1], [1], [("a", FULL)]))[1] == ("sample", 2)
 
 
-def test_a_pooling_engine_has_a_finisher_of_its_own():
-    _, choice = compiled([ProgramKey("forward", 16)], finisher="pool", needs_full=lambda params: False)
+def test_a_pooling_engine_has_an_output_stage_of_its_own():
+    _, choice = compiled([ProgramKey("forward", 16)], output="pool", needs_full=lambda params: False)
     found = chosen(choice, step(["a", "b"], [9, 1], [0, 1], [("a", PLAIN), ("b", PLAIN)]))
     assert found == (("forward", 16), ("pool", 2))
 
