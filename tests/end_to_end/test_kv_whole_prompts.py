@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.core.kv_transfer import gathers
+from jaxpaged.core.kv_transfer import saves
 from jaxpaged.worker.kv_transfer import programs
 
 OPTIONS = {
@@ -33,7 +33,7 @@ def found(llm, length):
 
 @pytest.mark.slow
 def test_the_next_request_and_the_next_process_find_a_prompt_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(gathers, "ROOM", 64 << 10)  # less than a page: as 256 MiB are for the largest models
+    monkeypatch.setattr(saves, "ROOM", 64 << 10)  # less than a page: as 256 MiB are for the largest models
     monkeypatch.setattr(programs, "MOST_BYTES", 64 << 10)
     with LLM(**OPTIONS, kv_offload=f"host=64M,disk={tmp_path}:256M") as llm:
         assert {found(llm, length) for length in LENGTHS} == {0.0}
@@ -49,9 +49,9 @@ def test_the_next_request_and_the_next_process_find_a_prompt_whole(tmp_path, mon
 
 PROGRAM = """
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.core.kv_transfer import gathers
+from jaxpaged.core.kv_transfer import saves
 from jaxpaged.worker.kv_transfer import programs
-gathers.ROOM = programs.MOST_BYTES = 64 << 10
+saves.ROOM = programs.MOST_BYTES = 64 << 10
 llm = LLM(**{options}, kv_offload="{tiers}")
 prompt = {{"prompt_token_ids": [100 + 7 * i % 900 for i in range(968)]}}
 llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)

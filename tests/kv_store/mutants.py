@@ -17,12 +17,11 @@ _TESTS = {
     "copies": ("tests/worker/test_kv_transfer.py",),
     "transfer": ("tests/worker/test_kv_transfer.py",),
     "pages": ("tests/worker/test_kv_transfer.py",),
-    "gathers": ("tests/worker/test_kv_transfer.py", *_CORE),
     "programs": ("tests/worker/test_kv_copies.py",),
     "attention": ("tests/worker/test_kv_copies.py",),
     "kv_cache_spec": ("tests/worker/test_kv_copies.py",),
     "transfers": ("tests/core/kv_transfer/test_transfers.py", *_CORE),
-    "saves": ("tests/core/kv_transfer/test_saves.py", *_CORE),
+    "saves": ("tests/core/kv_transfer/test_saves.py", "tests/worker/test_kv_transfer.py", *_CORE),
     "early_leases": ("tests/engine/test_early_leases.py",),
     "pieces": ("tests/core/kv_transfer/test_pieces.py",),
     "forms": ("tests/worker/test_kv_copies.py", "tests/worker/test_kv_transfer.py"),
@@ -66,7 +65,7 @@ MUTANTS = (
         ),
     ),
     *_of(
-        "jaxpaged/core/kv_transfer/gathers.py",
+        "jaxpaged/core/kv_transfer/saves.py",
         "",
         (
             "a copy is stored when its first block is",

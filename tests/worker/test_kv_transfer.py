@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpaged.core.kv_transfer.gathers import Gathers
-from jaxpaged.core.kv_transfer.saves import Save
+from jaxpaged.core.kv_transfer.saves import Gathers, Save
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.kv_connector.base import KVConnectorMetadata, KVFetch, KVWrite
 from jaxpaged.kv_connector.multi import MultiConnector

@@ -12,7 +12,7 @@ import pytest
 
 from jaxpaged import SamplingParams
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.core.kv_transfer.gathers import ROOM
+from jaxpaged.core.kv_transfer.saves import ROOM
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
 from jaxpaged.kv_connector import pages

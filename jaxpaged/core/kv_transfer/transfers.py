@@ -2,7 +2,7 @@
 
 Saving. A piece (`pieces.py`: a block, or several) is noted when its last block enters the prefix cache, with the number
 of the step that computes it. It is copied off the device behind that step, and before the first step that writes to its
-blocks again: steps and copies are links of one chain. Until then the piece waits (`saves.py`) for room (`gathers.py`).
+blocks again: steps and copies are links of one chain. Until then the piece waits (`saves.py`) for room.
 
 Loading. A waiting request whose beginning the connector has for longer than the prefix cache is passed over until its
 pages are in host memory. They are fetched only where the request would fit (`prefill.py`). Once they have come they get
@@ -28,12 +28,10 @@ from typing import Any, NamedTuple
 from jaxpaged.core.kv_cache.events import KVCacheEvent
 from jaxpaged.core.kv_cache.manager import CacheHit, KVCacheManager
 from jaxpaged.core.kv_transfer.chunks import Chunks
-from jaxpaged.core.kv_transfer.gathers import Gathers
-from jaxpaged.core.kv_transfer.matching import Matching, Missing, Place
 from jaxpaged.core.kv_transfer.page_events import PageEvents
-from jaxpaged.core.kv_transfer.pieces import Pieces, read_range
+from jaxpaged.core.kv_transfer.pieces import Matching, Missing, Pieces, Place, read_range
 from jaxpaged.core.kv_transfer.rates import Rates
-from jaxpaged.core.kv_transfer.saves import Save, Saves
+from jaxpaged.core.kv_transfer.saves import Gathers, Save, Saves
 from jaxpaged.core.request import Request, RequestStatus
 from jaxpaged.kv_connector.base import (
     FinishedFetch,
