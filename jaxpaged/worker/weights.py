@@ -2,18 +2,27 @@
 and the name by which the prefix cache knows them.
 
 On a CPU the device's memory is the host's, so a copy would free nothing: there, parameters are read again, and files
-that were read lately are in the system's cache. This module knows neither steps nor files.
+that were read lately are in the system's cache. This module does not know what a step is.
 """
 
 import contextlib
 import ctypes
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+from jaxpaged.messages import Progress
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.drafted import DraftedParams
+from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
+from jaxpaged.worker.engine_spec import EngineSpec
+from jaxpaged.worker.step.expert_moves import loaded_with_tables
 
 
 class Weights:
@@ -89,3 +98,62 @@ def return_freed_pages() -> None:
     """Give memory that was freed back to the system, where the C library can (glibc); it keeps it otherwise."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+# ---- where they come from ------------------------------------------------------------------------
+
+
+def weights_of(stages: Sequence[EngineSpec], folder: Path | None, progress: Progress) -> Weights:
+    """The weights of the model in `folder`, and of a model that drafts, of every stage."""
+    last = stages[-1]
+    folders = [each for each in (folder, last.draft and last.draft.folder) if each is not None]
+    identify = partial(versions, folders) if last.config.load.load_format != "dummy" else str
+    return Weights(
+        loader_of(stages, folder, progress), identify, keeps_copies=last.mesh.devices.flat[0].platform != "cpu"
+    )
+
+
+def versions(folders: list[Path]) -> str:
+    """A name of all weights in these folders."""
+    return "+".join(map(checkpoint_version, folders))
+
+
+def loader_of(stages: Sequence[EngineSpec], folder: Path | None, progress: Progress) -> Callable[[], Any]:
+    """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
+    spec = stages[-1]
+    if len(stages) > 1:
+        return stage_loader(stages, folder, progress)
+    load = part_loader(spec, spec.specs, spec.decoder, folder, progress)
+    if spec.config.parallel.expert_balance is not None:
+        load = partial(loaded_with_tables, load, spec.mesh)
+    if spec.draft is None:
+        return load
+    place, config = spec.draft.folder, spec.draft.config
+    load_draft = part_loader(spec, spec.draft_specs, config, place, progress, is_whole=place != folder)
+    return lambda: DraftedParams(load(), load_draft())
+
+
+def stage_loader(stages: Sequence[EngineSpec], folder: Path | None, progress: Progress) -> Callable[[], Any]:
+    """The same for stages: a tuple of what each has. Files are checked as a whole first."""
+    first = stages[0]
+    loads = [part_loader(stage, stage.specs, stage.whole, folder, progress, is_whole=False) for stage in stages]
+
+    def load() -> tuple[Any, ...]:
+        if first.config.load.load_format != "dummy":
+            assert folder is not None, "weights that are loaded have a folder"
+            check_folder(first.whole_specs, first.whole, folder)
+        return tuple(each() for each in loads)
+
+    return load
+
+
+def part_loader(
+    spec: EngineSpec, specs: Any, decoder: DecoderConfig, folder: Path | None, progress: Progress, is_whole: bool = True
+) -> Callable[[], Any]:
+    """The same for one model, or for a part of it."""
+    target, load = (spec.mesh, spec.dtype), spec.config.load
+    if load.load_format == "dummy":
+        whole = None if spec.stage is None else spec.whole_specs
+        return DummyParams(specs, decoder, *target, seed=spec.config.model.seed, whole=whole).make
+    report = partial(progress, "weights")
+    return partial(load_params, specs, decoder, folder, *target, report, load.load_format, is_whole)

@@ -7,21 +7,21 @@ the weights load; the engine is ready when the weights are, and a step waits for
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.distributed.mesh import check_slice, stage_meshes
 from jaxpaged.errors import ConflictError
 from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
-from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.interface import Model
-from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters import LookupDrafter, ModelDrafter
@@ -48,11 +48,10 @@ from jaxpaged.worker.programs.program_index import open_index
 from jaxpaged.worker.programs.stages import builders_of
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.shared_blocks import NEVER_SHARED, SharedBlocks
-from jaxpaged.worker.step.expert_moves import loaded_with_tables
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
-from jaxpaged.worker.weights import Weights, free, return_freed_pages
+from jaxpaged.worker.weights import free, return_freed_pages, weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,30 +77,19 @@ class Worker:
         self.config = config
         self.progress = progress or (lambda stage, done, total: None)
         enable_compilation_cache(config.compile.compilation_cache_dir)
-        parallel = config.parallel
-        meshes = stage_meshes(
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.num_processes,
-            spreads_experts=parallel.enable_expert_parallel,
-            ranks=parallel.num_ranks,
-        )
-        self.stages = engine_specs(config, model, decoder, meshes)
+        self.stages = engine_specs(config, model, decoder, meshes_of(config.parallel))
         self.engine_spec = self.stages[-1]
-        check_slice(parallel.num_cores, self.engine_spec.mesh)
+        check_slice(config.parallel.num_cores, self.engine_spec.mesh)
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
         self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks)
-        offload = config.cache.offload
-        self._offload = offload and check_offload(offload, self.engine_spec, self.kv_cache_config)
-        self._of_stages = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
-        self.step_programs = self._of_stages[-1]
+        offload = config.cache.offload and check_offload(config.cache.offload, self.engine_spec, self.kv_cache_config)
+        programs = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
+        self.step_programs = programs[-1]
         self.cache_hits = CacheHits(THREAD_NAME)
-        self.programs = self._make_programs()
+        self.programs = self._compile(programs)
         self.programs.start()
-        on_host = self.engine_spec.mesh.devices.flat[0].platform == "cpu"
-        identify = partial(versions, self._folders(folder)) if config.load.load_format != "dummy" else str
-        self.weights = Weights(self._loader(folder), identify, keeps_copies=not on_host)
+        self.weights = weights_of(self.stages, folder, self.progress)
         self.profiler = Profiler(config.profiler.profile_dir)
         begin = time.monotonic()
         try:
@@ -118,7 +106,7 @@ class Worker:
         except BaseException:
             self.programs.stop()
             raise
-        self.kv_transfer = self._open_transfer()
+        self.kv_transfer = self._open_transfer(offload)
         self.programs.activity.end_all()  # the first request may come now
         self.counter = CompileCounter()
         self.memory = planned_memory(self.stages, num_blocks)
@@ -143,9 +131,9 @@ class Worker:
         bundle.check(self.engine_spec.fingerprint())
         return bundle
 
-    def _make_programs(self) -> CompiledPrograms:
-        """The table, compiled here or taken from the bundle."""
-        builders = builders_of(self._of_stages)
+    def _compile(self, stages: Sequence[EnginePrograms]) -> CompiledPrograms:
+        """The programs of all stages, compiled here or taken from the bundle."""
+        builders = builders_of(stages)
         stored = self.bundle.loaders(list(builders), self.engine_spec.mesh, RESULT_TYPES) if self.bundle else {}
         folder, num_blocks, turns = jax.config.jax_compilation_cache_dir, self.kv_cache_config.num_blocks, {}
         if self.config.parallel.num_cores > 1 and folder is not None:
@@ -175,63 +163,6 @@ class Worker:
         """Write all programs, once they are compiled, to an empty folder. Raises UsageError."""
         programs, num_blocks = self.programs.wait_all(on_demand=True), self.kv_cache_config.num_blocks[0]
         save_bundle(folder, programs, self.engine_spec.fingerprint(), num_blocks, RESULT_TYPES, self.progress)
-
-    def _folders(self, folder: Path | None) -> list[Path]:
-        """Where weights come from."""
-        draft = self.engine_spec.draft
-        return [each for each in (folder, draft and draft.folder) if each is not None]
-
-    def _loader(self, folder: Path | None) -> Callable[[], Any]:
-        """What makes the parameters, again and again the same ones unless the checkpoint is another by then."""
-        engine_spec = self.engine_spec
-        if len(self.stages) > 1:
-            return self._stage_loader(folder)
-        load = self._loader_of(engine_spec.specs, engine_spec.decoder, folder)
-        if self.config.parallel.expert_balance is not None:
-            load = partial(loaded_with_tables, load, engine_spec.mesh)
-        if engine_spec.draft is None:
-            return load
-        place = engine_spec.draft.folder
-        load_draft = self._loader_of(engine_spec.draft_specs, engine_spec.draft.config, place, is_whole=place != folder)
-        return lambda: DraftedParams(load(), load_draft())
-
-    def _stage_loader(self, folder: Path | None) -> Callable[[], Any]:
-        """The same for stages: a tuple of what each has. Files are checked as a whole first."""
-        first, is_dummy = self.stages[0], self.config.load.load_format == "dummy"
-        loads = [self._loader_of(s.specs, s.whole, folder, is_whole=False, stage=s) for s in self.stages]
-
-        def load() -> tuple[Any, ...]:
-            if not is_dummy:
-                assert folder is not None, "weights that are loaded have a folder"
-                check_folder(first.whole_specs, first.whole, folder)
-            return tuple(each() for each in loads)
-
-        return load
-
-    def _loader_of(
-        self,
-        specs: Any,
-        decoder: DecoderConfig,
-        folder: Path | None,
-        is_whole: bool = True,
-        stage: EngineSpec | None = None,
-    ) -> Callable[[], Any]:
-        """The same for one model, or for a part of it."""
-        engine_spec = stage or self.engine_spec
-        target, load = (engine_spec.mesh, engine_spec.dtype), self.config.load
-        if load.load_format == "dummy":
-            whole = None if stage is None else stage.whole_specs
-            return DummyParams(specs, decoder, *target, seed=self.config.model.seed, whole=whole).make
-        return partial(
-            load_params,
-            specs,
-            decoder,
-            folder,
-            *target,
-            partial(self.progress, "weights"),
-            load.load_format,
-            is_whole,
-        )
 
     def _make_runner(self) -> ModelRunner:
         programs, cache = self.step_programs, self.kv_cache_config
@@ -263,18 +194,16 @@ class Worker:
         options = self.config.parallel.expert_balance
         return options and ExpertBalancer(self.device, options, self.engine_spec.mesh)
 
-    def _open_transfer(self) -> KVTransferWorker | None:
+    def _open_transfer(self, offload: KVOffload | None) -> KVTransferWorker | None:
         """What keeps keys and values besides the devices, if anything."""
-        if self._offload is None:
+        if offload is None:
             return None
-        args = self.engine_spec, self.kv_cache_config, self.device, self.weights.version
-        return open_transfer(self._offload, *args)
+        return open_transfer(offload, self.engine_spec, self.kv_cache_config, self.device, self.weights.version)
 
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""
-        return DeviceState(
-            *jax.block_until_ready(self.programs[ProgramKey(ProgramKind.ZEROS)]())
-        )  # or memory is missed later
+        zeros = self.programs[ProgramKey(ProgramKind.ZEROS)]
+        return DeviceState(*jax.block_until_ready(zeros()))  # or memory is missed later
 
     def _renew_state(self) -> None:
         self.device.state = self.new_state()
@@ -369,9 +298,15 @@ class Worker:
         self.cache_hits.close()
 
 
-def versions(folders: list[Path]) -> str:
-    """A name of all weights in these folders."""
-    return "+".join(map(checkpoint_version, folders))
+def meshes_of(parallel: ParallelConfig) -> tuple[Mesh, ...]:
+    """The devices of every stage. Raises ConfigError when they are too few."""
+    return stage_meshes(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.num_processes,
+        spreads_experts=parallel.enable_expert_parallel,
+        ranks=parallel.num_ranks,
+    )
 
 
 def free_state(device: Device) -> None:
@@ -393,53 +328,52 @@ def planned_memory(stages: Sequence[EngineSpec], num_blocks: int) -> dict[str, i
 
 def log_start(stages: Sequence[EngineSpec], kv_cache: KVCacheConfig, seconds: float) -> None:
     """Say what was loaded where, within `seconds`, and how many requests of full length the KV cache holds."""
-    engine_spec, memory = stages[-1], planned_memory(stages, kv_cache.num_blocks[0])
-    model, cache, demand = engine_spec.config.model, engine_spec.config.cache, engine_spec.demand
+    config, demand, memory = stages[-1].config, stages[-1].demand, planned_memory(stages, kv_cache.num_blocks[0])
     devices = [device for stage in stages for device in stage.mesh.devices.flat]
-    ranks = engine_spec.config.parallel.num_ranks
-    concurrency = ranks * kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
-    kv_bytes, weight_bytes = memory["kv_cache_bytes"], memory["weight_bytes"]
-    shards = engine_spec.config.parallel.decode_context_parallel_size
-    split = f", each context over {shards} devices" if shards > 1 else ""
-    if ranks > 1:
-        split += f"; {ranks} attention ranks with requests of their own have the experts together"
+    num_ranks = config.parallel.num_ranks
+    concurrency = num_ranks * kv_cache.concurrency(demand.max_model_len, demand.max_num_batched_tokens)
+    record = {
+        "model": config.model.model,
+        "num_devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
+        "weight_bytes": memory["weight_bytes"],
+        "weight_seconds": round(seconds, 3),
+        "kv_cache_bytes": memory["kv_cache_bytes"],
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "kv_cache_tokens": int(concurrency * demand.max_model_len),
+        "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
+        "pipeline_parallel_size": len(stages),
+        "attention_ranks": num_ranks,
+        "max_model_len": demand.max_model_len,
+        "max_concurrency": round(concurrency, 2),
+    }
+    words = {
+        "weights": f", weights in {config.model.quantization}" if config.model.quantization else "",
+        "weight_mib": memory["weight_bytes"] / 2**20,
+        "kv_cache_mib": memory["kv_cache_bytes"] / 2**20,
+        "division": division_in_words(stages),
+    }
+    logger.info(
+        "%(model)s on %(num_devices)d x %(device_kind)s (%(platform)s), %(dtype)s%(weights)s: "
+        "weights of %(weight_mib).1f MiB a device in %(weight_seconds).1f s, "
+        "KV cache of %(kv_cache_mib).1f MiB a device in %(kv_cache_dtype)s for %(kv_cache_tokens)d tokens, "
+        "which is %(max_concurrency).1f requests of %(max_model_len)d tokens at a time%(division)s",
+        record | words,
+        extra=record,
+    )
+
+
+def division_in_words(stages: Sequence[EngineSpec]) -> str:
+    """How contexts, requests and layers are divided among devices, where they are."""
+    parallel, words = stages[-1].config.parallel, ""
+    if parallel.decode_context_parallel_size > 1:
+        words += f", each context over {parallel.decode_context_parallel_size} devices"
+    if parallel.num_ranks > 1:
+        words += f"; {parallel.num_ranks} attention ranks with requests of their own have the experts together"
     if len(stages) > 1:
         dealt = ", ".join(str(stage.decoder.num_layers) for stage in stages)
-        split += f"; {len(stages)} stages of {dealt} layers, bytes are those of the largest"
-    dtype = f"{model.dtype}, weights in {model.quantization}" if model.quantization else model.dtype
-    kv_tokens = int(concurrency * demand.max_model_len)
-    logger.info(
-        "%s on %d x %s (%s), %s: weights of %.1f MiB a device in %.1f s, KV cache of %.1f MiB a device in %s for %d "
-        "tokens, which is %.1f requests of %d tokens at a time%s",
-        model.model,
-        len(devices),
-        devices[0].device_kind,
-        devices[0].platform,
-        dtype,
-        weight_bytes / 2**20,
-        seconds,
-        kv_bytes / 2**20,
-        cache.kv_cache_dtype,
-        kv_tokens,
-        concurrency,
-        demand.max_model_len,
-        split,
-        extra={
-            "model": model.model,
-            "num_devices": len(devices),
-            "device_kind": devices[0].device_kind,
-            "platform": devices[0].platform,
-            "dtype": model.dtype,
-            "quantization": model.quantization,
-            "weight_bytes": weight_bytes,
-            "weight_seconds": round(seconds, 3),
-            "kv_cache_bytes": kv_bytes,
-            "kv_cache_dtype": cache.kv_cache_dtype,
-            "kv_cache_tokens": kv_tokens,
-            "decode_context_parallel_size": shards,
-            "pipeline_parallel_size": len(stages),
-            "attention_ranks": ranks,
-            "max_model_len": demand.max_model_len,
-            "max_concurrency": round(concurrency, 2),
-        },
-    )
+        words += f"; {len(stages)} stages of {dealt} layers, bytes are those of the largest"
+    return words
