@@ -76,13 +76,13 @@ class NewRequestData(msgspec.Struct):
 
 class StepPrograms(NamedTuple):
     """The programs of a step, in the order of calls: `draft` proposes tokens, `forward` has the model's layers, and
-    `finish` samples tokens, or pools. A multi-step decode is one program, `run`, in their place. None: the step has no
-    such program."""
+    `finish` samples tokens, or pools. A multi-step decode is one program, `multi_step`, in their place. None: the step
+    has no such program."""
 
     draft: ProgramKey | None = None
     forward: ProgramKey | None = None
     finish: ProgramKey | None = None
-    run: ProgramKey | None = None
+    multi_step: ProgramKey | None = None
 
     @property
     def keys(self) -> list[ProgramKey]:

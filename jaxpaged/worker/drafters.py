@@ -20,9 +20,9 @@ from jaxpaged.messages import NewRequestData, ProgramKey
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.model_runner import DraftRequest
 from jaxpaged.worker.programs.declare import ProgramKind
-from jaxpaged.worker.step.input_batch import run_lines
+from jaxpaged.worker.step.input_batch import multi_step_lines
 from jaxpaged.worker.step.lookup import pack_history
-from jaxpaged.worker.step.packed import RunLayout, StepLayout
+from jaxpaged.worker.step.packed import MultiStepLayout, StepLayout
 from jaxpaged.worker.step.sampler import Sampler
 
 
@@ -59,7 +59,7 @@ class LookupDrafter:
 class ModelDrafter:
     """Lets a model or a head draft. `sampler` knows how its rows draw."""
 
-    def __init__(self, sampler: Sampler, runs: Mapping[int, RunLayout]):
+    def __init__(self, sampler: Sampler, runs: Mapping[int, MultiStepLayout]):
         self._sampler = sampler
         self.layouts: Mapping[int, StepLayout] = {size: run.step for size, run in runs.items()}
 
@@ -69,7 +69,7 @@ class ModelDrafter:
     def propose(self, device: Device, key: ProgramKey, draft: DraftRequest, packed: np.ndarray | None) -> Any:
         rows, state = draft.newest.rows, device.state
         lines_SF, stop_ids_RJ = self._sampler.lines([rows], key.size), self._sampler.ranks[0].stop_ids_RJ[rows]
-        lines_SC = run_lines(lines_SF, draft.num_drafts, stop_ids_RJ)
+        lines_SC = multi_step_lines(lines_SF, draft.num_drafts, stop_ids_RJ)
         state.kv, state.tables, state.rows, drafts_SK = device.call(
             key, device.params, state.kv, state.tables, state.rows, packed, lines_SC
         )

@@ -191,13 +191,13 @@ class ModelRunner:
         programs = scheduled.programs
         if programs.draft is not None:
             updates, drafted = self._draft(scheduled, requests[0], updates)
-        key = programs.run or programs.forward
+        key = programs.multi_step or programs.forward
         assert key is not None, "a step with requests has programs"
         layout = self.layouts[key.size]
         packed, program, hidden_SD = self._pack(layout, requests, updates), key, None
         if layout.has_two_programs:
             program = self._sharing(key, packed)
-        if programs.run is None:
+        if programs.multi_step is None:
             state = device.state
             state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(
                 program, device.params, state.kv, state.tables, state.rows, state.hidden, packed

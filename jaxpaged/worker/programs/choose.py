@@ -122,9 +122,9 @@ class ProgramChoice:
         if not scheduled.request_ids:
             return StepPrograms()
         num_sampling = max([len(part.max_sampled_tokens) - part.max_sampled_tokens.count(0) for part in parts])
-        run = self._run(scheduled, num_sampling)
-        if run is not None:
-            return StepPrograms(run=run)
+        multi_step = self._multi_step(scheduled, num_sampling)
+        if multi_step is not None:
+            return StepPrograms(multi_step=multi_step)
         num_tokens = max([part.total_num_scheduled_tokens for part in parts])
         largest = self._sizes.tokens[-1]
         if num_tokens == self._most_tokens < largest:
@@ -185,9 +185,9 @@ class ProgramChoice:
         except RequestError:
             return False  # the worker refuses it, and then it is a plain one
 
-    def _run(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey | None:
-        """The program of a run, which is also that of a single step where all decode, as soon as it is there: nothing
-        in it is for prompts, and it is one program in place of two. None where only those two will do.
+    def _multi_step(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey | None:
+        """The program of a multi-step decode. A single step in which all decode takes it too, as soon as it is there:
+        nothing in it is for prompts, and it is one program in place of two. None where only those two will do.
 
         With the full sampler a run brings back log probabilities for as many steps as it could have: only where that is
         one it serves single steps.

@@ -94,11 +94,11 @@ class Axis(Enum):
     TOKENS = auto()  # tokens of a step; its `StepLayout`
     SHARED_TOKENS = auto()  # of these, the sizes in which steps that share blocks have programs of their own
     ROWS = auto()  # rows that sample; how many
-    RUNS = auto()  # tokens of one of several decode steps; the `RunLayout`
-    FULL_RUNS = auto()  # the same, unless log probabilities of all steps are too many to be kept until the last one
-    SHARED_RUNS = auto()  # of these, as `SHARED_TOKENS`
-    SHARED_FULL_RUNS = auto()
-    DRAFT_RUNS = auto()  # rows for which a model or a head drafts; the `RunLayout`
+    MULTI_STEPS = auto()  # tokens of one of several decode steps; the `MultiStepLayout`
+    FULL_MULTI_STEPS = auto()  # the same, unless all log probabilities are too many to be kept until the end
+    SHARED_MULTI_STEPS = auto()  # of these, as `SHARED_TOKENS`
+    SHARED_FULL_MULTI_STEPS = auto()
+    DRAFT_MULTI_STEPS = auto()  # rows for which a model or a head drafts; the `MultiStepLayout`
     COPIES = auto()  # pieces of a copy, for each KV pool; the `BlockCopy`
     PARTS = auto()  # arrays of experts of another shape, counted from 1; the array's shape
 
@@ -221,9 +221,11 @@ its = lambda function: lambda f, _: function
 STEP = "params *kv *tables *rows *hidden step -> kv tables rows hidden sampled"
 LAST_STAGE = "params *kv *tables *rows *hidden step given -> kv tables rows hidden sampled"
 EARLIER_STAGE = "params *kv *tables *rows step given -> kv tables rows stream"
-STEPS = "params head *kv *tables *rows _ first_step run_lines -> kv tables rows _ tokens _"
-FULL_STEPS = "params head *kv *tables *rows *row_state first_step run_lines -> kv tables rows row_state tokens logprobs"
-DRAFT_STEPS = "params *kv *tables *rows first_step run_lines -> kv tables rows drafts"
+STEPS = "params head *kv *tables *rows _ first_step multi_step_lines -> kv tables rows _ tokens _"
+FULL_STEPS = (
+    "params head *kv *tables *rows *row_state first_step multi_step_lines -> kv tables rows row_state tokens logprobs"
+)
+DRAFT_STEPS = "params *kv *tables *rows first_step multi_step_lines -> kv tables rows drafts"
 SAMPLE_FULL = "head sampled *rows *row_state lines -> rows tokens row_state logprobs"
 SAMPLE_MASKED = "head sampled *rows *row_state lines masks -> rows tokens row_state logprobs"
 VERIFY = "head hidden *rows _ verify_lines -> rows tokens _ _ num_drafts"
@@ -249,7 +251,7 @@ PROGRAMS = (
     Program(Kind.SAMPLE, Axis.ROWS, sample, "head sampled *rows _ lines -> rows tokens _ _"),
     Program(Kind.POOL, Axis.ROWS, pool, "head pooled -> vectors", pools),
     # Drafts, for the drafter: of another model, or found in a row's tokens, which are told when it gets and loses them.
-    with_layers(Kind.DRAFT, Axis.DRAFT_RUNS, draft, DRAFT_STEPS, drafts_by_model),
+    with_layers(Kind.DRAFT, Axis.DRAFT_MULTI_STEPS, draft, DRAFT_STEPS, drafts_by_model),
     simple(Kind.LOAD_HISTORY, Axis.ONE, its(lookup.load_history), "*rows history_upload -> rows", looks_up),
     simple(Kind.DRAFT, Axis.ROWS, look_up, "*rows row_places -> rows drafts", looks_up),
     simple(Kind.REMEMBER, Axis.ONE, its(lookup.remember), "*rows ended_row -> rows", keeps_answers),
@@ -268,12 +270,12 @@ PROGRAMS = (
     simple(Kind.KV_GATHER, Axis.COPIES, lambda f, copy: copy.gather, "tensors block_ids -> pages"),
     simple(Kind.KV_SCATTER, Axis.COPIES, lambda f, copy: copy.scatter, "*tensors block_ids pages -> tensors"),
     # Several decode steps at once, or single steps in which all requests decode, for the output stage.
-    with_layers(Kind.DECODE, Axis.RUNS, decode, STEPS, when=PAYS),
-    with_layers(Kind.DECODE_FULL, Axis.FULL_RUNS, decode, FULL_STEPS, when=ON_DEMAND),
+    with_layers(Kind.DECODE, Axis.MULTI_STEPS, decode, STEPS, when=PAYS),
+    with_layers(Kind.DECODE_FULL, Axis.FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
     # The same programs for steps in which rows share blocks: taken by the model runner in place of the ordinary ones.
     with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, STEP, is_whole, ON_DEMAND),
-    with_layers(Kind.DECODE_SHARED, Axis.SHARED_RUNS, decode, STEPS, when=ON_DEMAND),
-    with_layers(Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_RUNS, decode, FULL_STEPS, when=ON_DEMAND),
+    with_layers(Kind.DECODE_SHARED, Axis.SHARED_MULTI_STEPS, decode, STEPS, when=ON_DEMAND),
+    with_layers(Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
     # Counts of the experts' tokens, and experts on their way to other devices, for the expert balancer.
     simple(Kind.EXPERT_LOAD, Axis.ONE, its(jnp.copy), "expert_counts -> counts", moves_experts),
     simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),

@@ -23,7 +23,7 @@ from jaxpaged.worker.kv_transfer.programs import copies_of
 from jaxpaged.worker.programs.declare import PROGRAMS, Axis, Program, ProgramKind, When
 from jaxpaged.worker.step.expert_moves import load_structs, parts_to_move
 from jaxpaged.worker.step.functions import StepFunctions
-from jaxpaged.worker.step.packed import RunLayout, StepLayout, step_layout
+from jaxpaged.worker.step.packed import MultiStepLayout, StepLayout, step_layout
 from jaxpaged.worker.step.prompt_sums import SumsLayout
 from jaxpaged.worker.step.shapes import Shapes
 
@@ -61,7 +61,7 @@ class EnginePrograms:
         return step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
 
     @cached_property
-    def runs(self) -> dict[int, RunLayout]:
+    def runs(self) -> dict[int, MultiStepLayout]:
         """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
         a token is computed in the same shapes either way."""
         engine_spec, scheduler = self.engine_spec, self.engine_spec.config.scheduler
@@ -70,18 +70,21 @@ class EnginePrograms:
         largest = next(size for size in engine_spec.token_buckets if size >= scheduler.max_num_seqs)
         num_lines = lambda layout: next(size for size in engine_spec.sample_buckets if size >= layout.num_rows)
         return {
-            size: RunLayout(layout, num_lines(layout), engine_spec.max_steps)
+            size: MultiStepLayout(layout, num_lines(layout), engine_spec.max_steps)
             for size, layout in self.layouts.items()
             if size <= largest
         }
 
     @cached_property
-    def draft_runs(self) -> dict[int, RunLayout]:
+    def draft_runs(self) -> dict[int, MultiStepLayout]:
         """Buckets of the decode steps of a model or a head that drafts, if one does."""
         engine_spec = self.engine_spec
         if engine_spec.draft is None:
             return {}
-        return {size: RunLayout(self.layout(size), size, engine_spec.num_drafts) for size in engine_spec.sample_buckets}
+        return {
+            size: MultiStepLayout(self.layout(size), size, engine_spec.num_drafts)
+            for size in engine_spec.sample_buckets
+        }
 
     @cached_property
     def row_state(self) -> StateLayout | SumsLayout | None:
@@ -181,13 +184,13 @@ class EnginePrograms:
                 return [Bucket(size, layout) for size, layout in layouts.items() if self._has_two_programs(layout)]
             case Axis.ROWS:
                 return [Bucket(size, size) for size in self.engine_spec.sample_buckets]
-            case Axis.FULL_RUNS | Axis.SHARED_FULL_RUNS if self.functions.max_logprobs > MOST_LOGPROBS:
+            case Axis.FULL_MULTI_STEPS | Axis.SHARED_FULL_MULTI_STEPS if self.functions.max_logprobs > MOST_LOGPROBS:
                 return []
-            case Axis.RUNS | Axis.FULL_RUNS:
+            case Axis.MULTI_STEPS | Axis.FULL_MULTI_STEPS:
                 return [Bucket(size, replace(run, step=self._alone(run.step))) for size, run in runs.items()]
-            case Axis.SHARED_RUNS | Axis.SHARED_FULL_RUNS:
+            case Axis.SHARED_MULTI_STEPS | Axis.SHARED_FULL_MULTI_STEPS:
                 return [Bucket(size, run) for size, run in runs.items() if self._has_two_programs(run.step)]
-            case Axis.DRAFT_RUNS:
+            case Axis.DRAFT_MULTI_STEPS:
                 return [Bucket(size, run) for size, run in self.draft_runs.items()]
             case Axis.COPIES:
                 return self._copies()

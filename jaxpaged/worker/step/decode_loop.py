@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxpaged.layers.ranks import of_any_rank
 from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
 from jaxpaged.worker.step.functions import StepFunctions, write_tables
-from jaxpaged.worker.step.packed import RunLayout, StepParts
+from jaxpaged.worker.step.packed import MultiStepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import NOT_COMPUTED, NOTHING, RowTokens
 
 
@@ -58,7 +58,7 @@ class Ends(NamedTuple):
 
 def run_decodes(
     functions: StepFunctions,
-    layout: RunLayout,
+    layout: MultiStepLayout,
     params: Any,
     head: Any,
     kv: Any,
@@ -106,7 +106,7 @@ def run_decodes(
 
 def decode_step(
     functions: StepFunctions,
-    layout: RunLayout,
+    layout: MultiStepLayout,
     params: Any,
     head: Any,
     tables_GRM: Any,
@@ -144,7 +144,7 @@ def decode_step(
 
 def decode(
     functions: StepFunctions,
-    layout: RunLayout,
+    layout: MultiStepLayout,
     params: Any,
     head: Any,
     kv: Any,
@@ -161,7 +161,7 @@ def decode(
 
 def draft(
     functions: StepFunctions,
-    layout: RunLayout,
+    layout: MultiStepLayout,
     params: Any,
     kv: Any,
     tables_GRM: Any,
@@ -182,7 +182,7 @@ def is_stop(tokens_R: Any, stop_ids_RJ: Any) -> Any:
     return jnp.any(tokens_R[:, None] == stop_ids_RJ, axis=1)
 
 
-def parts_of_step(layout: RunLayout, parts: StepParts, active_R: Any) -> StepParts:
+def parts_of_step(layout: MultiStepLayout, parts: StepParts, active_R: Any) -> StepParts:
     """A step of a run in the terms of a single one: rows that have ended have no token in it."""
     ends_R = jnp.cumsum(active_R.astype(jnp.int32))
     return parts._replace(

@@ -96,7 +96,7 @@ def pack_step(
     return packed
 
 
-def run_lines(lines_SF: np.ndarray, limits: list[int], stop_ids_RJ: np.ndarray) -> np.ndarray:
+def multi_step_lines(lines_SF: np.ndarray, limits: list[int], stop_ids_RJ: np.ndarray) -> np.ndarray:
     """What a run takes besides a step: the bits of the sampling lines, and behind them when their rows end."""
     ends_SJ = np.full((len(lines_SF), 1 + NUM_STOP_IDS), -1, np.int32)
     ends_SJ[:, 0] = 0

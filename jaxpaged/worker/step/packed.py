@@ -76,7 +76,7 @@ class StepLayout:
 
 
 @dataclass(frozen=True)
-class RunLayout:
+class MultiStepLayout:
     """The sizes of a run of decode steps: up to `max_steps` steps of `step`, in each of which `num_lines` rows are
     sampled."""
 

@@ -30,8 +30,8 @@ from jaxpaged.worker.model_runner import Reading, StageOutput, Step
 from jaxpaged.worker.programs.declare import PLAIN_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE
-from jaxpaged.worker.step.input_batch import run_lines
-from jaxpaged.worker.step.packed import RunLayout
+from jaxpaged.worker.step.input_batch import multi_step_lines
+from jaxpaged.worker.step.packed import MultiStepLayout
 from jaxpaged.worker.step.row_tokens import CORRUPTED, NOT_COMPUTED
 from jaxpaged.worker.step.row_uploads import admit
 from jaxpaged.worker.step.verify import verify_lines
@@ -50,7 +50,7 @@ class Sampler:
         ranks: Sequence[RequestRows],
         layout: StateLayout,
         custom: CustomProcessors,
-        runs: Mapping[int, RunLayout],
+        runs: Mapping[int, MultiStepLayout],
     ):
         self.ranks, self.layout, self.custom, self.runs = ranks, layout, custom, runs
         self.scorer = PromptScorer(ranks)
@@ -71,8 +71,8 @@ class Sampler:
 
     def dispatch(self, device: Device, step: Step, masks_NW: np.ndarray | None = None) -> StageOutput:
         programs, readings = step.scheduled.programs, list[Reading]()
-        if programs.run is not None:
-            return self._decode_steps(device, step, programs.run)
+        if programs.multi_step is not None:
+            return self._decode_steps(device, step, programs.multi_step)
         if max([rows.num_scored for rows in self.ranks]) and (tiles := self.scorer.score(device, step)).by_request:
             readings.append(tiles)
         key = programs.finish
@@ -111,7 +111,10 @@ class Sampler:
         lines_SF = self.lines([rows for _, rows in sampling], layout.num_lines)
         lines_of = zip(np.split(lines_SF, len(self.ranks)), step.ranks, self.ranks, sampling, strict=True)
         lines_SC = np.concatenate(
-            [run_lines(lines, part.num_most(), own.stop_ids_RJ[rows]) for lines, part, own, (_, rows) in lines_of]
+            [
+                multi_step_lines(lines, part.num_most(), own.stop_ids_RJ[rows])
+                for lines, part, own, (_, rows) in lines_of
+            ]
         )
         is_full = key.kind not in PLAIN_KINDS
         donated = state.kv, state.tables, state.rows, state.row_state if is_full else None

@@ -1,7 +1,7 @@
 """Shapes, types and shardings of all that programs take, under the names by which `programs/declare.py` knows them.
 
-Some depend on the bucket of a program: the sizes of a step (`StepLayout`), of several steps (`RunLayout`), or a number
-of rows.
+Some depend on the bucket of a program: the sizes of a step (`StepLayout`), of several steps (`MultiStepLayout`), or a
+number of rows.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from jaxpaged.worker.kv_transfer.programs import BlockCopy
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
 from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE, TABLE_CHUNK, StepFunctions
 from jaxpaged.worker.step.lookup import CHUNK, HEADER
-from jaxpaged.worker.step.packed import RunLayout, StepLayout
+from jaxpaged.worker.step.packed import MultiStepLayout, StepLayout
 from jaxpaged.worker.step.prompt_sums import SumsLayout
 from jaxpaged.worker.step.row_tokens import Answers, RowTokens
 from jaxpaged.worker.step.verify import NUM_VERIFY_COLUMNS
@@ -140,10 +140,10 @@ class Shapes:
 
     # ---- of several steps ----------------------------------------------------------------------------
 
-    def first_step(self, run: RunLayout) -> jax.ShapeDtypeStruct:
+    def first_step(self, run: MultiStepLayout) -> jax.ShapeDtypeStruct:
         return self.step(run.step)
 
-    def run_lines(self, run: RunLayout) -> jax.ShapeDtypeStruct:
+    def multi_step_lines(self, run: MultiStepLayout) -> jax.ShapeDtypeStruct:
         return self._packed(run.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
 
     # ---- of one size ---------------------------------------------------------------------------------

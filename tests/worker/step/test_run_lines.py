@@ -5,7 +5,7 @@ import numpy as np
 from jaxpaged.messages import SchedulerOutput
 from jaxpaged.sampling.rows import NUM_COLUMNS
 from jaxpaged.worker.request_rows import NUM_STOP_IDS, RequestRows
-from jaxpaged.worker.step.input_batch import StepReader, pack_step, run_lines
+from jaxpaged.worker.step.input_batch import StepReader, multi_step_lines, pack_step
 from jaxpaged.worker.step.packed import step_layout
 from tests.worker.step.test_input_batch import new_request
 
@@ -41,7 +41,7 @@ def test_a_run_carries_limits_stop_ids_and_sampling_parameters_of_its_rows():
     for request in (first, second):
         rows.add(request)
     lines_SF = np.arange(8 * NUM_COLUMNS, dtype=np.float32).reshape(8, NUM_COLUMNS)
-    lines_SC = run_lines(lines_SF, [6, 2], rows.stop_ids_RJ[rows.rows_of(["b", "a"])])
+    lines_SC = multi_step_lines(lines_SF, [6, 2], rows.stop_ids_RJ[rows.rows_of(["b", "a"])])
     assert lines_SC.dtype == np.int32
     np.testing.assert_array_equal(lines_SC[:, :NUM_COLUMNS].copy().view(np.float32), lines_SF)
     assert lines_SC[:, NUM_COLUMNS].tolist() == [6, 2, 0, 0, 0, 0, 0, 0]
