@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 
 from jaxpaged import __version__
 from jaxpaged.entrypoints.grpc import requests
-from jaxpaged.entrypoints.grpc.answers import Responses, vectors
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
+from jaxpaged.entrypoints.grpc.responses import Responses, vectors
 from jaxpaged.pooling import PoolingRequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import client_names

@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.errors import told
+from jaxpaged.entrypoints.grpc.responses import Responses
 from jaxpaged.entrypoints.grpc.wire_format import nested
 from jaxpaged.messages import RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb

@@ -28,7 +28,7 @@ from jaxpaged.entrypoints.http.anthropic.protocol import (
 from jaxpaged.entrypoints.http.anthropic.routes import Messages
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Below, Endpoint, KnownPaths, Query
-from jaxpaged.entrypoints.http.errors import answer_with_error
+from jaxpaged.entrypoints.http.errors import respond_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
 from jaxpaged.entrypoints.http.invocations import ANY_REQUEST, ANY_RESPONSE, Invocations
 from jaxpaged.entrypoints.http.kv_event_sources import EventSources, KVEventSources
@@ -86,14 +86,14 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "/invocations", Invocations(service).invoke, ANY_REQUEST, ANY_RESPONSE, streams=True),
         *messages_endpoints(service),
         *responses_endpoints(service),
-        Endpoint("GET", "/v1/models", models.list, answer=ModelList),
-        Endpoint("GET", "/v1/models/{id:path}", models.retrieve, answer=ModelCard, not_found=True),
+        Endpoint("GET", "/v1/models", models.list, response=ModelList),
+        Endpoint("GET", "/v1/models/{id:path}", models.retrieve, response=ModelCard, not_found=True),
         Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
         Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeRequest, DetokenizeResponse),
         *pooling_endpoints(service),
         Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
         Endpoint("GET", "/metrics", Metrics(service).read),
-        Endpoint("GET", "/kv_event_sources", KVEventSources(service).read, answer=EventSources),
+        Endpoint("GET", "/kv_event_sources", KVEventSources(service).read, response=EventSources),
         *health_endpoints(service),
     ]
 
@@ -115,9 +115,9 @@ def responses_endpoints(service: Service) -> list[Endpoint]:
     events = (Query("stream", {"type": "boolean"}), Query("starting_after", {"type": "integer", "minimum": 0}))
     return [
         Endpoint("POST", "/v1/responses", responses.create, ResponsesRequest, ResponseObject, streams=True),
-        Endpoint("GET", one, responses.retrieve, answer=ResponseObject, streams=True, query=events, not_found=True),
-        Endpoint("DELETE", one, responses.delete, answer=DeletedResponse, not_found=True),
-        Endpoint("POST", f"{one}/cancel", responses.cancel, answer=ResponseObject, not_found=True),
+        Endpoint("GET", one, responses.retrieve, response=ResponseObject, streams=True, query=events, not_found=True),
+        Endpoint("DELETE", one, responses.delete, response=DeletedResponse, not_found=True),
+        Endpoint("POST", f"{one}/cancel", responses.cancel, response=ResponseObject, not_found=True),
     ]
 
 
@@ -159,11 +159,11 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
     wake = (Query("tags", {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}),)
     reset = tuple(Query(name, {"type": "boolean"}) for name in ("reset_running_requests", "reset_external"))
     return [
-        Endpoint("POST", "/sleep", admin.sleep, answer=SleepState, query=sleep, conflicts=True, is_strict=True),
-        Endpoint("POST", "/wake_up", admin.wake_up, answer=SleepState, query=wake, is_strict=True),
+        Endpoint("POST", "/sleep", admin.sleep, response=SleepState, query=sleep, conflicts=True, is_strict=True),
+        Endpoint("POST", "/wake_up", admin.wake_up, response=SleepState, query=wake, is_strict=True),
         Endpoint("GET", "/is_sleeping", admin.is_sleeping, is_strict=True),
-        Endpoint("POST", "/start_profile", admin.start_profile, answer=ProfileState, conflicts=True, is_strict=True),
-        Endpoint("POST", "/stop_profile", admin.stop_profile, answer=ProfileState, conflicts=True, is_strict=True),
+        Endpoint("POST", "/start_profile", admin.start_profile, response=ProfileState, conflicts=True, is_strict=True),
+        Endpoint("POST", "/stop_profile", admin.stop_profile, response=ProfileState, conflicts=True, is_strict=True),
         Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, query=reset, is_strict=True),
         Endpoint("POST", "/abort_all_requests", admin.abort_all, is_strict=True),
         Endpoint("GET", "/metrics", Metrics(service).read),
@@ -237,7 +237,7 @@ def application(
     app = Starlette(
         routes=routes,
         middleware=[*below, counted, *cors, messages, *guarded, known, straight],
-        exception_handlers={HTTPException: answer_with_error},
+        exception_handlers={HTTPException: respond_with_error},
     )
     app.state.long_bodies, app.state.let_go = asyncio.Lock(), service.let_go
     return app

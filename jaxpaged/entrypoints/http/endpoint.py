@@ -28,16 +28,16 @@ class Query:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One path and method. `body` and `answer` are structs, one of several, or None where there is no JSON.
+    """One path and method. `body` and `response` are structs, one of several, or None where there is no JSON.
 
-    The first line of the handler's docstring says what it does. `streams`: the answer may be a stream of events.
+    The first line of the handler's docstring says what it does. `streams`: the response may be a stream of events.
     """
 
     method: str
     path: str
     handler: Handler
     body: type | UnionType | None = None
-    answer: type | UnionType | None = None
+    response: type | UnionType | None = None
     streams: bool = False
     query: tuple[Query, ...] = ()
     not_found: bool = False  # it answers 404 for a name that it does not know

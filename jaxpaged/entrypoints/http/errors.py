@@ -98,6 +98,6 @@ def as_http_error(error: BaseException) -> ServingError:
     return as_serving_error(error)
 
 
-async def answer_with_error(request: Request, error: Exception) -> Response:
+async def respond_with_error(request: Request, error: Exception) -> Response:
     """The application's handler of what no endpoint has raised: an unknown path, a wrong method."""
     return error_response(as_http_error(error))

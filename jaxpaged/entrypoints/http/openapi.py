@@ -14,7 +14,7 @@ REF = "#/components/schemas/{name}"
 
 def description(endpoints: Sequence[Endpoint], with_keys: bool) -> dict[str, Any]:
     """The whole document. `with_keys`: requests need an API key."""
-    kinds = [kind for each in endpoints for one in (each.body, each.answer, each.error) for kind in members(one)]
+    kinds = [kind for each in endpoints for one in (each.body, each.response, each.error) for kind in members(one)]
     ordered = sorted(set(kinds), key=lambda kind: kind.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -49,8 +49,8 @@ def operation(endpoint: Endpoint, with_keys: bool) -> dict[str, Any]:
 
 def responses(endpoint: Endpoint, with_keys: bool) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Done"}
-    if endpoint.answer is not None:
-        success["content"] = json_content(endpoint.answer)
+    if endpoint.response is not None:
+        success["content"] = json_content(endpoint.response)
     if endpoint.streams:
         success["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     codes = {

@@ -27,8 +27,8 @@ from jaxpaged.entrypoints.http.transport.sending import (
     LastPiece,
     Pieces,
     Pipe,
-    answer_of,
-    answer_or_leave,
+    json_in_pieces,
+    response_unless_left,
     until_disconnect,
 )
 from jaxpaged.serving.beam_search import search
@@ -83,7 +83,7 @@ class Stages:
     prefix: str
     body: type
     parse: Callable[[Service, Any, RequestContext], Parsed]  # of a body
-    answer: Callable[[Service, Parsed, Sequence[Output]], Any]
+    write: Callable[[Service, Parsed, Sequence[Output]], Any]
     writer: Callable[[Service, Parsed], EventWriter] | None = None
 
 
@@ -100,7 +100,7 @@ async def respond_to(service: Service, stages: Stages, request: Request, body: A
     parsed = await parse(service, stages, body, context)
     if stages.writer is not None and body.stream:
         return streamed(service, context.request_id, parsed.generation, stages.writer(service, parsed))
-    return await unless_left(service, request, context.request_id, answer(service, stages, parsed))
+    return await unless_left(service, request, context.request_id, whole_response(service, stages, parsed))
 
 
 async def parse(service: Service, stages: Stages, body: Any, context: RequestContext) -> Parsed:
@@ -172,7 +172,7 @@ async def unless_left(
     service: Service, request: Request, request_id: str, work: Coroutine[Any, Any, Response]
 ) -> Response:
     """The response that `work` makes, unless the client leaves before: then it is cancelled."""
-    response = await answer_or_leave(request, work)
+    response = await response_unless_left(request, work)
     response.headers.update(response_headers(service, request_id))
     return response
 
@@ -210,9 +210,9 @@ def streamed_pieces(service: Service, generation: EngineRequest, writer: EventWr
     return pieces
 
 
-async def answer(service: Service, stages: Stages, parsed: Parsed) -> Response:
+async def whole_response(service: Service, stages: Stages, parsed: Parsed) -> Response:
     """The stages `generate` and `write`, for a client that waits for the whole."""
     generation = parsed.generation
     generate = collect if generation.beams is None else search
     outputs = await generate(service.engine, service.traffic, generation)
-    return await answer_of(generation.size_of(outputs), lambda: stages.answer(service, parsed, outputs))
+    return await json_in_pieces(generation.size_of(outputs), lambda: stages.write(service, parsed, outputs))

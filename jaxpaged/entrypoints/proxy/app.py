@@ -27,8 +27,8 @@ from jaxpaged.entrypoints.http.errors import HttpError, as_http_error, error_bod
 from jaxpaged.entrypoints.http.health import OPEN_PATHS
 from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.sending import event
-from jaxpaged.entrypoints.proxy.answer import ELSEWHERE, MOST_WHOLE, Answer
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends, beginnings_of
+from jaxpaged.entrypoints.proxy.engine_response import ELSEWHERE, MOST_WHOLE, EngineResponse
 from jaxpaged.entrypoints.proxy.handing_over import PROMPTS, WHOLE, Asked, for_decode, read
 from jaxpaged.entrypoints.proxy.prompts import Prompt, Prompts
 from jaxpaged.serving.errors import ErrorKind, ServingError
@@ -54,7 +54,7 @@ COUNTERS = {
 class Streamed(StreamingResponse):
     """An answer that is passed on as it comes. Its engine is left when the client is gone, even before it begins."""
 
-    def __init__(self, answer: Answer, pieces: AsyncIterator[bytes], media_type: str):
+    def __init__(self, answer: EngineResponse, pieces: AsyncIterator[bytes], media_type: str):
         super().__init__(pieces, media_type=media_type)
         self._answer = answer
 
@@ -109,11 +109,11 @@ class Proxy:
         beginnings, prompt = beginnings_of(asked.beginning), Prompt()
         if asked.may_be_split and asked.num_tokens >= self._least and await self._is_reachable(beginnings):
             prompt = await self._prompts.computed(asked, beginnings, headers)
-        answer: Answer | Response | None = None
+        answer: EngineResponse | Response | None = None
         try:
             answer = await self._decoded(asked, beginnings, for_decode(asked, prompt.params), headers)
         finally:
-            if not isinstance(answer, Answer):
+            if not isinstance(answer, EngineResponse):
                 prompt.leave()
         if isinstance(answer, Response):
             return answer
@@ -147,7 +147,7 @@ class Proxy:
         headers = {name: value for name in self._passed_on if (value := request.headers.get(name)) is not None}
         return {"x-request-id": uuid.uuid4().hex, **headers}
 
-    async def _whole(self, answer: Answer) -> Response:
+    async def _whole(self, answer: EngineResponse) -> Response:
         """An answer that is no stream."""
         rest = None
         try:
@@ -172,13 +172,13 @@ class Proxy:
             self.counts["failures"] += 1
             raise
 
-    def _passed(self, answer: Answer) -> AsyncIterator[bytes]:
+    def _passed(self, answer: EngineResponse) -> AsyncIterator[bytes]:
         """The pieces of a stream whose form has no event for one that breaks off."""
         return self._long(b"", answer.pieces())
 
     async def _decoded(
         self, asked: Asked, beginnings: list[bytes], body: bytes, headers: Mapping[str, str]
-    ) -> Answer | Response:
+    ) -> EngineResponse | Response:
         """The response of a decode engine, or what the last one says that refuses.
 
         Raises ServingError where none is up.
@@ -188,7 +188,7 @@ class Proxy:
         while (backend := self.decode.choose(beginnings, tried)) is not None:
             self.counts["decode_retries"] += bool(tried)
             tried.append(backend)
-            answer = Answer(backend, asked.path, body, headers, self._timeout)
+            answer = EngineResponse(backend, asked.path, body, headers, self._timeout)
             try:
                 status, said = await answer.begun()
             except OSError as error:
@@ -211,7 +211,7 @@ class Proxy:
             return refusal
         raise ServingError("No decode engine answers. Try again later.", kind=ErrorKind.UNAVAILABLE, retry_after=2)
 
-    async def _stream(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: EngineResponse) -> AsyncIterator[bytes]:
         try:
             async for piece in answer.pieces():
                 yield piece
@@ -238,7 +238,7 @@ class Proxy:
         kind = "text/event-stream" if request.query_params.get("stream") == "true" else "application/json"
         refusal: Response | None = None
         for backend in self.decode.all:
-            answer = Answer(backend, path, b"", self._headers(request), self._timeout, request.method)
+            answer = EngineResponse(backend, path, b"", self._headers(request), self._timeout, request.method)
             try:
                 status, said = await answer.begun()
             except OSError:
@@ -282,7 +282,7 @@ async def gone(request: Request) -> None:
         pass
 
 
-async def answer_with_error(request: Request, error: Exception) -> Response:
+async def respond_with_error(request: Request, error: Exception) -> Response:
     return error_response(as_http_error(error))
 
 
@@ -300,4 +300,4 @@ def create_app(proxy: Proxy, keys: Sequence[str] = ()) -> Starlette:
         Middleware(Below, path=MESSAGES, layer=MessagesErrors),
         Middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS),
     ]
-    return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, answer_with_error))
+    return Starlette(routes=routes, middleware=layers, exception_handlers=dict.fromkeys(kinds, respond_with_error))

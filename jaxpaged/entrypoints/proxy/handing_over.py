@@ -70,7 +70,7 @@ Body = dict[str, msgspec.Raw]
 DECODER = msgspec.json.Decoder(Body)
 
 
-class PrefillAnswer(msgspec.Struct):
+class PrefillResponse(msgspec.Struct):
     """What is read of a prefill engine's answer."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
@@ -137,7 +137,7 @@ def for_decode(asked: Asked, params: msgspec.Raw | None) -> bytes:
 def params_in(answer: bytes) -> msgspec.Raw | None:
     """What a prefill engine says of where they are, as it says it; None: nowhere."""
     try:
-        params = msgspec.json.decode(answer, type=PrefillAnswer).kv_transfer_params
+        params = msgspec.json.decode(answer, type=PrefillResponse).kv_transfer_params
     except (msgspec.DecodeError, RecursionError):
         return None
     return params.copy() if memoryview(params)[:1] == b"{" else None

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from jaxpaged.entrypoints.proxy.answer import ELSEWHERE, MOST_WHOLE, Answer
 from jaxpaged.entrypoints.proxy.backends import Backend, Backends
+from jaxpaged.entrypoints.proxy.engine_response import ELSEWHERE, MOST_WHOLE, EngineResponse
 from jaxpaged.entrypoints.proxy.handing_over import Asked, first_params, for_prefill, params_in
 
 
@@ -20,7 +20,7 @@ class Prompt:
     """Where a prompt is lent, None: nowhere, and the `answer` of the engine that may still compute it."""
 
     params: Raw | None = None
-    answer: Answer | None = None
+    answer: EngineResponse | None = None
 
     def leave(self) -> None:
         """Nobody goes on from it."""
@@ -58,7 +58,7 @@ class Prompts:
     ) -> tuple[int, Prompt]:
         """The status of its answer, 0 where there is none, and what it says."""
         body = for_prefill(asked, is_stream=is_stream)
-        answer, params = Answer(backend, asked.path, body, headers, self._timeout), None
+        answer, params = EngineResponse(backend, asked.path, body, headers, self._timeout), None
         try:
             status, _ = await answer.begun()
             if status == 200 and is_stream:

@@ -9,8 +9,8 @@ from google.protobuf import json_format
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxpaged.client.messages import generate_request
-from jaxpaged.entrypoints.grpc.answers import Responses
 from jaxpaged.entrypoints.grpc.requests import generate_request as read_request
+from jaxpaged.entrypoints.grpc.responses import Responses
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.kv_store.transfer_params import PARAMS, RemoteSource, answer_params
 from jaxpaged.messages import CompletionOutput, RequestOutput

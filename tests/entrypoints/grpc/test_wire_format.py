@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpaged.entrypoints.grpc.answers import Responses
+from jaxpaged.entrypoints.grpc.responses import Responses
 from jaxpaged.entrypoints.grpc.wire_format import encoded, nested, packed, varint
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb

@@ -191,7 +191,7 @@ def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conv
             "template_variables": template_variables(body),
         },
         tool_use=use,
-        shape=answer_format(body),
+        shape=output_format(body),
         include_reasoning=shows_thinking(body.thinking),
         cache_salt=cache_salt,
     )
@@ -248,7 +248,7 @@ def sampling_params(body: MessagesRequest, defaults: Mapping[str, Any], limits_t
     return generate_request.sampling_params(given, defaults, streams=bool(body.stream))
 
 
-def answer_format(body: MessagesPrompt) -> StructuredOutputsParams | None:
+def output_format(body: MessagesPrompt) -> StructuredOutputsParams | None:
     """What the answer must look like, when the request says so. Raises RequestError for a schema that is none."""
     if body.output_config is None or body.output_config.format is None:
         return None

@@ -23,7 +23,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     Usage,
 )
 from jaxpaged.entrypoints.http.respond import Parsed, Stages, context_of, parse, unless_left
-from jaxpaged.entrypoints.http.transport.sending import answer_of
+from jaxpaged.entrypoints.http.transport.sending import json_in_pieces
 from jaxpaged.errors import RequestError
 from jaxpaged.serving.admission import Load
 from jaxpaged.serving.errors import ServingError, as_serving_error, client_names
@@ -118,8 +118,8 @@ async def answered(service: Service, stages: Stages, chats: Sequence[Parsed]) ->
         raise errors.exceptions[0] from errors
     outputs = [each.result() for each in asking]
     num_bytes = sum(each.size_of(output) for each, output in zip(generations, outputs, strict=True))
-    return await answer_of(
-        num_bytes, lambda: joined([stages.answer(service, *each) for each in zip(chats, outputs, strict=True)])
+    return await json_in_pieces(
+        num_bytes, lambda: joined([stages.write(service, *each) for each in zip(chats, outputs, strict=True)])
     )
 
 

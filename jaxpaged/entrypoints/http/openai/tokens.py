@@ -12,7 +12,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxpaged.entrypoints.http.transport.sending import ITEMS_AT_ONCE, BigAnswer, encoded
+from jaxpaged.entrypoints.http.transport.sending import ITEMS_AT_ONCE, BigResponse, encoded
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.prompts import TokenPrompt, template_messages, text_of_tokens, token_strs
 from jaxpaged.serving.requests import off_loop
@@ -49,7 +49,7 @@ def tokenized(service: Service, body: TokenizeRequest) -> Response:
     token_ids = prompt_of(service, body).token_ids
     names = token_strs(service.engine.input_processor, token_ids) if body.return_token_strs else None
     answer = TokenizeResponse(len(token_ids), service.model.max_model_len, token_ids, names)
-    return json_response(answer) if len(token_ids) <= ITEMS_AT_ONCE else BigAnswer(encoded(answer))
+    return json_response(answer) if len(token_ids) <= ITEMS_AT_ONCE else BigResponse(encoded(answer))
 
 
 def prompt_of(service: Service, body: TokenizeRequest) -> TokenPrompt:

@@ -68,8 +68,8 @@ class Live:
     def endpoints(self) -> list[Endpoint]:
         ids = (Query("mine", {"type": "array", "items": {"type": "string"}, "maxItems": MOST_MINE}),)
         return [
-            Endpoint("GET", INFO, self.info, answer=EngineInfo),
-            Endpoint("GET", STATE, self.state, answer=EngineState, query=ids),
+            Endpoint("GET", INFO, self.info, response=EngineInfo),
+            Endpoint("GET", STATE, self.state, response=EngineState, query=ids),
         ]
 
     async def info(self, request: Request) -> Response:

@@ -115,7 +115,7 @@ class ScoreItem(msgspec.Struct, kw_only=True):
     score: float
 
 
-class PooledAnswer(msgspec.Struct, kw_only=True):
+class PooledResponse(msgspec.Struct, kw_only=True):
     """What all answers have but those of `/rerank`."""
 
     id: str
@@ -124,28 +124,28 @@ class PooledAnswer(msgspec.Struct, kw_only=True):
     model: str
 
 
-class EmbeddingResponse(PooledAnswer, kw_only=True):
+class EmbeddingResponse(PooledResponse, kw_only=True):
     """A vector per input, in order."""
 
     data: list[Embedding]
     usage: Usage
 
 
-class PoolingResponse(PooledAnswer, kw_only=True):
+class PoolingResponse(PooledResponse, kw_only=True):
     """The numbers of every input, in order."""
 
     data: list[PooledItem]
     usage: Usage
 
 
-class ClassifyResponse(PooledAnswer, kw_only=True):
+class ClassifyResponse(PooledResponse, kw_only=True):
     """A label per input, in order."""
 
     data: list[ClassItem]
     usage: Usage
 
 
-class ScoreResponse(PooledAnswer, kw_only=True):
+class ScoreResponse(PooledResponse, kw_only=True):
     """A score per pair, in order."""
 
     data: list[ScoreItem]

@@ -15,8 +15,8 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     Embedding,
     EmbeddingRequest,
     EmbeddingResponse,
-    PooledAnswer,
     PooledItem,
+    PooledResponse,
     PoolingResponse,
     RerankItem,
     RerankResponse,
@@ -67,7 +67,7 @@ def ranking(service: Service, parsed: ParsedPairs, outputs: Outputs) -> RerankRe
     return RerankResponse(id=parsed.generation.request_id, model=parsed.model, usage=counts, results=results)
 
 
-def answered[Answer: PooledAnswer](
+def answered[Answer: PooledResponse](
     service: Service, parsed: Parsed, outputs: Outputs, kind: type[Answer], data: list
 ) -> Answer:
     return kind(

@@ -19,7 +19,7 @@ from jaxpaged.entrypoints.http.responses.protocol import (
 )
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog, ResponseWriter, TextLogprobs, by_token
-from jaxpaged.entrypoints.http.transport.sending import SMALL_ANSWER, encoded
+from jaxpaged.entrypoints.http.transport.sending import SMALL_RESPONSE, encoded
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind
 from jaxpaged.serving.errors import ServingError
@@ -115,7 +115,7 @@ class ResponseRun:
         generation, size = self._parsed.generation, None
         if generation.params.output_kind is RequestOutputKind.FINAL_ONLY:
             self.answer_bytes = generation.size_of([output])
-        if self.answer_bytes > SMALL_ANSWER:
+        if self.answer_bytes > SMALL_RESPONSE:
             size = await asyncio.to_thread(self._read_and_measure, output)
         else:
             self._read(output)

@@ -22,7 +22,7 @@ from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, Respon
 from jaxpaged.entrypoints.http.responses.store import ResponseStore, StoredResponse
 from jaxpaged.entrypoints.http.responses.write import EventLog
 from jaxpaged.entrypoints.http.transport.auth import given_key
-from jaxpaged.entrypoints.http.transport.sending import answer_of
+from jaxpaged.entrypoints.http.transport.sending import json_in_pieces
 from jaxpaged.serving.api_keys import digest
 from jaxpaged.serving.errors import ServingError, client_names
 from jaxpaged.serving.generate import all_results, stream
@@ -108,7 +108,7 @@ class Responses:
         run = ResponseRun(self._service, parsed, self._store, EventLog(silent=True))
         async for _ in run.events(stream(self._service.engine, self._service.traffic, parsed.generation)):
             pass
-        return await answer_of(run.answer_bytes, lambda: parsed.response)
+        return await json_in_pieces(run.answer_bytes, lambda: parsed.response)
 
     async def _begin_in_background(self, parsed: ParsedResponse, with_events: bool) -> StoredResponse:
         """Everything that is wrong with a request by itself is found before it is answered."""

@@ -55,7 +55,7 @@ UNCOUNTED = frozenset({"/metrics", "/health", "/ready", "/startup", "/load", "/p
 """Paths that machines ask all the time."""
 NOWHERE = "none"
 """What paths are called that lead nowhere, and those of requests that were refused before they got anywhere."""
-NO_ANSWER = 499
+NO_RESPONSE = 499
 """The status of a request whose client left before there was an answer."""
 
 
@@ -154,7 +154,7 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status, num_bytes_in, num_bytes_out = time.perf_counter(), NO_ANSWER, 0, 0
+        start, status, num_bytes_in, num_bytes_out = time.perf_counter(), NO_RESPONSE, 0, 0
 
         async def received() -> Message:
             nonlocal num_bytes_in

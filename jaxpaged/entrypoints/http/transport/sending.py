@@ -149,7 +149,7 @@ async def send_piece(send: Send, piece: bytes) -> bool:
     return is_last
 
 
-async def answer_or_leave(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+async def response_unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """The answer that `work` makes, unless the client leaves before: then the work is cancelled."""
     answer = await until_disconnect(request.receive, work)
     return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else answer
@@ -186,7 +186,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-SMALL_ANSWER = 2**15
+SMALL_RESPONSE = 2**15
 """Bytes up to which an answer is not worth a thread: they are encoded in less than a millisecond."""
 ITEMS_AT_ONCE = 128
 """Of a list, encoded at a time."""
@@ -195,11 +195,11 @@ PIECE = 2**18
 """Bytes that are handed to a connection at a time."""
 
 
-async def answer_of(num_bytes: int, make: Callable[[], Any]) -> Response:
+async def json_in_pieces(num_bytes: int, make: Callable[[], Any]) -> Response:
     """The JSON of what `make` makes; of about `num_bytes`, or fewer."""
-    if num_bytes <= SMALL_ANSWER:
+    if num_bytes <= SMALL_RESPONSE:
         return json_response(make())
-    return BigAnswer(await asyncio.to_thread(lambda: encoded(make())))
+    return BigResponse(await asyncio.to_thread(lambda: encoded(make())))
 
 
 def encoded(value: Any) -> bytes:
@@ -248,7 +248,7 @@ def is_scalar(kind: type) -> bool:
     return all(SCALARS.issuperset(get_args(hints[name]) or [hints[name]]) for name in kind.__struct_fields__)
 
 
-class BigAnswer(Response):
+class BigResponse(Response):
     """JSON that is sent piece by piece, so that the socket's buffer never holds it whole."""
 
     media_type = "application/json"

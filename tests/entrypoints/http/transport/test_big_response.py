@@ -2,7 +2,7 @@
 
 import msgspec
 
-from jaxpaged.entrypoints.http.transport import sending as big_answer
+from jaxpaged.entrypoints.http.transport import sending
 from jaxpaged.messages import Logprob
 
 
@@ -23,7 +23,7 @@ def test_an_answer_in_parts_is_the_one_encoded_at_once():
         "nested": nested,
         "mixed": [1, nested[1]],
     }
-    assert big_answer.encoded(value) == msgspec.json.encode(value)
+    assert sending.encoded(value) == msgspec.json.encode(value)
 
 
 def test_no_long_list_is_encoded_at_once(monkeypatch):
@@ -33,8 +33,8 @@ def test_no_long_list_is_encoded_at_once(monkeypatch):
         "encode",
         lambda value: longest.append(len(value) if isinstance(value, list) else 0) or encode(value),
     )
-    big_answer.encoded({"nested": [Nested("a", list(range(1000)))], "candidates": [{7: Logprob(-1.0)}] * 1000})
-    assert max(longest) == big_answer.ITEMS_AT_ONCE and len(longest) > 16
+    sending.encoded({"nested": [Nested("a", list(range(1000)))], "candidates": [{7: Logprob(-1.0)}] * 1000})
+    assert max(longest) == sending.ITEMS_AT_ONCE and len(longest) > 16
 
 
 def test_a_large_answer_says_the_same_and_what_it_took_is_given_back_once_it_is_sent(serving, monkeypatch):
@@ -46,11 +46,11 @@ def test_a_large_answer_says_the_same_and_what_it_took_is_given_back_once_it_is_
         events.append("answered")
         return answer.json | {"id": "", "created": 0}, len(answer.pieces)
 
-    monkeypatch.setattr(big_answer, "return_freed_pages", lambda: events.append("given back"))
+    monkeypatch.setattr(sending, "return_freed_pages", lambda: events.append("given back"))
     small, num_pieces = serving(scenario)
     assert (num_pieces, events) == (1, ["answered"])
-    monkeypatch.setattr(big_answer, "SMALL_ANSWER", 0)
-    monkeypatch.setattr(big_answer, "PIECE", 100)
+    monkeypatch.setattr(sending, "SMALL_RESPONSE", 0)
+    monkeypatch.setattr(sending, "PIECE", 100)
     big, num_pieces = serving(scenario)
     assert big == small and num_pieces > 2
     assert events == ["answered", "given back", "answered"]

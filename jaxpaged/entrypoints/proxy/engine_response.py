@@ -15,7 +15,7 @@ ELSEWHERE = (429, 500, 502, 503, 504)
 """Answers after which another engine is asked."""
 
 
-class Answer:
+class EngineResponse:
     """What an engine says, as it comes: `begun` tells whether it is a good one."""
 
     def __init__(
