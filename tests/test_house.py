@@ -28,6 +28,7 @@ LEAVES = {
     "kv_connector",
     "kv_store",
     "messages",
+    "multimodal",
     "pooling",
     "result",
     "sampling_params",
@@ -102,6 +103,7 @@ LONG: dict[str, str] = {
 
 # What pip calls a distribution, where it is not the name of the module.
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
