@@ -9,7 +9,7 @@ from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.serving.options import ServerOptions
 from jaxpaged.serving.service import ServedModel, Service
 from tests.engine.fake_core import llm_in_thread
-from tests.engine.test_replicas import both_ready
+from tests.engine.test_core_client import both_ready
 from tests.entrypoints.http.asgi_client import Client
 
 PROMPT = {"prompt": [7, 8, 9], "max_tokens": 4, "ignore_eos": True}
