@@ -1,0 +1,35 @@
+"""A picture's pixels to what an encoder takes, by model family. `base.py` has what they share; `processor_of` chooses.
+
+To add a family: a module with a class as `base.Processor` describes it, and its model types in `FAMILIES`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpaged.errors import CheckpointError, shown
+from jaxpaged.multimodal.processors.base import BadSetting, Processor
+from jaxpaged.multimodal.processors.gemma3 import Gemma3Processor
+from jaxpaged.multimodal.processors.qwen_vl import QwenVLProcessor
+
+FAMILIES: dict[str, type[Gemma3Processor] | type[QwenVLProcessor]] = {
+    "gemma3": Gemma3Processor,
+    "qwen2_5_vl": QwenVLProcessor,
+    "qwen3_vl": QwenVLProcessor,
+    "qwen3_vl_moe": QwenVLProcessor,
+}
+"""By `model_type` of config.json."""
+
+
+def processor_of(config: Mapping[str, Any], preprocessor_config: Mapping[str, Any]) -> Processor:
+    """The processor of a model with this config.json and preprocessor_config.json. Raises CheckpointError."""
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"config.json has model_type {shown(model_type)}, for which no picture processor is known. "
+            f"Known are {', '.join(FAMILIES)}."
+        )
+    try:
+        return family(config, preprocessor_config)
+    except BadSetting as problem:
+        raise CheckpointError(f"preprocessor_config.json or config.json cannot be used: {problem}.") from None
