@@ -151,7 +151,7 @@ def orientation_of(image: "Image.Image") -> int:
 
     exif = Image.Exif()
     try:
-        exif.load(image.info.get("exif"))
+        exif.load(image.info.get("exif", b""))
         orientation = exif.get(EXIF_ORIENTATION, 1)
     except Exception:  # EXIF of some cameras is broken, and their pictures are fine
         return 1

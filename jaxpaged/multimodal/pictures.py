@@ -55,7 +55,7 @@ def array_pixels(array: np.ndarray, field: str, limits: PictureLimits) -> np.nda
 
 def image_pixels(image: Any, field: str, limits: PictureLimits) -> np.ndarray:
     """The pixels of an image of Pillow, which may not have been read from its file yet."""
-    limits.check_size(*image.size, field)
+    limits.check_size(image.width, image.height, field)
     if image.mode in ("F", "I"):
         raise RequestError(f"{field} is an image of mode {image.mode}, without a range. Convert it to RGB.", field)
     try:
