@@ -68,6 +68,8 @@ def decode_picture(data: bytes, field: str, limits: PictureLimits) -> np.ndarray
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.size == (header.width, header.height):  # a GIF's frame may be larger than its header says
                 return rgb_of_image(image)
+    except MemoryError:
+        raise
     except Exception as error:  # what decoders raise is not limited to OSError
         logger.debug("a %s could not be decoded", header.format, exc_info=error)
     raise damaged(header, field)

@@ -1,0 +1,125 @@
+"""A process that decodes and resizes pictures, so that one which crashes a decoder crashes only this process.
+
+    python -m jaxpaged.multimodal.child
+
+It reads messages from standard input, a `Setup` and then `Job`s, and answers each job with a `Done`. A message is the
+length of its head in 4 bytes, the head as msgpack, and the bytes of a picture, whose number the head has. Beyond its
+limits of memory and computing time it dies without an answer, or says that a picture needs too much.
+"""
+
+import signal
+import sys
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from jaxpaged.errors import UsageError
+from jaxpaged.multimodal.decoding import PictureLimits
+from jaxpaged.multimodal.identity import picture_key
+from jaxpaged.multimodal.pictures import picture_pixels
+from jaxpaged.multimodal.processors import processor_of
+from jaxpaged.multimodal.processors.base import PictureLayout, Processor
+
+
+class Setup(msgspec.Struct):
+    """What all jobs share. `model` names the checkpoint in keys."""
+
+    model: str
+    config: dict[str, Any]
+    preprocessor_config: dict[str, Any]
+    limits: PictureLimits
+    memory_bytes: int
+    cpu_seconds: float
+    num_bytes: int = 0
+
+
+class Job(msgspec.Struct):
+    """A picture: the bytes of a file, or where there is a `shape` those of an array of uint8."""
+
+    field: str
+    options: dict[str, Any]
+    options_field: str
+    shape: tuple[int, ...] | None
+    num_bytes: int
+
+
+class Done(msgspec.Struct):
+    """The pixels follow. Or `problem` says what is wrong, with the field at fault."""
+
+    problem: str | None = None
+    parameter: str | None = None
+    key: bytes = b""
+    layout: PictureLayout | None = None
+    num_bytes: int = 0
+
+
+def message(head: msgspec.Struct, data: Any = b"") -> list[Any]:
+    """The parts of a message, to be written one after the other."""
+    packed = msgspec.msgpack.encode(head)
+    return [len(packed).to_bytes(4, "little") + packed, data]
+
+
+def answer(job: Job, data: bytes, setup: Setup, processor: Processor) -> list[Any]:
+    """The parts of the answer to one job."""
+    try:
+        chosen = processor.with_options(job.options, job.options_field) if job.options else processor
+        source = data if job.shape is None else np.frombuffer(data, np.uint8).reshape(job.shape)
+        picture = chosen.process(picture_pixels(source, job.field, setup.limits), job.field)
+    except UsageError as error:
+        return message(Done(str(error), getattr(error, "parameter", None)))
+    except MemoryError:
+        return message(Done(f"{job.field} needs more memory than a picture may. Scale it down.", job.field))
+    key = picture_key(setup.model, "image", chosen.options, picture)
+    return message(Done(key=key, layout=picture.layout, num_bytes=picture.pixels.nbytes), picture.pixels.data.cast("B"))
+
+
+def read_exactly(stream: IO[bytes], num_bytes: int) -> bytes:
+    """EOFError when the stream ends before."""
+    data = stream.read(num_bytes)
+    if len(data) != num_bytes:
+        raise EOFError
+    return data
+
+
+def read_head(stream: IO[bytes]) -> bytes:
+    return read_exactly(stream, int.from_bytes(read_exactly(stream, 4), "little"))
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        setup = msgspec.msgpack.decode(read_head(source), type=Setup)
+        processor = processor_of(setup.config, setup.preprocessor_config)
+        limit("RLIMIT_AS", setup.memory_bytes)
+        limit("RLIMIT_CORE", 0)
+        while True:
+            job = msgspec.msgpack.decode(read_head(source), type=Job)
+            data = read_exactly(source, job.num_bytes)
+            limit_computing(setup.cpu_seconds)
+            parts = answer(job, data, setup, processor)
+            limit_computing(0)
+            del data
+            for part in parts:
+                sink.write(part)
+            sink.flush()
+    except EOFError:
+        return
+
+
+def limit_computing(seconds: float) -> None:
+    """End this process with SIGPROF when it has computed for so long from now; 0: no more. Waiting does not count."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def limit(name: str, value: int) -> None:
+    """Set the soft limit of a resource of this process."""
+    import resource
+
+    which = getattr(resource, name)
+    resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+
+if __name__ == "__main__":
+    main()
