@@ -147,7 +147,8 @@ class AsyncLLM(AsyncEngineControl):
         core has no more at a time than keeps it busy. `data_parallel_rank`: the number of the core that computes all
         of it; by default the one that suits it best. Raises RequestError, EngineRestartError or EngineDeadError.
         """
-        check_arguments(lora_request=lora_request)
+        if lora_request is not None:
+            check_arguments(lora_request=lora_request)
         tokenization = {
             "truncate_prompt_tokens": truncate_prompt_tokens,
             "add_special_tokens": add_special_tokens,

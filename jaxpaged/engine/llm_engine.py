@@ -5,6 +5,7 @@ It puts input processor, engine core and output processor in a row and knows not
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from jaxpaged.config import EngineConfig, ModelConfig
@@ -77,12 +78,10 @@ class LLMEngine(EngineControl):
         `trace_headers` "traceparent" and "tracestate" where requests are traced.
         Raises RequestError when the request is at fault; others are not touched.
         """
-        check_arguments(lora_request=lora_request)
-        processor = self.input_processor
-        offload = self.config.cache.offload
-        borrows = offload is not None and offload.peering is not None and offload.peering.borrows
-        with lease_kept(self._core.call, processor.grammar_checker, params, borrows=borrows):
-            request, text = processor.process(
+        if lora_request is not None:
+            check_arguments(lora_request=lora_request)
+        with self._lease_kept(params) if getattr(params, "extra_args", None) else nullcontext():
+            request, text = self.input_processor.process(
                 request_id,
                 prompt,
                 params,
@@ -97,6 +96,12 @@ class LLMEngine(EngineControl):
             except Exception:
                 self._core.abort_requests(self._output_processor.discard(request_id))
                 raise
+
+    def _lease_kept(self, params: SamplingParams | PoolingParams | None) -> AbstractContextManager[None]:
+        """While a request with `extra_args` is checked: another engine may lend what it needs."""
+        offload = self.config.cache.offload
+        borrows = offload is not None and offload.peering is not None and offload.peering.borrows
+        return lease_kept(self._core.call, self.input_processor.grammar_checker, params, borrows=borrows)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
         """Run one step and return the results that changed: none while the engine sleeps.

@@ -95,7 +95,6 @@ def prepare(service: Service, request: GenerateRequest, context: RequestContext)
 async def check_shape(service: Service, generation: EngineRequest, context: RequestContext) -> None:
     """Raise RequestError for a shape that cannot be; it is looked at in the turns of who asks."""
     if generation.shape is None:
-        await service.grammars.check(None, context)
         return
     engine = service.engine
     checker = engine.input_processor.grammar_checker

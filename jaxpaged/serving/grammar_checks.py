@@ -29,10 +29,8 @@ class GrammarChecks:
         self._hard = FairTurns(NUM_HARD, NUM_HARD)
         self._threads = ThreadPoolExecutor(MOST_CHILDREN, thread_name_prefix="grammar-checks")
 
-    async def check(self, shape: StructuredOutputsParams | None, context: RequestContext) -> None:
+    async def check(self, shape: StructuredOutputsParams, context: RequestContext) -> None:
         """Raise RequestError when a shape cannot be used. One that is known is not waited for."""
-        if shape is None:
-            return
         if self._checker.is_known(shape):
             self._checker.check(shape)
             return

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.engine.input.grammar_checker import GrammarRefused
+from jaxpaged.entrypoints.http import respond
 from jaxpaged.entrypoints.http.app import create_app
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
@@ -206,9 +207,9 @@ def test_what_another_engine_lends_is_kept_while_a_grammar_is_checked():
 
 
 @pytest.mark.parametrize("keys", [(), ("one", "two")])
-def test_a_client_is_its_key_where_keys_are_needed_and_its_address_where_not(keys):
+def test_a_client_is_its_key_where_keys_are_needed_and_its_address_where_not(keys, monkeypatch):
     async def scenario():
-        client, seen = asked_by(keys)
+        client, seen = asked_by(monkeypatch, keys)
         for key in ("one", "two", "one"):
             assert (await client.post("/v1/completions", {"prompt": "a"}, authorization=f"Bearer {key}")).status == 200
         return [asker.client for asker in seen]
@@ -218,15 +219,15 @@ def test_a_client_is_its_key_where_keys_are_needed_and_its_address_where_not(key
     assert "one" not in first
 
 
-def asked_by(keys=()):
-    """(A client, whoever the server takes those for that ask)."""
-    seen, service = [], make_service()
+def asked_by(monkeypatch, keys=()):
+    """(A client, and for each of its requests who the server takes it for)."""
+    seen = []
 
-    async def check(shape, asker):
+    async def check_shape(service, generation, asker):
         seen.append(asker)
 
-    service.grammars.check = check
-    return Client(create_app(service, keys)), seen
+    monkeypatch.setattr(respond, "check_shape", check_shape)
+    return Client(create_app(make_service(), keys)), seen
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -242,9 +243,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
         ("/v1/messages", {**CHAT, "model": "fake", "max_tokens": 3, "metadata": {"user_id": "u7"}}),
     ],
 )
-def test_users_are_told_apart_by_what_a_body_says_of_them(path, body):
+def test_users_are_told_apart_by_what_a_body_says_of_them(path, body, monkeypatch):
     async def scenario():
-        client, seen = asked_by()
+        client, seen = asked_by(monkeypatch)
         assert (await client.post(path, body)).status == 200
         assert [(asker.client, asker.user) for asker in seen] == [("127.0.0.1", "u7")]
 

@@ -174,10 +174,8 @@ def request_tracer(config: EngineConfig) -> RequestTracer | None:
     return None if endpoint is None else RequestTracer(endpoint, config.model.model)
 
 
-def checked_headers(headers: Mapping[str, str] | None, tracer: RequestTracer | None) -> dict[str, str] | None:
+def checked_headers(headers: Mapping[str, str], tracer: RequestTracer | None) -> dict[str, str]:
     """Trace headers by their names in lower case. Raises RequestError for what is none, and where nothing is traced."""
-    if headers is None:
-        return None
     if tracer is None:
         raise RequestError(
             f"trace_headers are given, but nothing is traced. Set {OPTION}, or leave them out.", "trace_headers"

@@ -85,7 +85,8 @@ class OutputProcessor:
         self, prompt: PromptState, children: Sequence[EngineCoreRequest], trace_headers: Mapping[str, str] | None = None
     ) -> None:
         """Expect the results of a request whose state is known. Raises RequestError as `add_request` does."""
-        prompt.trace_headers = checked_headers(trace_headers, self._tracer)
+        if trace_headers is not None:
+            prompt.trace_headers = checked_headers(trace_headers, self._tracer)
         for request_id in (prompt.request_id, *(child.request_id for child in children)):
             if request_id in self._prompts or request_id in self._sequences:
                 raise id_in_use(request_id)

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import num_bytes_of, read_struct
+from jaxpaged.entrypoints.http.endpoint import client_of, request_id_of, take_priority
 from jaxpaged.entrypoints.http.errors import HttpError
-from jaxpaged.entrypoints.http.headers import client_of, request_id_of, take_priority
 from jaxpaged.entrypoints.http.transport.sending import (
     CLIENT_CLOSED_REQUEST,
     EventStream,

@@ -179,7 +179,7 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
         model=chat.model,
         choices=[choice(chat, tokenizer, *each) for each in zip(output.outputs, readers)],
         usage=usage_of(usage, num_thinking=num_thinking(service, chat, readers)),
-        prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
+        prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
         prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
         prompt_text=output.prompt if body.return_prompt_text else None,
         kv_transfer_params=output.kv_transfer_params,

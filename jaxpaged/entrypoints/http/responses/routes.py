@@ -7,8 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
-from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.entrypoints.http.headers import request_id_of
+from jaxpaged.entrypoints.http.endpoint import flag, request_id_of
 from jaxpaged.entrypoints.http.respond import (
     context_of,
     event_stream,

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Set
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxpaged.entrypoints.http.endpoint import KEY_OWNER
 from jaxpaged.entrypoints.http.errors import HttpError, error_response
-from jaxpaged.entrypoints.http.headers import KEY_OWNER
 from jaxpaged.serving.api_keys import KeyRing, digest
 
 
