@@ -10,6 +10,7 @@ from jaxpaged.engine.core_calls import KeepLease
 from jaxpaged.engine.input.grammar_checker import GrammarRefused
 from jaxpaged.entrypoints.http import respond
 from jaxpaged.entrypoints.http.app import create_app
+from jaxpaged.entrypoints.http.responses import routes as responses_routes
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
 from jaxpaged.serving.grammar_checks import NUM_HARD, GrammarChecks
@@ -226,7 +227,8 @@ def asked_by(monkeypatch, keys=()):
     async def check_shape(service, generation, asker):
         seen.append(asker)
 
-    monkeypatch.setattr(respond, "check_shape", check_shape)
+    for module in (respond, responses_routes):
+        monkeypatch.setattr(module, "check_shape", check_shape)
     return Client(create_app(make_service(), keys)), seen
 
 
