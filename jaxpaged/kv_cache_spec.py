@@ -28,8 +28,8 @@ class CacheSpec(Protocol):
     that a query sees at most; None: all. `device_slots`: tokens of a block that lie on one device, `context_shards`:
     devices that hold different ones. `storage` is equal for layers that can share a KV tensor.
 
-    `has_pages`: blocks may leave the device as pages, `has_one_scale`: in 8 bits, too. `page_heads`: how many heads
-    with keys and values a page has, and their size; None: it has no such heads.
+    Blocks leave the device as pages, of `page_dtype`; None: as they are cached. `has_one_scale`: in 8 bits, too.
+    `page_heads`: how many heads with keys and values a page has, and their size; None: it has no such heads.
     """
 
     block_size: int
@@ -45,7 +45,7 @@ class CacheSpec(Protocol):
     device_slots: int
     context_shards: int
     storage: "CacheSpec"
-    has_pages: bool
+    page_dtype: str | None
     has_one_scale: bool
     page_heads: tuple[int, int] | None
 
@@ -66,7 +66,8 @@ class CacheSpec(Protocol):
         """The same with the tokens of a block split over so many of those devices."""
 
     def page_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Of one layer of a page of so many tokens: [parts, tokens, heads, head dim]."""
+        """Of one layer of a page of so many tokens: [parts, tokens, heads, head dim]. A snapshot, whatever the number of
+        tokens before it, is [1, 1, 1, bytes]."""
 
     def in_pages(self, page_tokens: int) -> "CacheSpec":
         """The same without what depends on devices and kernels, with pages of so many tokens for blocks."""
@@ -88,7 +89,7 @@ class AttentionSpec:
     is_split: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = True
     is_attended: ClassVar[bool] = True
-    has_pages: ClassVar[bool] = True
+    page_dtype: ClassVar[None] = None
     has_one_scale: ClassVar[bool] = True
 
     block_size: int
@@ -187,7 +188,7 @@ class LatentSpec:
     row_bytes: ClassVar[int] = 0
     is_split: ClassVar[bool] = False
     needs_blocks: ClassVar[bool] = True
-    has_pages: ClassVar[bool] = True
+    page_dtype: ClassVar[None] = None
     has_one_scale: ClassVar[bool] = False
     page_heads: ClassVar[None] = None
 
@@ -290,7 +291,7 @@ class StateSpec:
     is_split: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = False
     is_attended: ClassVar[bool] = False
-    has_pages: ClassVar[bool] = False
+    page_dtype: ClassVar[str] = "uint8"
     has_one_scale: ClassVar[bool] = False
     page_heads: ClassVar[None] = None
 
@@ -331,10 +332,11 @@ class StateSpec:
         raise AssertionError("a state has no tokens to split")
 
     def page_shape(self, num_tokens: int) -> tuple[int, ...]:
-        raise AssertionError("a state has no pages")
+        """A page is the snapshot behind its last token: the bytes of all arrays, one after the other."""
+        return 1, 1, 1, self.block_bytes
 
     def in_pages(self, page_tokens: int) -> "StateSpec":
-        raise AssertionError("a state has no pages")
+        return replace(self, block_size=page_tokens, num_drafts=0)
 
 
 @dataclass(frozen=True)

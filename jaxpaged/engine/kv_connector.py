@@ -42,6 +42,11 @@ def save_prefix(
     transfers: KVTransfers, worker: KVTransferWorker, path: Path, token_ids: Sequence[int], cache_salt: str | None
 ) -> PrefixInfo:
     """Write what the prefix cache has of these tokens, all that fill blocks and pages, to a file. Raises UsageError."""
+    if transfers.has_snapshots:
+        raise UsageError(
+            "a file of a prefix holds keys and values, and this model has recurrent states besides. Keep prompts in a "
+            "disk tier: kv_offload disk=FOLDER:SIZE."
+        )
     wanted = transfers.align(len(token_ids))
     # One token more, since the last one of a request never comes from the cache.
     message = EngineCoreRequest(

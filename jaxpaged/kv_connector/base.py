@@ -56,7 +56,8 @@ class KVGroupLayout(msgspec.Struct, frozen=True):
     sliding_window: int | None
     """Tokens that a layer sees; None: all."""
     page_shape: tuple[int, ...]
-    """Of a page's values: [layers, 2, page tokens, KV heads, head dim]; 1 in place of 2 for latents."""
+    """Of a page's values: [layers, 2, page tokens, KV heads, head dim]; 1 in place of 2 for latents. Of layers with a
+    recurrent state: [layers, 1, 1, 1, bytes], a snapshot behind the page's last token."""
     dtype: str
     """numpy's name of the type of a page's values."""
     has_scales: bool = False

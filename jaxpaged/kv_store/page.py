@@ -1,7 +1,8 @@
 """A page: the keys and values of one block of tokens in one KV group, as any framework can read them.
 
 A page is a safetensors buffer. Its tensor `kv` has the axes [layers of the group, 2, tokens, KV heads, head dim]
-(1 in place of 2 for latents), little-endian, without the padding of a backend's layout. Keys and values that were
+(1 in place of 2 for latents), little-endian, without the padding of a backend's layout. A snapshot of a recurrent state
+is a page, too, that of the tokens in front of it: its bytes, [layers of the group, 1, 1, 1, bytes]. Keys and values that were
 rounded to 8 bits have a tensor `scales` before it, float32, with all its axes but the last: a number times its scale is
 what is meant. `__metadata__` says whose they are:
 
@@ -55,10 +56,12 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
 }
-"""What keys and values may be, by the names of safetensors."""
+"""What keys and values may be, by the names of safetensors; the last one are the bytes of snapshots."""
 SAFETENSORS_NAMES = {dtype.name: name for name, dtype in DTYPES.items()}
-EIGHT_BITS = frozenset(dtype.name for dtype in DTYPES.values() if dtype.itemsize == 1)
+SNAPSHOT = "uint8"
+EIGHT_BITS = frozenset(dtype.name for dtype in DTYPES.values() if dtype.itemsize == 1) - {SNAPSHOT}
 """What can have scales."""
 
 LENGTH_BYTES = 8
@@ -273,7 +276,7 @@ def check_header(header: PageHeader) -> None:
         f"{len(tokens)} tokens": not 1 <= len(tokens) <= MAX_TOKENS,
         "token ids outside of 32 bits": not all(0 <= token < 1 << 32 for token in tokens),
         f"the type {shown(header.dtype)}": header.dtype not in SAFETENSORS_NAMES,
-        f"the shape {shown(shape)}": not is_shape(shape, len(tokens)),
+        f"the shape {shown(shape)}": not is_shape(shape, 1 if header.dtype == SNAPSHOT else len(tokens)),
         f"version {header.version} and the scales {shown(header.scales)}": (header.version == SCALED)
         is not bool(header.scales),
         f"scales of {header.dtype}": bool(header.scales) and header.dtype not in EIGHT_BITS,

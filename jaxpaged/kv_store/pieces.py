@@ -35,10 +35,12 @@ def keys_of(pieces: Iterable[Piece]) -> list[PageKey]:
 
 @dataclass(frozen=True)
 class PieceSize:
-    """Of blocks and pages of so many tokens, one of which divides the other."""
+    """Of blocks and pages of so many tokens, one of which divides the other. With `is_end` a block is a snapshot behind
+    its last token, and that is in the page that ends there; blocks are whole pages then."""
 
     block_tokens: int
     page_tokens: int
+    is_end: bool = False
 
     @cached_property
     def tokens(self) -> int:
@@ -53,14 +55,28 @@ class PieceSize:
     @cached_property
     def num_pages(self) -> int:
         """Of a piece: one, or as many as make a block."""
-        return self.tokens // self.page_tokens
+        return 1 if self.is_end else self.tokens // self.page_tokens
+
+    def page_idxs(self, number: int) -> range:
+        """Of all pages of a text, those of piece `number`."""
+        end = (number + 1) * self.tokens // self.page_tokens
+        return range(end - self.num_pages, end)
 
 
-def page_tokens_of(asked: int | None, block_sizes: Collection[int]) -> int:
-    """Tokens of the pages of an engine whose blocks have these sizes; `asked` for by the options, if anything.
+def page_tokens_of(asked: int | None, block_sizes: Collection[int], *, has_snapshots: bool = False) -> int:
+    """Tokens of the pages of an engine whose blocks have these sizes; `asked` for by the options, if anything. With
+    `has_snapshots` a page ends wherever a block does.
 
     Raises ConfigError for pages that blocks are not made of, nor they of blocks.
     """
+    if has_snapshots:
+        if asked is not None and any(size % asked for size in block_sizes):
+            sizes = ", ".join(map(str, sorted(set(block_sizes))))
+            raise ConfigError(
+                f"kv_offload has page_tokens={asked}, and block_size is {sizes}: this model has recurrent states, whose "
+                "snapshots lie at the ends of blocks, so a block must be whole pages. Give another one of them."
+            )
+        return asked or math.gcd(*block_sizes)
     if asked is None:
         is_common = all(size == SMALLEST_JOINED or size % COMMON_TOKENS == 0 for size in block_sizes)
         return COMMON_TOKENS if is_common else math.gcd(*block_sizes)

@@ -32,6 +32,7 @@ from jaxpaged.kv_store.page import (
     CHECK_START,
     DTYPES,
     EIGHT_BITS,
+    SNAPSHOT,
     LENGTH_BYTES,
     NO_CHECK,
     PREFIX,
@@ -217,6 +218,8 @@ def parsed(fields: dict[str, Any]) -> PrefixHeader:
     pages, shapes = [], []
     dtypes = {tensor["dtype"] for tensor in values.values()}
     (dtype,) = (DTYPES[name] for name in dtypes)
+    if dtype.name == SNAPSHOT:
+        raise ValueError("it has snapshots of states, and a file of a prefix has keys and values only")
     for (name, tensor), block_hash, parent in zip(values.items(), hashes, parents):
         group, first = (int(part[1:]) for part in name.split("."))
         shape = tuple(tensor["shape"])

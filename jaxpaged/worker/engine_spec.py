@@ -100,7 +100,6 @@ class EngineSpec:
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
         self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
-        self.page_form = form_of(config.cache.offload, self.kv_dtype, [settled(config.cache.block_size)])
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
         self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
@@ -110,6 +109,9 @@ class EngineSpec:
         self.draft: DraftModel | None = None
         if model.draft is not None:
             self._add_draft(model.draft)
+        has_snapshots = not all(spec.needs_blocks for spec in self._cache_specs)
+        block_sizes = [settled(config.cache.block_size)]
+        self.page_form = form_of(config.cache.offload, self.kv_dtype, block_sizes, has_snapshots=has_snapshots)
 
     def _settled[C: DecoderConfig](self, decoder: C) -> C:
         """A description as the options want the model."""

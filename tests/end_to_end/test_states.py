@@ -8,8 +8,9 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import resolve_model
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.uniproc import UniProcExecutor
+from jaxpaged.kv_store.page import SNAPSHOT, decode_header
 from jaxpaged.messages import EngineCoreRequest
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
@@ -99,7 +100,63 @@ def test_states_go_with_stages_ranks_and_split_contexts(name, options, tmp_path)
         assert llm.stats().number("recompiles") == 0
 
 
-def test_tiers_are_refused_in_words_before_a_weight_is_read(tmp_path):
+def logprobs_of(llm, prompt):
+    """(tokens, their log probabilities, how many tokens were cached) of a greedy answer."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    (answer,) = output.outputs
+    each = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids)]
+    return list(answer.token_ids), each, output.num_cached_tokens
+
+
+def test_tiers_keep_snapshots_with_keys_and_values_and_what_is_damaged_is_computed(tmp_path):
+    """From host memory after the device has forgotten, from a disk in the next engine, and without some files."""
+    golden, prompt = golden_of("lfm2")["greedy"], prompt_of("lfm2")
+    model, folder = write_checkpoint("lfm2", tmp_path / "model"), tmp_path / "pages"
+    options = {**OPTIONS, "model": str(model), "skip_tokenizer_init": True, "kv_offload": f"host=64M,disk={folder}:64M"}
+    with LLM(**options) as llm:
+        tokens, expected, cached = logprobs_of(llm, prompt)
+        assert (tokens, cached) == (golden, 0)
+        _, on_device, cached = logprobs_of(llm, prompt)
+        assert cached == 32
+        assert llm.reset_prefix_cache()
+        assert logprobs_of(llm, prompt) == (golden, on_device, 32), "host memory"
+        assert logprobs_of(llm, [*prompt, *golden[:9], 5])[2] == 48, "the next turn of a chat"
+        with pytest.raises(UsageError, match="this model has recurrent states besides. Keep prompts in a disk tier"):
+            llm.save_prefix({"prompt_token_ids": prompt}, tmp_path / "prefix")
+        assert llm.stats().number("recompiles") == 0
+    options["kv_offload"] = f"disk={folder}:64M"
+    with LLM(**options) as llm:
+        assert logprobs_of(llm, prompt) == (golden, on_device, 32), "a second engine"
+    snapshots = sorted(
+        path for path in folder.rglob("*.safetensors") if decode_header(path.read_bytes())[0].dtype == SNAPSHOT
+    )
+    assert snapshots
+    for path in snapshots:
+        damaged = bytearray(path.read_bytes())
+        damaged[-5] ^= 1
+        path.write_bytes(damaged)
+    with LLM(**options) as llm:
+        assert logprobs_of(llm, prompt) == (golden, expected, 0), "damaged snapshots"
+        assert llm.llm_engine._core.executor.worker.stats()["kv_offload_pages_lost"] == 1
+    with LLM(**options) as llm:
+        assert logprobs_of(llm, prompt) == (golden, on_device, 32), "the one that was damaged is written again"
+    for path in folder.rglob("*.safetensors"):
+        if decode_header(path.read_bytes())[0].dtype == SNAPSHOT:
+            path.unlink()
+    with LLM(**options) as llm:
+        assert logprobs_of(llm, prompt) == (golden, expected, 0), "missing snapshots"
+
+
+@pytest.mark.parametrize(
+    ("offload", "said"),
+    [
+        ("host=64M,pages=int8", "has pages=int8, but this model caches latents or recurrent states"),
+        ("host=64M,page_tokens=16", "this model has recurrent states, whose snapshots lie at the ends of blocks"),
+        ("lmcache=lm://localhost:1?chunk_size=64", "LMCache's chunks are shared for models whose layers all have keys"),
+    ],
+)
+def test_what_tiers_cannot_do_with_states_is_refused_before_a_weight_is_read(offload, said, tmp_path):
     options = {**OPTIONS, "model": str(write_checkpoint("lfm2", tmp_path)), "skip_tokenizer_init": True}
-    with pytest.raises(ConfigError, match="Lfm2ForCausalLM has recurrent states, which cannot .* Leave kv_offload out"):
-        LLM(**options, kv_offload="host=64M")
+    with pytest.raises(ConfigError, match=said):
+        LLM(**options, kv_offload=offload)

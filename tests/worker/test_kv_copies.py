@@ -10,7 +10,7 @@ import pytest
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, pool_layouts
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, StateArray, StateSpec, pool_layouts
 from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.kv_store.tier_options import TierWish
 from jaxpaged.layers.attention import AttentionContext
@@ -66,6 +66,28 @@ def test_pages_come_back_as_they_were(backend, num_devices, spec):
         all_heads = lower_gather(structs, replace(spec, head_copies=1), backend, whole, 1, EXACTLY).compile()
         (cached,) = all_heads(written, np.array([2], np.int32))
         assert (np.asarray(cached) == pages[[2]].repeat(spec.head_copies, axis=-2)).all(), "some copies are not written"
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_snapshots_come_back_bit_by_bit(num_devices):
+    """Arrays of several types and ways to be split; NaN with a payload is among them."""
+    arrays = StateArray((2, 16), "bfloat16", split_axis=1), StateArray((4, 3), "float32"), StateArray((2,), "int8")
+    spec, mesh = StateSpec(8, arrays, num_drafts=2), make_mesh(num_devices)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    structs = [tensor_struct(AttentionContext(mesh, "reference"), spec, 6, jnp.bfloat16, num_rows=3)] * 2
+    form = EXACTLY.of(spec)
+    scatter = lower_scatter(structs, spec, "reference", whole, 3, form).compile()
+    gather = lower_gather(structs, spec, "reference", whole, 4, form).compile()
+    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    pages = np.random.default_rng(1).integers(0, 256, (3, 2, *spec.page_shape(8)), np.uint8)
+    pages[0, 0, 0, 0, 0, :4] = 0x7F  # as bfloat16 and as float32
+    written = scatter(zeros, np.array([4, -1, 2], np.int32), (pages,))
+    found = np.asarray(*gather(written, np.array([2, 4, 1, -1], np.int32)))
+    assert (found[:2] == pages[[2, 0]]).all()
+    assert not found[2:].any(), "padding was written"
+    first = np.asarray(written[1].blocks[0])[2]
+    assert first.tobytes() == pages[2, 1, 0, 0, 0, :64].tobytes()
+    assert not any(np.asarray(rows).any() for rows in written[0].rows)
 
 
 @pytest.mark.parametrize("form", [EXACTLY, replace(EXACTLY, name="int8")], ids=["exact", "int8"])

@@ -75,6 +75,10 @@ class CacheGroup:
         """Entries `first` and after of a table."""
         return self.pool.get_new_blocks(num_blocks)
 
+    def wants_block(self, end: int, num_prompt_tokens: int, branch: int) -> bool:
+        """Whether what ends behind `end` tokens of a request gets a block, if one is free."""
+        return True
+
     def forget_replaced(self, hashes: Sequence[bytes], block_idx: int, num_prompt_tokens: int) -> None:
         """Block `block_idx` of a request is cached: forget the block that it replaces, if it does."""
 
@@ -88,11 +92,11 @@ class SnapshotGroup(CacheGroup):
         """Blocks where a snapshot is wanted, and a block is free; the null block elsewhere."""
         blocks = []
         for end in range((first + 1) * self.block_size, (first + num_blocks + 1) * self.block_size, self.block_size):
-            wanted = self.wants_snapshot(end, num_prompt_tokens, branch) and self.pool.num_free_blocks
+            wanted = self.wants_block(end, num_prompt_tokens, branch) and self.pool.num_free_blocks
             blocks += self.pool.get_new_blocks(1) if wanted else [self.pool.null_block]
         return blocks
 
-    def wants_snapshot(self, end: int, num_prompt_tokens: int, branch: int) -> bool:
+    def wants_block(self, end: int, num_prompt_tokens: int, branch: int) -> bool:
         """Whether the state after `end` tokens is worth a block: see above. `branch` is where others' prompts end."""
         return any(end <= place < end + self.block_size for place in (num_prompt_tokens - 1, branch)) or (
             end >= num_prompt_tokens

@@ -4,8 +4,11 @@ Pages are named by content hashes as blocks are (`kv_cache/block_hash.py`), chai
 have the names that an engine with blocks of this size gives these, whatever the size of blocks here. Where it is the
 same, pages and blocks have one chain.
 
+A snapshot of a recurrent state is one block and one page: that which ends where the snapshot lies.
+
 `Matching` says how far the beginning of a request goes once pages are loaded. In a group with a window the next token
-sees the last blocks only, so a beginning may go on behind a block that is lost, but not end where a window needs it.
+sees the last blocks only, so a beginning may go on behind a block that is lost, but not end where a window needs it. Of
+a recurrent state it sees one snapshot: a beginning ends behind one.
 """
 
 import math
@@ -31,7 +34,9 @@ class Pieces:
 
     def __init__(self, manager: KVCacheManager, page_tokens: int):
         self._manager, self.page_tokens, self._groups = manager, page_tokens, manager.groups.groups
-        self.piece_sizes = tuple(PieceSize(group.block_size, page_tokens) for group in self._groups)
+        self.piece_sizes = tuple(
+            PieceSize(group.block_size, page_tokens, is_end=not group.needs_blocks) for group in self._groups
+        )
         self.alignment = math.lcm(*(piece_size.tokens for piece_size in self.piece_sizes))
         self._hasher = BlockHasher(page_tokens) if page_tokens != manager.hasher.block_size else None
 
@@ -65,24 +70,22 @@ class Pieces:
 
     def keys(self, request: Request, g: int, number: int) -> list[PageKey]:
         """Of the pages of a piece."""
-        num_pages = self.piece_sizes[g].num_pages
-        return [PageKey(each, g) for each in self.hashes(request)[number * num_pages : (number + 1) * num_pages]]
+        idxs = self.piece_sizes[g].page_idxs(number)
+        return [PageKey(each, g) for each in self.hashes(request)[idxs.start : idxs.stop]]
 
     def ends(self, g: int, number: int) -> range:
         """Behind which tokens the pages of a piece end."""
-        piece_size = self.piece_sizes[g]
-        start = number * piece_size.tokens
-        return range(start + piece_size.page_tokens, start + piece_size.tokens + 1, piece_size.page_tokens)
+        idxs, size = self.piece_sizes[g].page_idxs(number), self.page_tokens
+        return range((idxs.start + 1) * size, idxs.stop * size + 1, size)
 
     def pages(self, request: Request, g: int, number: int) -> tuple[PageContent, ...]:
         """What a piece has; all its tokens are known."""
         size, hashes, tokens = self.page_tokens, self.hashes(request), request.all_token_ids
-        first = number * self.piece_sizes[g].num_pages
         return tuple(
             PageContent(
                 PageKey(hashes[idx], g), hashes[idx - 1] if idx else None, tuple(tokens[idx * size : (idx + 1) * size])
             )
-            for idx in range(first, first + self.piece_sizes[g].num_pages)
+            for idx in self.piece_sizes[g].page_idxs(number)
         )
 
     def piece(self, request: Request, g: int, number: int) -> Piece:
@@ -177,8 +180,8 @@ class Matching:
         while True:
             wanted = end
             for g, group in enumerate(self._groups.groups):
-                lacking = [idx for idx in range(*read_range(group, end)) if (g, idx) in lost]
-                if lacking:  # with a window the run may begin behind a lost block, but not hold one
+                # With a window the run may begin behind a lost block, but not hold one. Of snapshots, most are lost.
+                while lacking := [idx for idx in range(*read_range(group, end)) if (g, idx) in lost]:
                     end = self._groups.align(
                         (lacking[0] if group.spec.num_read_blocks is None else lacking[-1]) * group.block_size
                     )

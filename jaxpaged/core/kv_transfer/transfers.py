@@ -163,11 +163,13 @@ class KVTransfers:
         if not request.reads_prefix_cache:
             return 0, []
         pieces, num_tokens = self._pieces, self._pieces.align(request.num_prompt_tokens)
-        return num_tokens, [
-            pieces.piece(request, g, number)
+        needed = (
+            (g, number)
             for g, piece_size in enumerate(pieces.piece_sizes)  # the last token is always computed
             for number in range(pieces.first_needed(g, request.num_prompt_tokens - 1), num_tokens // piece_size.tokens)
-        ]
+            if self._groups.groups[g].wants_block((number + 1) * piece_size.tokens, request.num_prompt_tokens, -1)
+        )
+        return num_tokens, [pieces.piece(request, g, number) for g, number in needed]
 
     def save_prompt(self, request: Request) -> None:
         """Save the pieces of a prompt that are there, before all others. What is still computed is saved behind the
@@ -317,6 +319,11 @@ class KVTransfers:
     def num_groups(self) -> int:
         """Of the KV cache."""
         return len(self._groups)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether some layers have recurrent states."""
+        return self._groups.have_snapshots
 
     @property
     def alignment(self) -> int:

@@ -6,6 +6,7 @@ Letters: P blocks of a copy.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.kv_cache_spec import StateArray, StateSpec
@@ -13,6 +14,7 @@ from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.state import StateBatch, StateTensor, state_metadata
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.worker.step.packed import StepParts
+from pallas_kernels import kv_copy
 
 
 def as_stored(spec: StateSpec, backend: str) -> StateSpec:
@@ -52,9 +54,20 @@ def step_batch(
     return StateBatch(metadata, context)
 
 
-def gather(tensor: Any, id_P: Any, spec: StateSpec, backend: str) -> Any:
-    raise AssertionError("a state has no pages")
+def gather(tensor: StateTensor, id_P: Any, spec: StateSpec, backend: str) -> jax.Array:
+    """The bytes of snapshots: those of their arrays, one after the other."""
+    arrays = kv_copy.gather_blocks(tuple(tensor.blocks), id_P)
+    parts = [jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(len(id_P), -1) for array in arrays]
+    return jnp.concatenate(parts, axis=1)[:, None, None, None, :]
 
 
-def scatter(tensor: Any, id_P: Any, values: Any, spec: StateSpec, backend: str) -> Any:
-    raise AssertionError("a state has no pages")
+def scatter(tensor: StateTensor, id_P: Any, values: Any, spec: StateSpec, backend: str) -> StateTensor:
+    arrays, start = [], 0
+    for array in spec.arrays:
+        end = start + array.num_bytes(array.shape)
+        dtype = jnp.dtype(array.dtype)
+        parts = (dtype.itemsize,) if dtype.itemsize > 1 else ()
+        cut = values[:, 0, 0, 0, start:end].reshape(len(id_P), *array.shape, *parts)
+        arrays.append(jax.lax.bitcast_convert_type(cut, dtype))
+        start = end
+    return tensor.replace(blocks=list(kv_copy.scatter_blocks(tuple(tensor.blocks), id_P, tuple(arrays))))

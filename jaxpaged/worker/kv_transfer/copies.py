@@ -46,7 +46,7 @@ class Copies:
                 group.spec.block_size,
                 group.spec.most_seen,
                 self.shape(g),
-                self.form.page_dtype.name,
+                self.form.of(group.spec).page_dtype.name,
                 self.form.is_scaled,
             )
             for g, group in enumerate(self._kv_cache.groups)
@@ -58,19 +58,19 @@ class Copies:
         return KVCacheLayout(namespace, model, self.form.page_tokens, groups, pools)
 
     def shape(self, g: int) -> tuple[int, ...]:
-        """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim]."""
+        """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim], or [layers, 1, 1, 1, bytes]."""
         group = self._kv_cache.groups[g]
         return len(group.layer_idxs), *group.spec.page_shape(self.form.page_tokens)
 
     def page_bytes(self, g: int) -> int:
         """Of a page of group `g`, without its header."""
-        return self.form.num_bytes(self.shape(g))
+        return self.form.of(self._kv_cache.groups[g].spec).num_bytes(self.shape(g))
 
     def num_bytes(self, pool_idx: int, num_pieces: int) -> int:
         """Of what a copy of so many pieces makes, with padding."""
         pool = self._kv_cache.pools[pool_idx]
         shape = pool.num_tensors, *pool.storage.page_shape(self._piece_sizes[pool_idx].tokens)
-        return self._bucket(pool_idx, num_pieces) * self.form.num_bytes(shape)
+        return self._bucket(pool_idx, num_pieces) * self.form.of(pool.storage).num_bytes(shape)
 
     def most(self, pool_idx: int) -> int:
         """Pieces of one copy."""
@@ -96,7 +96,7 @@ class Copies:
         num_pages = self._bucket(pool_idx, num_pieces) * self._piece_sizes[pool_idx].num_pages
         whole = num_pages, pool.num_tensors, *pool.storage.page_shape(tokens)
         made = []
-        for shape, dtype in self.form.layout(whole):
+        for shape, dtype in self.form.of(pool.storage).layout(whole):
             array = aligned_empty(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
             array[...] = 0  # padding of groups with fewer layers must be numbers
             made.append(array)

@@ -7,13 +7,14 @@ So it does not matter which tokens are in a page together.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.kv_store.options import EXACT, KVOffload
 from jaxpaged.kv_store.page import SCALE_BYTES, SCALED, VERSION
 from jaxpaged.kv_store.pieces import page_tokens_of
@@ -40,6 +41,10 @@ class PageForm:
     def page_dtype(self) -> np.dtype:
         """Of the values in a page."""
         return DTYPES.get(self.name, self.dtype)
+
+    def of(self, spec: CacheSpec) -> "PageForm":
+        """The form of the pages of layers that cache so: snapshots of states are bytes."""
+        return self if spec.page_dtype is None else replace(self, dtype=np.dtype(spec.page_dtype))
 
     @property
     def version(self) -> int:
@@ -76,7 +81,9 @@ class PageForm:
         return (values.astype(jnp.float32) * scales[..., None]).astype(self.dtype)
 
 
-def form_of(offload: KVOffload | None, dtype: np.dtype, block_sizes: Collection[int]) -> PageForm:
+def form_of(
+    offload: KVOffload | None, dtype: np.dtype, block_sizes: Collection[int], *, has_snapshots: bool
+) -> PageForm:
     """That the options name, for a cache of `dtype` with blocks of these sizes. Raises ConfigError."""
     name, asked = (EXACT, None) if offload is None else (offload.pages, offload.page_tokens)
-    return PageForm(name, dtype, page_tokens_of(asked, block_sizes))
+    return PageForm(name, dtype, page_tokens_of(asked, block_sizes, has_snapshots=has_snapshots))

@@ -46,18 +46,13 @@ LEAST_TO_LEND = 1 << 30
 
 
 def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCacheConfig) -> KVOffload:
-    """Raise ConfigError, before any weight is read, for a cache whose blocks cannot leave the device, for stores whose
+    """Raise ConfigError, before any weight is read, for a cache that has no pages of this form, for stores whose
     packages are missing, for strangers' classes that are no connectors, and for files of secrets and certificates that
     are none. Returns the options for `open_transfer`, with what servers said of themselves."""
-    if not all(group.spec.has_pages for group in kv_cache.groups):
-        raise ConfigError(
-            f"{engine_spec.decoder.architecture} has recurrent states, which cannot be kept outside of the device yet. "
-            "Leave kv_offload out, and kv_role or kv_transfer_config."
-        )
     if offload.pages != EXACT and not all(group.spec.has_one_scale for group in kv_cache.groups):
         raise ConfigError(
-            f"kv_offload has pages={offload.pages}, but this model caches latents, whose parts differ too much in size "
-            f"for one scale. Leave it out: pages={EXACT}."
+            f"kv_offload has pages={offload.pages}, but this model caches latents or recurrent states, whose parts "
+            f"differ too much in size for one scale. Leave it out: pages={EXACT}."
         )
     for wish in offload.tiers:
         if wish.kind == "custom" and is_connector(made := load_class(wish.place, wish.module)):
@@ -149,10 +144,13 @@ def open_peers(
             page_tokens=form.page_tokens,
         )
     if peering.borrows:
-        shapes = [(len(group.layer_idxs), *group.spec.page_shape(form.page_tokens)) for group in kv_cache.groups]
+        sizes = [
+            form.of(group.spec).num_bytes((len(group.layer_idxs), *group.spec.page_shape(form.page_tokens)))
+            for group in kv_cache.groups
+        ]
         consumer = KVConsumer(
             space,
-            max(map(form.num_bytes, shapes)) + MAX_HEADER_BYTES,
+            max(sizes) + MAX_HEADER_BYTES,
             secrets.signing,
             peers=peering.peers,
             tls=peering.tls,

@@ -1,7 +1,7 @@
 """The programs that copy blocks out of the KV cache and into it, in the form that pages have.
 
-What leaves the device is `[pages, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents), whatever the
-layout of the attention backend, with each head of the model once, however many devices have it, and whole on every
+What leaves the device is `[pages, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents; bytes, `[pages,
+layers, 1, 1, 1, bytes]`, for snapshots of states), whatever the layout of the attention backend, with each head of the model once, however many devices have it, and whole on every
 device, in the form that pages have (`forms.py`). Blocks are cut into pages, or joined to them, on the device. Block ids
 outside of the pool are padding.
 
@@ -36,24 +36,24 @@ NOWHERE = -1
 def copy_sizes(pool: PoolLayout, form: PageForm) -> tuple[int, ...]:
     """Numbers of pieces (`kv_store/pieces.py`) that get a program: one for the end of an answer, one for a prompt."""
     piece_size = piece_size_of(pool.storage, form)
-    piece_bytes = pool.num_tensors * layer_bytes(pool.storage, piece_size.tokens)
+    piece_bytes = pool.num_tensors * layer_bytes(pool.storage, piece_size.tokens, form)
     largest = max(min(MOST_BYTES // piece_bytes, MOST_BLOCKS // piece_size.num_blocks), 1)
     return tuple(sorted({max(largest // 8, 1), largest}))
 
 
 def piece_size_of(spec: Any, form: PageForm) -> PieceSize:
-    return PieceSize(spec.block_size, form.page_tokens)
+    return PieceSize(spec.block_size, form.page_tokens, is_end=not spec.needs_blocks)
 
 
-def layer_bytes(spec: Any, num_tokens: int) -> int:
+def layer_bytes(spec: Any, num_tokens: int, form: PageForm) -> int:
     """Of one layer of so many tokens, as they are cached."""
-    return int(np.prod(spec.page_shape(num_tokens))) * spec.dtype_bytes
+    return int(np.prod(spec.page_shape(num_tokens))) * form.of(spec).dtype.itemsize
 
 
 def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
-    """Of a token in all layers, as pages have them; 0 where there are recurrent states, which have no pages."""
+    """Of a token in all layers, as pages have them; 0 where there are recurrent states, which are not counted by tokens."""
     specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
-    if not all(spec.has_pages for spec, _ in specs):
+    if not all(spec.needs_blocks for spec, _ in specs):
         return 0.0
     return sum(num_layers * form.num_bytes(spec.page_shape(1)) for spec, num_layers in specs)
 
@@ -87,17 +87,21 @@ class BlockCopy:
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
+    def _length(self, num_tokens: int) -> int:
+        """Of the axis of tokens of so many; 1 of a snapshot."""
+        return self.spec.page_shape(num_tokens)[1]
+
     def gather(self, tensors: Any, id_P: Any) -> Any:
         """Pages of the blocks."""
         kind = kind_of(self.spec)
         blocks = jnp.stack([kind.gather(tensor, id_P, self.spec, self.backend) for tensor in tensors], axis=1)
-        return self.form.leaving(recut(blocks, self.form.page_tokens))
+        return self.form.leaving(recut(blocks, self._length(self.form.page_tokens)))
 
     def scatter(self, tensors: Any, id_P: Any, pages: Any) -> Any:
         """The tensors with pages in these blocks."""
         kind = kind_of(self.spec)
         layers = [self.form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
-        blocks = [recut(layer, self.spec.block_size) for layer in layers]
+        blocks = [recut(layer, self._length(self.spec.block_size)) for layer in layers]
         return [kind.scatter(each, id_P, values, self.spec, self.backend) for each, values in zip(tensors, blocks)]
 
 
@@ -108,7 +112,8 @@ def copies_of(kv_cache: KVCacheConfig, kv: Sequence[Any], backend: str, replicat
         first = first_tensor(kv_cache, pool_idx)
         tensors = kv[first : first + pool.num_tensors]
         for size in copy_sizes(pool, form):
-            copies.append((pool_idx, BlockCopy(tensors, pool.storage, backend, replicated, size, form)))
+            own = form.of(pool.storage)
+            copies.append((pool_idx, BlockCopy(tensors, pool.storage, backend, replicated, size, own)))
     return copies
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.pieces import MOST_PAGES, Pieces
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, pool_layouts
+from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, pool_layouts
 from jaxpaged.kv_connector.base import (
     FinishedFetch,
     KVCacheLayout,
@@ -21,11 +21,12 @@ from jaxpaged.kv_connector.base import (
 from jaxpaged.kv_store.pieces import Piece, page_tokens_of
 from jaxpaged.kv_store.tier import Lookup
 from tests.core.kv_cache.test_block_hash import make_request
-from tests.core.simulation import Engine, expected_output, prompt_of
+from tests.core.simulation import Engine, expected_output, prompt_of, states
 
 PAGE = 8
 SIZES = (4, 8, 16, 32)
 WINDOWS = (None, 6, 21)
+STATES = "states"
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
 
 
@@ -36,7 +37,9 @@ class Sharing(Engine):
     """
 
     def __init__(self, store, block_size, windows=WINDOWS, connector=None, **options):
-        specs = tuple(AttentionSpec(block_size, 1, 8, 4, window) for window in windows)
+        specs = tuple(
+            states(block_size) if window == STATES else AttentionSpec(block_size, 1, 8, 4, window) for window in windows
+        )
         sizes = {"max_model_len": 128, "max_num_batched_tokens": 24, "num_blocks": 4000 // block_size, **options}
         connector = connector or KVConnectorBase()
         connector.look_up, connector.lacks = self.lookup, lambda keys, under_way: [True] * len(keys)
@@ -52,8 +55,9 @@ class Sharing(Engine):
         return [Lookup.HIT if key in self.store else Lookup.MISS for key in keys]
 
     def slots(self, g, block_ids):
-        pool = self.runner.pool_of[g]
-        return [(pool, block_id, slot) for block_id in block_ids for slot in range(self.block_size)]
+        pool, is_state = self.runner.pool_of[g], isinstance(self.runner.specs[g], StateSpec)
+        slots = range(1 if is_state else self.block_size)
+        return [(pool, block_id, slot) for block_id in block_ids for slot in slots]
 
     def save(self, save):
         self.keep(Piece(tuple(save.pages), tuple(save.block_ids)))
@@ -68,9 +72,10 @@ class Sharing(Engine):
     def keep(self, piece):
         g = piece.pages[0].key.group
         held = [self.runner.memory[place] for place in self.slots(g, piece.block_ids)]
-        assert len(held) == len(piece.pages) * PAGE
+        size = 1 if isinstance(self.runner.specs[g], StateSpec) else PAGE
+        assert len(held) == len(piece.pages) * size
         for number, page in enumerate(piece.pages):
-            own = held[number * PAGE : (number + 1) * PAGE]
+            own = held[number * size : (number + 1) * size]
             assert {group for group, _ in own} == {g}
             assert self.store.setdefault(page.key, (page, own)) == (page, own), "two engines mean different content"
             self.num_copies += 1
@@ -149,6 +154,52 @@ def test_engines_with_little_memory_share_whatever_they_preempt_and_forget(promp
             assert engine.tokens[name] == expected_output(request, engine.max_model_len)[0]
     for page, held in store.values():
         assert len(page.token_ids) == len(held) == PAGE
+
+
+def snapshots_of(length, block_size):
+    """Where the first request with such a prompt, which is answered with 3 tokens, leaves snapshots."""
+    return {(length - 1) // block_size * block_size, (length + 2) // block_size * block_size}
+
+
+@pytest.mark.parametrize("first", SIZES[1:])
+@pytest.mark.parametrize("second", SIZES[1:])
+def test_with_states_a_beginning_is_loaded_as_far_as_a_snapshot_ends_it(first, second):
+    lengths, store = (33, 64, 75), {}
+    prompts = [prompt_of(length, length) for length in lengths]
+    Sharing(store, first, (None, 21, STATES)).answers(prompts)
+    engine = Sharing(store, second, (None, 21, STATES))
+    ends = [[end for end in snapshots_of(n, first) if end % second == 0 and end < n] for n in lengths]
+    assert engine.answers(prompts) == [max(some, default=0) for some in ends]
+    assert engine.half.num_hits == sum(max(some, default=0) for some in ends)
+    for key in [key for key in store if key.group == 2]:
+        del store[key]
+    engine = Sharing(store, first, (None, 21, STATES))
+    assert engine.answers(prompts) == [0, 0, 0] and not engine.half.num_hits, "nothing is loaded without a snapshot"
+    assert any(key.group == 2 for key in store), "it is taken and kept again"
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=1, max_size=4),
+    st.lists(st.sampled_from(SIZES[1:]), min_size=2, max_size=3),
+    st.sampled_from([(None, STATES), (None, 9, STATES), (STATES,)]),
+    st.booleans(),
+    st.sets(st.integers(0, 30)),
+)
+def test_a_state_that_was_loaded_is_that_of_the_tokens_before_it(prompts, sizes, windows, is_small, lost):
+    """Requests run together, begin alike, and are preempted, and pages are lost between engines."""
+    store = {}
+    for size in sizes:
+        for number, key in enumerate(list(store)):
+            if number in lost:
+                del store[key]
+        engine = Sharing(store, size, windows, **({"num_blocks": 320 // size + 8} if is_small else {}))
+        for number, (kind, length) in enumerate(prompts):
+            prompt = [*prompt_of(16), *prompt_of(120, kind)][:length]
+            engine.add(f"{number}", prompt, max_tokens=12, **ENDLESS)
+        engine.run()
+        for name, request in engine.requests.items():
+            assert engine.tokens[name] == expected_output(request, engine.max_model_len)[0]
 
 
 @pytest.mark.parametrize("producer", SIZES)
@@ -242,3 +293,10 @@ def test_blocks_of_ordinary_sizes_share_pages_and_others_have_their_own():
         page_tokens_of(32, [24, 64])
     with pytest.raises(ConfigError, match="at most 65536 tokens"):
         page_tokens_of(1 << 17, [16])
+
+
+def test_where_there_are_snapshots_a_page_ends_with_every_block():
+    assert {size: page_tokens_of(None, [size], has_snapshots=True) for size in (16, 64)} == {16: 16, 64: 64}
+    assert page_tokens_of(8, [16], has_snapshots=True) == 8
+    with pytest.raises(ConfigError, match="page_tokens=32, and block_size is 16: this model has recurrent states"):
+        page_tokens_of(32, [16], has_snapshots=True)
