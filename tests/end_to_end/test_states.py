@@ -12,6 +12,7 @@ from jaxpaged.errors import ConfigError, UsageError
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.kv_store.page import SNAPSHOT, decode_header
 from jaxpaged.messages import EngineCoreRequest
+from tests.end_to_end.test_kv_connectors import EXAMPLE, connector_of, patient
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
 
@@ -115,6 +116,7 @@ def test_tiers_keep_snapshots_with_keys_and_values_and_what_is_damaged_is_comput
     model, folder = write_checkpoint("lfm2", tmp_path / "model"), tmp_path / "pages"
     options = {**OPTIONS, "model": str(model), "skip_tokenizer_init": True, "kv_offload": f"host=64M,disk={folder}:64M"}
     with LLM(**options) as llm:
+        patient(llm)
         tokens, expected, cached = logprobs_of(llm, prompt)
         assert (tokens, cached) == (golden, 0)
         _, on_device, cached = logprobs_of(llm, prompt)
@@ -127,6 +129,7 @@ def test_tiers_keep_snapshots_with_keys_and_values_and_what_is_damaged_is_comput
         assert llm.stats().number("recompiles") == 0
     options["kv_offload"] = f"disk={folder}:64M"
     with LLM(**options) as llm:
+        patient(llm)
         assert logprobs_of(llm, prompt) == (golden, on_device, 32), "a second engine"
     snapshots = sorted(
         path for path in folder.rglob("*.safetensors") if decode_header(path.read_bytes())[0].dtype == SNAPSHOT
@@ -137,15 +140,40 @@ def test_tiers_keep_snapshots_with_keys_and_values_and_what_is_damaged_is_comput
         damaged[-5] ^= 1
         path.write_bytes(damaged)
     with LLM(**options) as llm:
+        patient(llm)
         assert logprobs_of(llm, prompt) == (golden, expected, 0), "damaged snapshots"
         assert llm.llm_engine._core.executor.worker.stats()["kv_offload_pages_lost"] == 1
     with LLM(**options) as llm:
+        patient(llm)
         assert logprobs_of(llm, prompt) == (golden, on_device, 32), "the one that was damaged is written again"
     for path in folder.rglob("*.safetensors"):
         if decode_header(path.read_bytes())[0].dtype == SNAPSHOT:
             path.unlink()
     with LLM(**options) as llm:
+        patient(llm)
         assert logprobs_of(llm, prompt) == (golden, expected, 0), "missing snapshots"
+
+
+@pytest.mark.slow
+def test_another_engine_and_a_strangers_connector_get_snapshots(tmp_path):
+    golden, prompt = golden_of("lfm2")["greedy"], {"prompt_token_ids": prompt_of("lfm2")}
+    model = write_checkpoint("lfm2", tmp_path / "model")
+    options = {**OPTIONS, "model": str(model), "skip_tokenizer_init": True, "compilation_cache_dir": "off"}
+    more = {"kv_role": "kv_consumer", "tensor_parallel_size": 2}
+    with LLM(**options, kv_role="kv_producer") as producer, LLM(**options, **more) as consumer:
+        params = {"temperature": 0.0, "ignore_eos": True}
+        asked = {"kv_transfer_params": {"do_remote_decode": True}}
+        (result,) = producer.generate([prompt], SamplingParams(**params, max_tokens=1, extra_args=asked))
+        said = {"kv_transfer_params": result.kv_transfer_params}
+        (result,) = consumer.generate([prompt], SamplingParams(**params, max_tokens=12, extra_args=said))
+        assert (list(result.outputs[0].token_ids), result.num_cached_tokens) == (golden, 32)
+        stats = consumer.llm_engine._core.executor.worker.stats()
+        assert stats["kv_offload_pages_lost"] == stats["recompiles"] == 0
+    transfer = {"kv_role": "kv_both", **connector_of(EXAMPLE, tmp_path / "pages")}
+    for number in range(2):
+        with LLM(**options, kv_transfer_config=transfer) as llm:
+            patient(llm)
+            assert answers(llm, prompt["prompt_token_ids"]) == ([golden], 32 * number)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,22 @@ SECRET = b"a shared secret"
 @pytest.mark.parametrize("dtype", page.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_a_page_comes_back_as_it_was(dtype, secret):
-    values = np.arange(2 * 4 * 2 * 8).reshape(1, 2, 4, 2, 8).astype(dtype)
+    shape = (2, 1, 1, 1, 64) if dtype.name == page.SNAPSHOT else (1, 2, 4, 2, 8)
+    values = np.arange(2 * 4 * 2 * 8).reshape(shape).astype(dtype)
     written = PageHeader(SPACE, key_of(1), None, (5, 6, 7, 2**32 - 1))
     whole = joined(encode(written, values, secret))
     header, found = decode(whole, expect_namespace=SPACE, key=key_of(1), token_ids=[5, 6, 7, 2**32 - 1], secret=secret)
     assert (header.parent, header.token_ids, header.dtype) == (None, (5, 6, 7, 2**32 - 1), dtype.name)
     assert found.dtype == dtype and found.tobytes() == values.tobytes()
     assert found.ctypes.data % 64 == 0 and not found.flags.writeable
+
+
+def test_bytes_are_snapshots_which_have_neither_tokens_nor_scales():
+    header = PageHeader(SPACE, key_of(1), None, (5, 6, 7, 8))
+    with pytest.raises(PageError, match=r"the shape \(1, 2, 4, 2, 8\)"):
+        encode(header, np.zeros((1, 2, 4, 2, 8), np.uint8))
+    with pytest.raises(PageError, match="scales of uint8"):
+        encode(header, np.zeros((1, 1, 1, 1, 8), np.uint8), None, np.ones((1, 1, 1, 1), np.float32))
 
 
 def test_pieces_of_arrays_that_are_not_contiguous():
