@@ -66,8 +66,8 @@ class CacheSpec(Protocol):
         """The same with the tokens of a block split over so many of those devices."""
 
     def page_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """Of one layer of a page of so many tokens: [parts, tokens, heads, head dim]. A snapshot, whatever the number of
-        tokens before it, is [1, 1, 1, bytes]."""
+        """Of one layer of a page of so many tokens: [parts, tokens, heads, head dim]. A snapshot is [1, 1, 1, bytes],
+        whatever the number of tokens before it."""
 
     def in_pages(self, page_tokens: int) -> "CacheSpec":
         """The same without what depends on devices and kernels, with pages of so many tokens for blocks."""

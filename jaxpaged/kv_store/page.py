@@ -2,9 +2,9 @@
 
 A page is a safetensors buffer. Its tensor `kv` has the axes [layers of the group, 2, tokens, KV heads, head dim]
 (1 in place of 2 for latents), little-endian, without the padding of a backend's layout. A snapshot of a recurrent state
-is a page, too, that of the tokens in front of it: its bytes, [layers of the group, 1, 1, 1, bytes]. Keys and values that were
-rounded to 8 bits have a tensor `scales` before it, float32, with all its axes but the last: a number times its scale is
-what is meant. `__metadata__` says whose they are:
+is a page, too, that of the tokens in front of it: its bytes, [layers of the group, 1, 1, 1, bytes]. Keys and values
+that were rounded to 8 bits have a tensor `scales` before it, float32, with all its axes but the last: a number times
+its scale is what is meant. `__metadata__` says whose they are:
 
     check      SHA-256 of the header with this field's digits as zeros; HMAC-SHA256 where there is a secret
     page       the version of this format: 1, or 2 where there are scales, so that who knows none refuses them

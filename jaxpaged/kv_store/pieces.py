@@ -73,8 +73,8 @@ def page_tokens_of(asked: int | None, block_sizes: Collection[int], *, has_snaps
         if asked is not None and any(size % asked for size in block_sizes):
             sizes = ", ".join(map(str, sorted(set(block_sizes))))
             raise ConfigError(
-                f"kv_offload has page_tokens={asked}, and block_size is {sizes}: this model has recurrent states, whose "
-                "snapshots lie at the ends of blocks, so a block must be whole pages. Give another one of them."
+                f"kv_offload has page_tokens={asked}, and block_size is {sizes}: this model has recurrent states, "
+                "whose snapshots lie at the ends of blocks, so a block must be whole pages. Give another one of them."
             )
         return asked or math.gcd(*block_sizes)
     if asked is None:

@@ -58,7 +58,7 @@ class Copies:
         return KVCacheLayout(namespace, model, self.form.page_tokens, groups, pools)
 
     def shape(self, g: int) -> tuple[int, ...]:
-        """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim], or [layers, 1, 1, 1, bytes]."""
+        """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim]; [layers, 1, 1, 1, bytes]."""
         group = self._kv_cache.groups[g]
         return len(group.layer_idxs), *group.spec.page_shape(self.form.page_tokens)
 

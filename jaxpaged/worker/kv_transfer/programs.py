@@ -1,9 +1,9 @@
 """The programs that copy blocks out of the KV cache and into it, in the form that pages have.
 
 What leaves the device is `[pages, layers, 2, tokens, KV heads, head dim]` (1 in place of 2 for latents; bytes, `[pages,
-layers, 1, 1, 1, bytes]`, for snapshots of states), whatever the layout of the attention backend, with each head of the model once, however many devices have it, and whole on every
-device, in the form that pages have (`forms.py`). Blocks are cut into pages, or joined to them, on the device. Block ids
-outside of the pool are padding.
+layers, 1, 1, 1, bytes]`, for snapshots of states), whatever the layout of the attention backend, with each head of the
+model once, however many devices have it, and whole on every device, in the form that pages have (`forms.py`). Blocks
+are cut into pages, or joined to them, on the device. Block ids outside of the pool are padding.
 
 What comes is given to each of N devices whole, so N times the bytes are sent, over N links at a time. Shared out by
 pages and exchanged by the devices, it takes two collectives a layer: with 16 layers 0.22 GB/s came in place of 0.72 to
@@ -51,7 +51,7 @@ def layer_bytes(spec: Any, num_tokens: int, form: PageForm) -> int:
 
 
 def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
-    """Of a token in all layers, as pages have them; 0 where there are recurrent states, which are not counted by tokens."""
+    """Of a token in all layers, as pages have them; 0 with recurrent states, whose size no token has."""
     specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
     if not all(spec.needs_blocks for spec, _ in specs):
         return 0.0
