@@ -155,7 +155,7 @@ def show_copies() -> None:
     with LLM(max_model_len=4096, token_buckets=(8, 512), kv_offload="host=64M", num_scheduler_steps=1) as llm:
         copies = llm.llm_engine._core.executor.worker.kv_transfer._copies
         pages = copies.empty(0, copies.most(0))
-        cut, num_bytes = copies._cuts[0], sum(array.nbytes for array in pages)
+        cut, num_bytes = copies._piece_sizes[0], sum(array.nbytes for array in pages)
         ids = list(range(1, copies.most(0) * cut.num_blocks + 1))
 
         def scatter() -> None:

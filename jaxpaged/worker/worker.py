@@ -51,6 +51,7 @@ from jaxpaged.worker.shared_blocks import NEVER_SHARED, SharedBlocks
 from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
+from jaxpaged.worker.step.zero_pages import has_zero_pages
 from jaxpaged.worker.weights import free, return_freed_pages, weights_of
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Worker:
         programs = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
         self.step_programs = programs[-1]
         self.cache_hits = CacheHits(THREAD_NAME)
+        has_zero_pages(self.engine_spec.platform)  # programs that are loaded call what it makes known
         self.programs = self._compile(programs)
         self.programs.start()
         self.weights = weights_of(self.stages, folder, self.progress)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.messages import ProgramKey
-from jaxpaged.worker.step.packed import SHARED
+from jaxpaged.worker.programs.declare import SHARED_KINDS, ProgramKind
 from pallas_kernels.ragged_paged_attention import gpu
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
@@ -59,12 +59,12 @@ def test_a_step_in_which_rows_share_takes_the_program_that_reads_it_once_where_l
         call = device.call
         monkeypatch.setattr(device, "call", lambda key, *given: (called.append(key), call(key, *given))[1])
         alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
-        assert not any(key.kind.endswith(SHARED) for key in called), "one row shares with nobody"
+        assert not {key.kind for key in called} & set(SHARED_KINDS.values()), "one row shares with nobody"
         llm.generate(prompts, params, use_tqdm=False)  # the program is wanted now
-        device.programs[ProgramKey(f"forward{SHARED}", 16)]
+        device.programs[ProgramKey(ProgramKind.FORWARD_SHARED, 16)]
         called.clear()
         together = llm.generate(prompts, params, use_tqdm=False)
-    assert ProgramKey(f"forward{SHARED}", 16) in called
+    assert ProgramKey(ProgramKind.FORWARD_SHARED, 16) in called
     for one, both in zip(alone, together, strict=True):
         assert one.outputs[0].token_ids == both.outputs[0].token_ids
         for mine, other in zip(one.outputs[0].logprobs, both.outputs[0].logprobs, strict=True):

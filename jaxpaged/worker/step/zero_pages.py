@@ -55,7 +55,8 @@ def zero_pages(shapes: Sequence[Any]) -> list[jax.Array]:
 
 @functools.cache
 def has_zero_pages(platform: str) -> bool:
-    """Whether programs for one device of a platform can have them. If so, XLA knows the function from now on."""
+    """Whether programs for one device of a platform can have them. If so, XLA knows the function from now on: it must
+    before a program is loaded that calls it."""
     if platform != "cpu" or sys.platform != "linux" or ffi_version() not in KNOWN_FFI:
         return False
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(_handler), platform="cpu", api_version=1)

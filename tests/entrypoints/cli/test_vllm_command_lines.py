@@ -53,7 +53,7 @@ REFUSED = {
     "serve MODEL --enable-lora --max-loras 4": "enable_lora",
     "serve MODEL --prefill-context-parallel-size 2": "prefill_context_parallel_size",
     "serve MODEL -dp 4 --data-parallel-size-local 2": "data_parallel_size_local",
-    """serve MODEL --kv-transfer-config '{"kv_connector": "NixlConnector"}'""": "kv_transfer_config",
+    """serve MODEL --kv-transfer-config '{"kv_connector": "P2pNcclConnector"}'""": "kv_transfer_config",
     "serve MODEL --quantization awq": "quantization is 'awq', but checkpoints in this format are not read yet",
     "serve MODEL --kv-cache-dtype fp8": "kv_cache_dtype is 'fp8'",
     "serve MODEL --lora-modules a=/x b=/y": "lora_modules is ['a=/x', 'b=/y']",
