@@ -294,7 +294,8 @@ def choices(
     body: CompletionRequest, style: CompletionStyle, first_index: int, output: RequestOutput, tokenizer: Tokenizer
 ) -> list[CompletionChoice]:
     """The sequences of one prompt."""
-    shown, of_prompt = [], prompt_logprobs(output.prompt_logprobs)
+    shown = []
+    of_prompt = None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
     for each in output.outputs:
         piece = SequenceText(style, tokenizer).show(output, each)
         shown.append(

@@ -108,10 +108,8 @@ def top_by_text(tokenizer: Tokenizer, candidates: Candidates, as_ids: bool) -> d
     return by_text
 
 
-def prompt_logprobs(positions: Sequence[Candidates | None] | None) -> list[dict[int, Logprob] | None] | None:
+def prompt_logprobs(positions: Sequence[Candidates | None]) -> list[dict[int, Logprob] | None]:
     """As the engine has them, without infinities."""
-    if positions is None:
-        return None
     return [None if each is None else {i: finite(candidate) for i, candidate in each.items()} for each in positions]
 
 
