@@ -14,7 +14,7 @@ from jaxpaged.multimodal.identity import picture_key
 from jaxpaged.multimodal.processes import PictureProcesses, ProcessLimits
 from jaxpaged.multimodal.processors import processor_of
 from tests.multimodal.drawn import drawn, encoded
-from tests.processes_and_threads import children_of, left_of, running
+from tests.processes_and_threads import left_of, running
 
 FIELD = "messages[0].content[0].image_url"
 CONFIG = {"model_type": "gemma3", "mm_tokens_per_image": 16}
@@ -52,22 +52,22 @@ def refusal(processes, picture, **options) -> RequestError:
     return caught.value
 
 
-def only_child() -> int:
-    (pid,) = children_of(os.getpid())
-    return pid
+def only_child(processes: PictureProcesses) -> int:
+    (child,) = processes._children  # this process may have others: engines of other tests
+    return child.pid
 
 
 def test_a_child_gives_what_this_process_would_give_and_serves_many(opened):
     processes = opened(num_processes=2)
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda seed: check(processes, seed), range(12)))
-    assert len(children_of(os.getpid())) <= 2
+    assert len(processes._children) <= 2
 
 
 def test_errors_name_the_field_and_leave_the_child_alive(opened):
     processes = opened(num_processes=1, limits=PictureLimits(max_pixels=10_000))
     check(processes)
-    pid = only_child()
+    pid = only_child(processes)
     error = refusal(processes, b"no picture")
     assert error.parameter == FIELD and "no picture that can be read" in str(error)
     assert "are allowed" in str(refusal(processes, encoded(drawn(200, 200))))
@@ -76,7 +76,7 @@ def test_errors_name_the_field_and_leave_the_child_alive(opened):
     error = refusal(processes, encoded(drawn(9, 9)), options={"do_pan_and_scan": 7})
     assert error.parameter == "mm_processor_kwargs" and "do_pan_and_scan is 7" in str(error)
     check(processes)
-    assert only_child() == pid
+    assert only_child(processes) == pid
 
 
 def test_options_of_a_request_reach_the_child(opened):
@@ -90,7 +90,7 @@ def test_options_of_a_request_reach_the_child(opened):
 def test_a_child_that_is_killed_costs_its_request_and_is_replaced(opened):
     processes = opened(num_processes=1)
     check(processes)
-    pid = only_child()
+    pid = only_child(processes)
     os.kill(pid, signal.SIGSTOP)  # so that it is busy for certain
     timer = threading.Timer(0.2, os.kill, [pid, signal.SIGKILL])
     timer.start()
@@ -98,19 +98,19 @@ def test_a_child_that_is_killed_costs_its_request_and_is_replaced(opened):
     timer.join()
     assert error.parameter == FIELD and "memory and time" in str(error)
     check(processes)
-    assert only_child() != pid
+    assert only_child(processes) != pid
 
 
 @pytest.mark.parametrize("size", [(90, 60), (2000, 1000)])
 def test_a_child_that_hangs_is_replaced_whether_it_reads_or_not(opened, size):
     processes = opened(num_processes=1)
     check(processes)
-    pid = only_child()
+    pid = only_child(processes)
     os.kill(pid, signal.SIGSTOP)
     processes._idle[0]._patience = 0.1
     assert "memory and time" in str(refusal(processes, np.zeros((*size, 3), np.uint8)))
     check(processes)
-    assert only_child() != pid
+    assert only_child(processes) != pid
 
 
 def test_a_picture_that_needs_too_much_memory_costs_its_request(opened):
@@ -132,7 +132,7 @@ def test_a_picture_that_takes_too_long_costs_its_request(opened):
 def test_closing_ends_pictures_under_way_and_refuses_later_ones(opened):
     processes = opened(num_processes=1)
     check(processes)
-    os.kill(only_child(), signal.SIGSTOP)
+    os.kill(only_child(processes), signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         under_way = pool.submit(processes.process, encoded(drawn(90, 60)), FIELD)
         while processes._idle:

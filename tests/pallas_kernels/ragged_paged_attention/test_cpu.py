@@ -1,6 +1,7 @@
 """Attention in machine code of our own, on this CPU and as one with fewer instructions would compute it."""
 
 import dataclasses
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,9 +113,11 @@ def test_the_kernels_of_lesser_machines_compute_a_case(monkeypatch, case, dtype)
 
 @needs_kernels
 def test_the_kernel_computes_what_it_can_and_xla_the_rest(monkeypatch):
-    asked, kernel = [], cpu.kernel
+    asked, kernel, here = [], cpu.kernel, threading.get_ident()
 
     def ask(*heads, machine):
+        if threading.get_ident() != here:  # an engine of another test compiles on
+            return kernel(*heads, machine=machine)
         return kernel(*heads, machine=machine) if heads[0] == "planned" else asked.append(heads) or 1 / 0
 
     monkeypatch.setattr(cpu, "kernel", ask)
