@@ -442,6 +442,20 @@ class KVCacheConfig:
         return tuple(caches[layer] for layer in range(len(caches)))
 
 
+@dataclass(frozen=True)
+class EncoderCacheConfig:
+    """The encoder cache: embeddings of pictures, in `num_pages` pages of `page_size`.
+
+    A step encodes at most `max_step_embeds` embeddings. `whole_spans`: no step ends within a run of tokens that
+    embeddings replace, since they see each other both ways, or since the options say so.
+    """
+
+    num_pages: int
+    page_size: int
+    max_step_embeds: int
+    whole_spans: bool = False
+
+
 def group_layers(specs: Sequence[CacheSpec], is_staged: bool = False) -> tuple[KVCacheGroup, ...]:
     """Put layers into groups, one kind of cache each, of equal size where they share a pool.
 

@@ -26,13 +26,39 @@ FinishReason = str  # "stop" | "length" | "abort" | "error"
 Progress = Callable[[str, int, int], None]
 
 
+class MultiModalFeature(msgspec.Struct, array_like=True):
+    """One picture of a prompt. A list of frames is several of them.
+
+    Its `key` of 32 bytes says what the encoder makes of it (`multimodal/identity.py`). It is bound to nothing that a
+    client says, and caches on the device, on the host and in block hashes go by it. `grid` is the encoder's output:
+    items, rows, columns. Its embeddings replace, in their order, the tokens of `runs`, each of which is a start in the
+    prompt and a length. From the first placeholder token to the last, what stands between included, are `length`
+    tokens from `offset` on.
+    """
+
+    key: bytes
+    modality: str  # "image"
+    offset: int
+    length: int
+    runs: list[tuple[int, int]]
+    grid: tuple[int, int, int]
+    pixels: np.ndarray | None = None  # uint8, of the processor's shape; None: the core has it by its key, or asks
+
+    @property
+    def num_embeds(self) -> int:
+        """How many embeddings the encoder gives for it."""
+        num_items, rows, columns = self.grid
+        return num_items * rows * columns
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A checked, tokenised request on its way to the engine core.
 
     `sampling_params` is complete: `max_tokens` is a number, `seed` a 64-bit integer, `stop_token_ids` holds the
     model's own end-of-sequence ids unless `ignore_eos`. `eos_token_id` is the id that ends the text with a
     `stop_reason` of None. With `pooling_params` the step that would draw the first token gives the prompt's numbers
-    instead, and ends the request; its sampling parameters ask for that one token.
+    instead, and ends the request; its sampling parameters ask for that one token. `mm_features` are in the order of
+    the prompt.
     """
 
     request_id: str
@@ -43,7 +69,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     lora_name: str | None = None
-    mm_hashes: list[tuple[str, int, int]] = []  # (content hash, offset in the prompt, length)
+    mm_features: list[MultiModalFeature] = []
     pooling_params: PoolingParams | None = None
 
 
@@ -72,6 +98,17 @@ class NewRequestData(msgspec.Struct):
     block_ids: tuple[list[int], ...]
     sampling_params: SamplingParams
     is_private: bool = False
+    mm_features: list[MultiModalFeature] = []  # without pixels
+
+
+class EncoderInput(msgspec.Struct):
+    """A picture that a step's encode programs compute before its forward pass.
+
+    Embedding i goes to page `page_ids[i // page_size]` of the encoder cache, place `i % page_size`.
+    """
+
+    feature: MultiModalFeature  # with pixels
+    page_ids: list[int]
 
 
 class StepPrograms(NamedTuple):
@@ -108,6 +145,9 @@ class SchedulerOutput(msgspec.Struct):
     tokens of all steps before it. `programs`: chosen by the executor, once for all workers, which must launch the same.
     `ranks`: the part of each attention rank, where there are several. Then the lists are those of all parts, one after
     the other, and each rank has rows and blocks of its own.
+
+    `encoder_pages` has (request id, index of the feature, its pages) for each feature of which the step computes a
+    token, unless a step before it said so since the request's row was taken.
     """
 
     step_id: int
@@ -124,6 +164,8 @@ class SchedulerOutput(msgspec.Struct):
     programs: StepPrograms = StepPrograms()
     ranks: list["SchedulerOutput"] = []
     kv_connector_metadata: KVConnectorMetadata | None = None  # None: nothing is kept besides the device, or changes
+    encoder_inputs: list[EncoderInput] = []
+    encoder_pages: list[tuple[str, int, list[int]]] = []
 
     @property
     def parts(self) -> Sequence["SchedulerOutput"]:

@@ -144,6 +144,7 @@ class FreeExecutor:
         scheduler, block_size = config.scheduler, config.cache.block_size
         groups = (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),)
         self.kv_cache_config = KVCacheConfig((scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1,), groups)
+        self.encoder_cache_config = None
         buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
         rows = [RequestRows(scheduler.max_num_seqs, len(groups))]

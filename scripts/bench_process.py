@@ -57,6 +57,7 @@ class CountingExecutor:
         self.seconds, self.ready = seconds, 0.0
         blocks = num_streams * MAX_MODEL_LEN // 16 + 1
         self.kv_cache_config = KVCacheConfig((blocks,), (KVCacheGroup(AttentionSpec(16, 1, 1, 2), (0,)),))
+        self.encoder_cache_config = None
 
     def execute_model(self, scheduled: SchedulerOutput) -> Computing:
         self.ready = max(self.ready, time.perf_counter()) + self.seconds

@@ -72,6 +72,7 @@ class FreeExecutor:
 
     def __init__(self, num_blocks: int, block_size: int):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),))
+        self.encoder_cache_config = None
 
     def execute_model(self, scheduled: Any) -> Ready:
         ids = [each for each, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens, strict=True) if most]

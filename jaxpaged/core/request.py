@@ -59,7 +59,7 @@ class Request:
         "lora_name",
         "matcher",
         "max_total_tokens",
-        "mm_hashes",
+        "mm_features",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafts",
@@ -91,7 +91,7 @@ class Request:
         self.priority = message.priority
         self.cache_salt = message.cache_salt
         self.lora_name = message.lora_name
-        self.mm_hashes = message.mm_hashes
+        self.mm_features = message.mm_features
 
         assert params.max_tokens is not None, "the sampling parameters are not complete"
         self.all_token_ids = list(message.prompt_token_ids)
@@ -135,7 +135,7 @@ class Request:
     @property
     def has_only_tokens(self) -> bool:
         """Whether the content of its blocks follows from tokens and weights alone."""
-        return self.lora_name is None and self.cache_salt is None and not self.mm_hashes
+        return self.lora_name is None and self.cache_salt is None and not self.mm_features
 
     def forget_hashes(self) -> None:
         """From now on the request computes other content."""

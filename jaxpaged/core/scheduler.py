@@ -23,7 +23,7 @@ from jaxpaged.core.request import Request, check_request
 from jaxpaged.core.speculative import DraftLengths
 from jaxpaged.core.structured_output import StructuredOutputManager
 from jaxpaged.errors import ConfigError, EngineError, RequestError
-from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_cache_spec import EncoderCacheConfig, KVCacheConfig
 from jaxpaged.kv_connector.base import KVConnection, KVConnectorMetadata, KVConnectorOutput
 from jaxpaged.messages import (
     EngineCoreOutput,
@@ -56,11 +56,13 @@ class Scheduler:
         num_ranks: int = 1,
         connection: KVConnection | None = None,
         load_failure_policy: str = "recompute",
+        encoder_cache_config: EncoderCacheConfig | None = None,
     ):
         """`scheduler_config` is resolved; it and `kv_cache_config` are those of each rank. `can_run`: see `Executor`.
         `num_drafts`: of a request and step, at most. `num_stages`: steps that a pipeline computes at a time.
         `connection`: to what keeps keys and values besides the device, of one rank only; `load_failure_policy`:
-        "recompute", or "fail" requests whose pages do not come. Raises ConfigError when options contradict."""
+        "recompute", or "fail" requests whose pages do not come. `encoder_cache_config` None: no pictures. Raises
+        ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -68,6 +70,7 @@ class Scheduler:
             )
         self._max_model_len = max_model_len
         max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
+        self._encoder_cache_config = encoder_cache_config
         self._max_prompt_step = None if scheduler_config.enable_chunked_prefill else max_num_batched_tokens
         self._stats = SchedulerStats()  # counted since the engine started
         self.ranks = [

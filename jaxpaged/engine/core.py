@@ -112,6 +112,7 @@ class EngineCore(EngineCoreClient):
             num_ranks=config.parallel.num_ranks,
             connection=None if kv_transfer is None else KVConnection(kv_transfer.connector, kv_transfer.layout),
             load_failure_policy=config.cache.load_failure_policy,
+            encoder_cache_config=executor.encoder_cache_config,
         )
         self._kv_transfer, self.transfers = kv_transfer, self._scheduler.transfers  # None: nothing besides the device
         # One step is computed on each stage, and one waits for a device.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_cache_spec import EncoderCacheConfig, KVCacheConfig
 from jaxpaged.kv_connector.base import KVCacheLayout, KVConnector, KVConnectorMetadata, KVConnectorOutput
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixInfo
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
@@ -34,6 +34,7 @@ class Executor(Protocol):
     """Computes steps in the order in which they are given."""
 
     kv_cache_config: KVCacheConfig
+    encoder_cache_config: EncoderCacheConfig | None  # None: text only
 
     @property
     def weights_version(self) -> str:

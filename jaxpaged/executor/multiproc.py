@@ -115,6 +115,7 @@ class MultiProcExecutor:
         everywhere: Callable[[Readiness], Readiness] = lambda programs: ReadyEverywhere(programs, group)
         self._own = UniProcExecutor(config, model, decoder, folder, progress, group.settle_blocks, everywhere)
         self.kv_cache_config = self._own.kv_cache_config
+        self.encoder_cache_config = self._own.encoder_cache_config
         self.workers = Everybody(self._own.worker, group)
         self.max_step_tokens, self.max_decode_steps = self._own.max_step_tokens, self._own.max_decode_steps
         self.can_run = self._own.can_run

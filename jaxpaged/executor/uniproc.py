@@ -14,6 +14,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.backend import start_backend
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker, PendingOutput
+from jaxpaged.kv_cache_spec import EncoderCacheConfig
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
@@ -55,6 +56,7 @@ class UniProcExecutor:
         `readiness`, which programs are ready, from what is ready here."""
         self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)
         self.kv_cache_config = self.worker.kv_cache_config
+        self.encoder_cache_config: EncoderCacheConfig | None = None
         sizes = sizes_of(self.worker.step_programs, self.worker.programs.builders)
         self.choice = ProgramChoice(readiness(self.worker.programs), sizes)
         self.max_step_tokens, self.max_decode_steps = self.choice.max_step_tokens, self.choice.max_decode_steps

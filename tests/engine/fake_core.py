@@ -58,6 +58,7 @@ class CountingExecutor:
 
     def __init__(self, num_blocks: int, block_size: int = 16):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
+        self.encoder_cache_config = None
         self.steps = 0
         self.slow = False
         self.broken = False

@@ -92,6 +92,7 @@ class FakeExecutor:
     def __init__(self, model: Model, vocab_size: int, num_blocks: int = 64, block_size: int = 4):
         group = KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,))
         self.kv_cache_config = KVCacheConfig((num_blocks,), (group,))
+        self.encoder_cache_config = None
         self.model = model
         self.vocab_size = vocab_size
         self.rows: dict[str, Row] = {}

@@ -81,9 +81,9 @@ def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys |
     start = block_idx * block_size
     if request.lora_name is not None:
         keys.append(("lora", request.lora_name))
-    for content_hash, offset, length in request.mm_hashes:
-        if offset < start + block_size and start < offset + length:
-            keys.append(("mm", content_hash, offset - start))
+    for feature in request.mm_features:
+        if feature.offset < start + block_size and start < feature.offset + feature.length:
+            keys.append(("mm", feature.key.hex(), feature.offset - start))
     if request.cache_salt is not None and block_idx == 0:
         keys.append(("cache_salt", request.cache_salt))
     return tuple(keys) or None

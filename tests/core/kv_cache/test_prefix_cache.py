@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tests.core.kv_cache.test_block_hash import feature
 from tests.core.simulation import Engine, prompt_of
 
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
@@ -52,7 +53,7 @@ def test_some_requests_write_the_cache_and_do_not_read_it(option):
     assert hit_of(engine, "writer", prompt_of(12), **option) == 0
 
 
-@pytest.mark.parametrize("option", [{"cache_salt": "s"}, {"lora_name": "l"}, {"mm_hashes": [("image", 1, 3)]}])
+@pytest.mark.parametrize("option", [{"cache_salt": "s"}, {"lora_name": "l"}, {"mm_features": [feature("image", 1, 3)]}])
 def test_salt_adapter_and_images_separate_requests(option):
     engine = Engine()
     warm(engine, prompt_of(12), **option)
@@ -138,7 +139,7 @@ class TestEvents:
 
     def test_blocks_are_reported_when_they_are_stored(self):
         engine = self.engine()
-        warm(engine, prompt_of(10), lora_name="l", cache_salt="s", mm_hashes=[("image", 6, 2)])
+        warm(engine, prompt_of(10), lora_name="l", cache_salt="s", mm_features=[feature("image", 6, 2)])
         (event,) = engine.scheduler.kv_cache_manager.take_events()
         assert len(event.block_hashes) == 2
         assert event == BlockStored(
@@ -147,7 +148,7 @@ class TestEvents:
             token_ids=prompt_of(8),
             block_size=4,
             lora_name="l",
-            extra_keys=[["l", "s"], ["l", ["image", 2]]],
+            extra_keys=[["l", "s"], ["l", [b"image".ljust(32, b".").hex(), 2]]],
         )
         assert engine.scheduler.kv_cache_manager.take_events() == []
 
