@@ -8,7 +8,7 @@ while a program is traced; angles are float32. Two scalings depend on how long a
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -25,6 +25,10 @@ class RopeConfig:
 
     `max_position` is the trained length for "dynamic", `original_max_position` the one for the other scalings.
     cos and sin are multiplied by `attention_factor`.
+
+    `sections`: how many pairs of numbers are rotated by the position in time, by that of the row and by that of the
+    column, where a token has three positions (arXiv 2409.12191). One section follows another, or, `mixes_sections`,
+    rows and columns have every third pair, from the second and the third on, and time has the others.
     """
 
     theta: float
@@ -41,6 +45,8 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    sections: tuple[int, ...] = field(default=(), metadata={"later": True})  # `models.config.LATER`
+    mixes_sections: bool = field(default=False, metadata={"later": True})
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,30 @@ class QueryGrowth:
     scale: float
 
 
-def rope_cos_sin(rope: RopeConfig, positions_T: jax.Array, max_model_len: int) -> CosSin:
-    """Float32 (cos, sin) of the angles at these positions, each [T, rotary_dim / 2]."""
-    angles = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(rope, max_model_len)
+def rope_cos_sin(
+    rope: RopeConfig, positions_T: jax.Array, max_model_len: int, offsets_3T: jax.Array | None = None
+) -> CosSin:
+    """Float32 (cos, sin) of the angles at these positions, each [T, rotary_dim / 2].
+
+    With `offsets_3T`, and sections, a pair is rotated by the position of its section, `positions_T` plus its offset.
+    """
+    positions = positions_T.astype(jnp.float32)[:, None]
+    if offsets_3T is not None and rope.sections:
+        time, row, column = ((positions_T + offset_T).astype(jnp.float32)[:, None] for offset_T in offsets_3T)
+        sections = section_of_pairs(rope)
+        positions = jnp.where(sections == 1, row, jnp.where(sections == 2, column, time))
+    angles = positions * inverse_frequencies(rope, max_model_len)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def section_of_pairs(rope: RopeConfig) -> np.ndarray:
+    """0 for pairs that time rotates, 1 for rows, 2 for columns: [rotary_dim / 2]."""
+    if not rope.mixes_sections:
+        return np.repeat(np.arange(3), rope.sections)
+    sections = np.zeros(rope.rotary_dim // 2, np.int64)
+    for section in (1, 2):
+        sections[section : 3 * rope.sections[section] : 3] = section
+    return sections
 
 
 def query_growth(config: QueryGrowth, positions_T: jax.Array) -> jax.Array:

@@ -168,13 +168,15 @@ def forward(
     if x_TD is None:
         assert params.embed_tokens is not None, "the first layers need embeddings"
         x_TD = kept_apart(config, embed(batch.tokens_T, params.embed_tokens, config.embed_scale))
-    cos_sin = rotations(config, batch.positions_T)
+    x_TD, *deeper = (x_TD,) if batch.visual_TE is None else seen(config, batch, x_TD)
+    cos_sin = rotations(config, batch.positions_T, batch.rope_offsets_3T)
     growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)
     for p, layer, (group, tensor) in zip(params.layers, config.layers, batch.caches, strict=True):
         streams.append(x_TD)
         context = LayerContext(batch.attention[group], cos_sin.get(layer.rope), growth_T)
         output = decoder_layer(p, config, x_TD, kv[tensor], context)
         x_TD, kv[tensor] = output.x_TD, output.kv
+        x_TD = kept_apart(config, x_TD + deeper.pop(0)) if deeper else x_TD
         loads += [] if output.load_E is None else [output.load_E]
     streams.append(x_TD)
     return ForwardOutput(
@@ -185,14 +187,25 @@ def forward(
     )
 
 
-def rotations(config: DecoderConfig, positions_T: jax.Array) -> dict[RopeConfig | None, CosSin]:
+def seen(config: DecoderConfig, batch: Batch, x_TD: jax.Array) -> tuple[jax.Array, ...]:
+    """Embeddings [T, D], of an encoder where the step has some, which are not scaled; and what is added behind each of
+    the first layers, zero for text."""
+    assert batch.visual_TE is not None and batch.is_visual_T is not None
+    is_visual_T1 = batch.is_visual_T[:, None]
+    levels = jnp.split(batch.visual_TE.astype(x_TD.dtype), batch.visual_TE.shape[1] // config.hidden_size, axis=1)
+    return jnp.where(is_visual_T1, levels[0], x_TD), *(jnp.where(is_visual_T1, each, 0) for each in levels[1:])
+
+
+def rotations(
+    config: DecoderConfig, positions_T: jax.Array, offsets_3T: jax.Array | None = None
+) -> dict[RopeConfig | None, CosSin]:
     """The angles of this step's positions, once for all layers that rotate alike.
 
     XLA may not fuse them into what uses them: on a CPU it would compute them again in every layer, for queries and for
     keys, once a head. With `deterministic` see `kept_apart`.
     """
     ropes = dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None)  # in the layers' order
-    angles = lambda rope: rope_cos_sin(rope, positions_T, config.max_model_len)
+    angles = lambda rope: rope_cos_sin(rope, positions_T, config.max_model_len, offsets_3T)
     return {rope: jax.lax.optimization_barrier(angles(rope)) for rope in ropes}
 
 

@@ -10,6 +10,8 @@
 Before use, `config = dataclasses.replace(config, max_model_len=...)` with the engine's limit: some rope scalings
 depend on it. Models know nothing of requests, blocks or programs: the KV tensors and `batch.attention` pass through
 to `layers.attention.attend`.
+
+Letters: in `visual_TE` E are the numbers of an encoder's embedding; 3 are the positions in time, rows and columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +36,9 @@ class Batch:
     `tokens_T` and `positions_T` are int32: which token, and where in its request; padding is token 0 at position 0.
     `attention` has an entry per KV group. `caches` has one per layer: the index of its group, and of its KV tensor.
     `stream_TD`: what the layers of earlier stages made of the tokens, where these are not the first layers.
+    `visual_TE`: in models that see, what stands in place of the embeddings of tokens where `is_visual_T`: [T, D * (1 +
+    levels)], the encoder's embedding and one vector for each of the first layers, which is added behind that layer.
+    `rope_offsets_3T` is added to positions where a rotation has three of them: int32 [3, T].
     """
 
     tokens_T: jax.Array
@@ -41,6 +46,9 @@ class Batch:
     attention: tuple[AttentionBatch | StateBatch, ...]
     caches: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
     stream_TD: jax.Array | None = None
+    visual_TE: jax.Array | None = None
+    is_visual_T: jax.Array | None = None
+    rope_offsets_3T: jax.Array | None = None
 
 
 @struct.dataclass

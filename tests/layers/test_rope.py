@@ -45,6 +45,33 @@ def test_every_platforms_form_rotates_the_pairs(rotation, is_interleaved):
     np.testing.assert_allclose(rotation(is_interleaved)(jnp.asarray(x), *cos_sin), parts, atol=1e-5)
 
 
+SECTIONS_IN_A_ROW = [0, 0, 1, 1, 1, 2, 2, 2]
+MIXED_SECTIONS = [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rope", "section_of"),
+    [
+        (RopeConfig(100.0, 16, sections=(2, 3, 3)), SECTIONS_IN_A_ROW),
+        (RopeConfig(100.0, 16, sections=(3, 3, 2), mixes_sections=True), MIXED_SECTIONS),
+        (
+            RopeConfig(100.0, 16, "yarn", 4.0, 64, 16, attention_factor=1.1, sections=(2, 3, 3), mixes_sections=False),
+            SECTIONS_IN_A_ROW,
+        ),
+    ],
+)
+def test_each_pair_goes_by_the_position_of_its_section(rope, section_of):
+    offsets = np.array([[0, -1, -3], [0, 4, -3], [0, 9, -3]])
+    three = [rope_cos_sin(rope, jnp.asarray(np.arange(5, 8) + offset), 64) for offset in offsets]
+    found = rope_cos_sin(rope, jnp.arange(5, 8), 64, jnp.asarray(offsets))
+    for part, name in enumerate(("cos", "sin")):
+        expected = np.stack([three[section][part][:, pair] for pair, section in enumerate(section_of)], axis=1)
+        np.testing.assert_array_equal(found[part], expected, err_msg=name)
+    for part, plain in zip(found, rope_cos_sin(rope, jnp.arange(5, 8), 64), strict=True):
+        np.testing.assert_array_equal(part[0], plain[0])  # text before all pictures
+        assert not np.array_equal(part[1:], plain[1:])
+
+
 def test_scores_depend_on_the_distance_alone():
     rng = np.random.default_rng(1)
     q, k = rng.standard_normal((2, 1, 1, 8)).astype(np.float32)
