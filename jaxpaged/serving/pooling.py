@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxpaged.engine.input.long_text import checked_length
 from jaxpaged.engine.input.processor import NO_POOLING
+from jaxpaged.engine.input.tokenizer import checked_length
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, text_ids
 from jaxpaged.engine.pooling.scoring import cosine, paired

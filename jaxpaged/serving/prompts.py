@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from jaxpaged.engine.input.chat_template import ChatTemplates
-from jaxpaged.engine.input.long_text import Truncation
 from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named

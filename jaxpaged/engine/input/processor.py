@@ -15,10 +15,9 @@ from typing import Any
 from jaxpaged.engine.input.chat_template import OWN_VARIABLES, ChatTemplates, Message
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
-from jaxpaged.engine.input.long_text import Truncation, checked_length, enough_text
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.input.prompts import Prompt
-from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer, Truncation, checked_length, enough_text
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
 from jaxpaged.errors import RequestError, check_unicode, did_you_mean, shown

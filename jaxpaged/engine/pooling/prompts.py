@@ -7,8 +7,7 @@ text goes, as transformers does it. This module knows no requests.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpaged.engine.input.long_text import enough_text
-from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.engine.input.tokenizer import Tokenizer, enough_text
 from jaxpaged.errors import RequestError
 
 

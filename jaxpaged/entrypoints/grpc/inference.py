@@ -13,8 +13,7 @@ from jaxpaged.entrypoints.grpc.responses import Responses, vectors
 from jaxpaged.pooling import PoolingRequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import client_names
-from jaxpaged.serving.generate import EngineRequest, Numbered, NumberedTaker, collect, stream
-from jaxpaged.serving.generate_request import check_shape, prepare
+from jaxpaged.serving.generate import EngineRequest, Numbered, NumberedTaker, check_shape, collect, prepare, stream
 from jaxpaged.serving.pooling import prepare_inputs, prepare_pairs
 from jaxpaged.serving.prompts import text_of_tokens, token_strs
 from jaxpaged.serving.requests import RequestContext, off_loop, own_or_new

@@ -8,13 +8,13 @@ import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from jaxpaged.engine.input.long_text import Truncation
+from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
-from jaxpaged.serving import generate_request as common
+from jaxpaged.serving import generate as common
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate_request import GenerateRequest, TextPrompts, check_logprobs, check_stop
+from jaxpaged.serving.generate import GenerateRequest, TextPrompts, check_logprobs, check_stop
 from jaxpaged.serving.pooling import PoolRequest, check_count
 from jaxpaged.serving.prompts import (
     Conversation,

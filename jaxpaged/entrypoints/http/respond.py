@@ -33,8 +33,7 @@ from jaxpaged.entrypoints.http.transport.sending import (
 )
 from jaxpaged.serving.beam_search import search
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.generate import EngineRequest, Output, collect, stream
-from jaxpaged.serving.generate_request import check_shape
+from jaxpaged.serving.generate import EngineRequest, Output, check_shape, collect, stream
 from jaxpaged.serving.output_reader import OutputReader, Reading
 from jaxpaged.serving.requests import CORE_HEADER, RequestContext, chosen_core, off_loop, trace_in
 from jaxpaged.serving.service import Service

@@ -6,9 +6,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
-from jaxpaged.engine.input import long_text
-from jaxpaged.engine.input.long_text import PromptTooLongError, Truncation, checked_length, enough_text, pieces
-from jaxpaged.engine.input.tokenizer import LONG_TEXT, Tokenizer
+from jaxpaged.engine.input import tokenizer as tokenizers_module
+from jaxpaged.engine.input.tokenizer import (
+    LONG_TEXT,
+    PromptTooLongError,
+    Tokenizer,
+    Truncation,
+    checked_length,
+    enough_text,
+    pieces,
+)
 from jaxpaged.errors import RequestError
 from tests.engine.small_tokenizer import make_tokenizer
 
@@ -39,9 +46,9 @@ WORDS = st.sampled_from(["the", "cat", "sat", "on", "log", "the cats", "ü" * 7,
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(long_text, "PIECE", 48)
-    monkeypatch.setattr(long_text, "REACH", 24)
-    monkeypatch.setattr(long_text, "MARGIN", 8)
+    monkeypatch.setattr(tokenizers_module, "PIECE", 48)
+    monkeypatch.setattr(tokenizers_module, "REACH", 24)
+    monkeypatch.setattr(tokenizers_module, "MARGIN", 8)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

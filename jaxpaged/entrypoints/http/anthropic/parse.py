@@ -21,9 +21,9 @@ from jaxpaged.entrypoints.http.openai.fields import check_refusals
 from jaxpaged.entrypoints.http.respond import Parsed
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
-from jaxpaged.serving import generate_request
+from jaxpaged.serving import generate
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate_request import GenerateRequest, check_stop, prepare
+from jaxpaged.serving.generate import GenerateRequest, check_stop, prepare
 from jaxpaged.serving.prompts import Conversation
 from jaxpaged.serving.requests import RequestContext, check_depth
 from jaxpaged.serving.service import Service
@@ -245,7 +245,7 @@ def sampling_params(body: MessagesRequest, defaults: Mapping[str, Any], limits_t
         own["thinking_token_budget"] = body.thinking.budget_tokens
     given = {name: value for name, value in own.items() if value is not None}
     given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return generate_request.sampling_params(given, defaults, streams=bool(body.stream))
+    return generate.sampling_params(given, defaults, streams=bool(body.stream))
 
 
 def output_format(body: MessagesPrompt) -> StructuredOutputsParams | None:

@@ -46,7 +46,7 @@ from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage
 from jaxpaged.sampling_params import BeamSearchParams, SamplingParams
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate_request import GenerateRequest, check_logprobs, prepare
+from jaxpaged.serving.generate import GenerateRequest, check_logprobs, prepare
 from jaxpaged.serving.output_reader import OutputReader, UsageCounter
 from jaxpaged.serving.prompts import (
     Conversation,

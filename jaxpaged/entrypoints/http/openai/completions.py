@@ -42,7 +42,7 @@ from jaxpaged.entrypoints.http.respond import Parsed, Stages, respond
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.generate_request import GenerateRequest, TextPrompts, check_logprobs, prepare
+from jaxpaged.serving.generate import GenerateRequest, TextPrompts, check_logprobs, prepare
 from jaxpaged.serving.output_reader import UsageCounter
 from jaxpaged.serving.requests import RequestContext
 from jaxpaged.serving.service import Service

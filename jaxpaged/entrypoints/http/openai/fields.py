@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from jaxpaged.engine.input.long_text import Truncation
+from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.sampling_params import FILLED_IN, BeamSearchParams, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
-from jaxpaged.serving import generate_request
+from jaxpaged.serving import generate
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate_request import check_stop
+from jaxpaged.serving.generate import check_stop
 from jaxpaged.serving.requests import check_depth
 
 ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
@@ -348,7 +348,7 @@ def sampling_params(
     values = given(body, KEPT_WITH_BEAMS if body.use_beam_search else SAMPLING)
     extra = {} if body.vllm_xargs is None else {"extra_args": body.vllm_xargs}
     with client_names({"extra_args": "vllm_xargs"}):
-        return generate_request.sampling_params(
+        return generate.sampling_params(
             {**values, "max_tokens": max_tokens, "logprobs": logprobs, **extra},
             {} if body.use_beam_search else defaults,
             streams=bool(body.stream),

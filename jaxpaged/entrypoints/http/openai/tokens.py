@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxpaged.engine.input.long_text import Truncation
+from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
 from jaxpaged.entrypoints.http.openai.chat import template_arguments
 from jaxpaged.entrypoints.http.openai.protocol import (

@@ -8,9 +8,9 @@ This module knows no tokens, and nothing of how answers are generated.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpaged.engine.input.long_text import PromptTooLongError
+from jaxpaged.engine.input.tokenizer import PromptTooLongError
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.generate_request import PreparedRequest
+from jaxpaged.serving.generate import PreparedRequest
 from jaxpaged.serving.prompts import template_message
 from jaxpaged.serving.tool_use import ToolUse
 

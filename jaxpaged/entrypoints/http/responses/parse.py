@@ -30,9 +30,9 @@ from jaxpaged.entrypoints.http.responses.protocol import LOGPROBS, ReasoningOpti
 from jaxpaged.entrypoints.http.responses.store import ResponseStore
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
-from jaxpaged.serving import generate_request
+from jaxpaged.serving import generate
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate_request import GenerateRequest, PreparedRequest, check_stop, prepare
+from jaxpaged.serving.generate import GenerateRequest, PreparedRequest, check_stop, prepare
 from jaxpaged.serving.prompts import Conversation
 from jaxpaged.serving.requests import RequestContext, check_depth
 from jaxpaged.serving.service import Service
@@ -172,7 +172,7 @@ def params_of(service: Service, body: ResponsesRequest) -> SamplingParams:
         given_params["max_tokens"] = body.max_output_tokens
     if body.vllm_xargs is not None:
         given_params["extra_args"] = body.vllm_xargs
-    return generate_request.sampling_params(
+    return generate.sampling_params(
         given_params,
         service.engine.input_processor.defaults.sampling,
         streams=bool(body.stream or body.background),

@@ -24,8 +24,7 @@ from jaxpaged.entrypoints.http.transport.auth import given_key
 from jaxpaged.entrypoints.http.transport.sending import json_in_pieces
 from jaxpaged.serving.api_keys import digest
 from jaxpaged.serving.errors import ServingError, client_names
-from jaxpaged.serving.generate import all_results, stream
-from jaxpaged.serving.generate_request import check_shape
+from jaxpaged.serving.generate import all_results, check_shape, stream
 from jaxpaged.serving.requests import SHORT_BODY, RequestContext, off_loop
 from jaxpaged.serving.service import Service
 

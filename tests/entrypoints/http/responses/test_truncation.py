@@ -2,11 +2,10 @@
 
 import pytest
 
-from jaxpaged.engine.input.long_text import PromptTooLongError
+from jaxpaged.engine.input.tokenizer import PromptTooLongError
 from jaxpaged.entrypoints.http.responses.conversation import newest_that_fit
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.serving.generate import EngineRequest
-from jaxpaged.serving.generate_request import PreparedRequest
+from jaxpaged.serving.generate import EngineRequest, PreparedRequest
 from jaxpaged.serving.prompts import TokenPrompt
 
 MESSAGES = [{"role": role, "content": str(i)} for i, role in enumerate(["system", *["user", "assistant", "tool"] * 4])]
