@@ -5,6 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.config.option_checks import checked
 from jaxpaged.config.resolution import (
     ModelFacts,
@@ -47,6 +48,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

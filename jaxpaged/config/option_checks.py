@@ -20,6 +20,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 
     `choices`, `not_empty`, and for numbers, also those in a tuple, `minimum`, `maximum` and `above` are checked.
     `aliases` maps other spellings of a value to it; `foreign` maps values of vLLM that are not here to what to do.
+    `several`: the flag of a tuple takes several words.
     """
     metadata["help"] = help
     if isinstance(default, dict):

@@ -81,10 +81,6 @@ def same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-def asks_for_no_media(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(same(count, 0) for count in value.values())
-
-
 def asks_for_llguidance(value: Any) -> bool:
     """Whether structured outputs are left to the library that is used here."""
     backends = ("auto", "guidance")
@@ -179,27 +175,16 @@ MODEL = (
                   "Set JAX_PLATFORMS to cpu, cuda or tpu in the environment."),
 )  # fmt: skip
 MEDIA = (
-    ForeignOption("limit_mm_per_prompt", {}, asks_for_no_media, NO_MEDIA),
-    absent("mm_processor_kwargs", {}, why=NO_MEDIA),
-    absent("media_io_kwargs", {}, why=NO_MEDIA),
-    absent("allowed_local_media_path", "", why=NO_MEDIA),
-    absent("allowed_media_domains", [], why=NO_MEDIA, many=True),
-    absent("enable_mm_embeds", False, why=NO_MEDIA),
-    absent("interleave_mm_strings", False, why=NO_MEDIA),
-    absent("mm_encoder_only", False, why=NO_MEDIA),
-    absent("ec_transfer_config", None, why=NO_MEDIA),
-    absent("ec_manager_config", {}, why=NO_MEDIA),
-    absent("diffusion_config", {}, why=NO_MEDIA),
-    pointless("language_model_only", False, bool),
+    absent("ec_transfer_config", None, why="embeddings of pictures are not sent to other engines"),
+    absent("ec_manager_config", {}, why="embeddings of pictures are not sent to other engines"),
+    absent("diffusion_config", {}, why="models make text only"),
+    renamed("disable_mm_preprocessor_cache", bool, lambda off: {"mm_processor_cache_gb": 0} if off else {}, False),
+    renamed("enable_multimodal_encoder_data_parallel", bool,
+            lambda on: {"mm_encoder_tp_mode": "data"} if on else {}, False),
     pointless("skip_mm_profiling", False, bool),
-    pointless("disable_mm_preprocessor_cache", False, bool),
-    pointless("disable_chunked_mm_input", False, bool),
-    pointless("enable_multimodal_encoder_data_parallel", False, bool),
-    pointless("mm_processor_cache_gb", 4, NUMBER),
     pointless("mm_processor_cache_type", "lru", str),
     pointless("mm_hasher_algorithm", "blake3", str),
     pointless("mm_shm_cache_max_object_size_mb", 128, int),
-    pointless("mm_encoder_tp_mode", "weights", str),
     pointless("mm_encoder_attn_backend", None, str),
     pointless("mm_encoder_attn_dtype", None, str),
     pointless("mm_encoder_fp8_scale_path", None, str),

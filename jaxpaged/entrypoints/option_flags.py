@@ -77,6 +77,7 @@ def add_engine_flags(
                 help,
                 choices and (*choices, *map(str, aliases)),
                 aliases,
+                several=option.metadata.get("several", False),
                 synonyms=[option.name] if is_free else (),
             )
     add_foreign_flags(parser)

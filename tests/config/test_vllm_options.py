@@ -62,12 +62,11 @@ def test_what_cannot_be_neutral_is_refused_by_name_with_a_reason(name):
         ("prefill_context_parallel_size", 2),
         ("data_parallel_rank", True),
         ("enable_lora", True),
-        ("limit_mm_per_prompt", {"image": 1}),
         ("structured_outputs_config", {"backend": "outlines"}),
         ("enforce_eager", "yes"),
         ("enable_kv_cache_events", True),
         ("distributed_executor_backend", "external_launcher"),
-        ("allowed_local_media_path", "/"),
+        ("ec_transfer_config", {"ec_role": "ec_producer"}),
         ("worker_cls", "my.Worker"),
     ],
 )
@@ -80,7 +79,6 @@ def test_what_asks_for_something_is_refused(name, value):
     ("name", "value"),
     [
         ("tokenizer_mode", "hf"),
-        ("limit_mm_per_prompt", {"image": 0, "video": 0}),
         ("cpu_offload_gb", 0.0),
         ("structured_outputs_config", {"backend": "guidance"}),
         ("collect_detailed_traces", ()),
