@@ -19,6 +19,7 @@ from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
 from jaxpaged.models.unsupported import quantisation_error, refuse_quantised_folder
+from jaxpaged.models.vision.interface import VisionConfig
 from jaxpaged.params.other_formats import refuse_adapter, refuse_other_folder, refuse_part_of_pipeline
 
 NAMED, LATER = "named", "later"
@@ -112,6 +113,7 @@ class DecoderConfig:
     normalised, without weights. `residual_scale` and `logit_scale` multiply what a block adds to the residual stream,
     and the logits. `latents`: there are latents in place of keys and values; then `head_dim` is that of queries.
     `short_conv`: what the convolutions are of layers that have one.
+    `vision`: what the tower is that makes embeddings of pictures, where there is one.
     `weight_block`: rows and columns that have a scale in common in a checkpoint of 8 bits (`params/block_scaled.py`).
     """
 
@@ -155,6 +157,7 @@ class DecoderConfig:
     deterministic: bool = False
     matmul_backend: str = field(default=XLA, metadata={NAMED: "few_rows"})
     short_conv: ShortConvConfig | None = field(default=None, metadata={LATER: True})
+    vision: VisionConfig | None = field(default=None, metadata={LATER: True})
 
     @property
     def norm(self) -> NormConfig:
@@ -207,10 +210,12 @@ class DecoderConfig:
         )
         of_experts = experts.dim_sizes() if experts else {}
         of_convolutions = {"x": self.hidden_size, "t": self.short_conv.width} if self.short_conv else {}
+        of_tower = self.vision.dim_sizes() if self.vision else {}
         return {
             **of_experts,
             **of_latents,
             **of_convolutions,
+            **of_tower,
             "D": self.hidden_size,
             "N": self.num_heads,
             "K": self.num_kv_heads,

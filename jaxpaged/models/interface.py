@@ -27,6 +27,7 @@ from jaxpaged.layers.attention import AttentionBatch, KVTensor
 from jaxpaged.layers.rope import CosSin
 from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.vision.interface import Vision
 
 
 @struct.dataclass
@@ -118,6 +119,8 @@ class Model:
         are counted after they were repeated for the shards.
     `mtp`: the layer of the same checkpoint that can draft tokens, if the architecture has one; its config is made of
         the decoder's. `draft`: what drafts tokens for this model, if a model or a head does.
+    `vision`: the family of its tower, where the model sees; then `config_from_hf` gives a config with `vision`, and
+        the parameters are `SeeingParams` (`seeing.py`).
     """
 
     architectures: tuple[str, ...]
@@ -129,6 +132,7 @@ class Model:
     attention_specs: Callable[[DecoderConfig, int, int, int], Sequence[CacheSpec]]
     mtp: Optional["Head"] = None
     draft: Optional["DraftModel"] = None
+    vision: Vision | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from jaxpaged.models.qwen2 import QWEN2
 from jaxpaged.models.qwen3 import QWEN3
 from jaxpaged.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from jaxpaged.models.seed_oss import SEED_OSS
+from jaxpaged.models.seeing import seeing_model
 from jaxpaged.models.smollm3 import SMOLLM3
 from jaxpaged.models.unsupported import architecture_error
 
@@ -72,15 +73,22 @@ GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Mod
 MAX_LABELS = 100_000
 
 
-def model_for(hf: dict[str, Any]) -> Model:
-    """The model of a raw config.json. CheckpointError saying what it is and what would serve when there is none."""
+def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
+    """The model of a raw config.json, with its tower if it has one and it is not `language_model_only`.
+
+    CheckpointError saying what it is and what would serve when there is none.
+    """
     name = architecture_of(hf)
     model = MODELS.get(generating_name(name))
     if model is None:
         raise architecture_error(name, hf, MODELS.keys())
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))
-    return model
+    if model.vision is None:
+        return model
+    if language_model_only or model.vision.config_from_hf(hf) is None:
+        return replace(model, vision=None)
+    return seeing_model(model)
 
 
 def generating_name(name: str) -> str:

@@ -41,5 +41,16 @@ ALPHABET = {
     "x": "channels of a short convolution",
     "t": "tokens that such a convolution sees: the one that it is of, and those before it",
     "v": "width of a head's values, where it is another than its keys'",
+    "d": "width of a tower, which makes embeddings of pictures",
+    "n": "its heads",
+    "h": "width of such a head",
+    "f": "its feed-forward width",
+    "m": "as many widths of it as patches become one embedding",
+    "u": "width between the products that make embeddings as wide as the model of what a tower gives",
+    "g": "places of its learned table of positions",
+    "b": "channels of a picture: red, green, blue",
+    "j": "frames of a patch",
+    "r": "rows of a patch",
+    "s": "columns of a patch",
 }
-"""Every letter that may name an axis; small ones are those of parameters only, most of them of latent attention."""
+"""Every letter that may name an axis; small ones are those of parameters only, of latent attention and of towers."""

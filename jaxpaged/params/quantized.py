@@ -9,7 +9,8 @@ checkpoint's matrix): scale = largest |weight| of the row / 127, so |weight - va
 `int4`: every 32 inputs of an output share a bfloat16 scale, as `pallas_kernels.int4_matmul` defines it: 4.5 bits a
 weight. It is for what a product with all of it reads, which is most of a dense model. Tables of the vocabulary,
 experts, classifiers, and what queries absorb of latents are read in other ways and get 8 bits, and so do matrices whose
-last axis is no multiple of 64.
+last axis is no multiple of 64. Towers, which make embeddings of pictures, stay as they are: they are small, and their
+products are those of thousands of rows.
 
 This module does not know how products with such weights are computed.
 """
@@ -30,6 +31,9 @@ from jaxpaged.params.spec import Spec
 
 IN_8_BITS = frozenset("eVXY")
 """Letters of what is not read by a product with all of it: experts, tables, and classifiers."""
+
+OF_TOWERS = frozenset("dmu")
+"""Letters of which every matrix of a tower has one."""
 
 GROUP, LAST_AXIS = 32, 64
 """Inputs that share a scale in 4 bits, and what the last axis of such a matrix is a multiple of."""
@@ -95,7 +99,7 @@ def quantized_specs(specs: Any, method: str | None, sizes: Mapping[str, int]) ->
         return specs
 
     def marked(spec: Spec) -> Spec:
-        if not is_matrix(spec) or spec.dtype is not None:
+        if not is_matrix(spec) or spec.dtype is not None or OF_TOWERS & set(spec.dims):
             return spec
         return replace(spec, quantized="int4" if method == "int4" and can_be_packed(spec, sizes) else "int8")
 

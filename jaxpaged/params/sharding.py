@@ -26,7 +26,7 @@ over it too; all other parameters are there once for each rank."""
 GROUP_AXIS, CONTEXT_AXIS = CONTEXT_AXES = ("group", "context")
 """The axes of the same devices where a context is split (`context_mesh`)."""
 
-MESH_AXES_OF = dict.fromkeys("NKFOVXx", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
+MESH_AXES_OF = dict.fromkeys("NKFOVXxnf", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
 """Letter -> mesh axes. Letters that are not here are whole on every device."""
 
 SPLIT_EVENLY = {
@@ -46,7 +46,7 @@ def partition_spec(dims: str, ranks: int = 1) -> PartitionSpec:
 
 def sharding_of(spec: Spec, mesh: Mesh) -> NamedSharding:
     """Where the parts of a parameter live."""
-    return NamedSharding(mesh, partition_spec(spec.dims, num_ranks(mesh)))
+    return NamedSharding(mesh, PartitionSpec() if spec.whole else partition_spec(spec.dims, num_ranks(mesh)))
 
 
 def num_ranks(mesh: Mesh | AbstractMesh) -> int:

@@ -48,7 +48,8 @@ class Spec:
 
     `quantized`: "int8" or "int4", the model uses a `QuantizedArray` or `PackedArray` (quantized.py) instead of an
     array; None: it does not. `dtype` is that of numbers which
-    are no weights, such as "int32", and of weights that are never rounded; None: that of the others.
+    are no weights, such as "int32", and of weights that are never rounded; None: that of the others. `whole`: every
+    device has all of it, whatever its letters say.
     """
 
     dims: str
@@ -63,6 +64,7 @@ class Spec:
     alternating: bool = False
     transposed: bool = False
     encoding: str | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         assert set(self.dims) <= ALPHABET.keys(), f"{self.dims!r} uses letters outside the alphabet"

@@ -1,0 +1,62 @@
+"""A decoder with a tower beside it, as one model: both come from one checkpoint, and each has programs of its own.
+
+The decoder reads the tower's embeddings from the step's data (`Batch.visual_TE`); it knows no tower.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from flax import struct
+
+from jaxpaged.layers.attention import KVTensor
+from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.interface import Batch, ForwardOutput, Model
+
+
+@struct.dataclass
+class SeeingParams:
+    """All parameters: those of the decoder, and those of the tower, which only encode programs need."""
+
+    decoder: Any
+    vision: Any
+
+
+def seeing_model(model: Model) -> Model:
+    """The model with its tower; for a config.json that describes no tower, the model of text."""
+    return replace(
+        model,
+        config_from_hf=partial(config_from_hf, model),
+        param_specs=partial(param_specs, model),
+        forward=partial(forward, model),
+        head=partial(head, model),
+    )
+
+
+def config_from_hf(model: Model, hf: dict[str, Any]) -> DecoderConfig:
+    assert model.vision is not None, f"{model.architectures} sees nothing"
+    return replace(model.config_from_hf(hf), vision=model.vision.config_from_hf(hf))
+
+
+def param_specs(model: Model, config: DecoderConfig, num_model_shards: int) -> SeeingParams:
+    """Specs of both."""
+    assert model.vision is not None and config.vision is not None, f"{config.architecture} has no tower"
+    return SeeingParams(
+        model.param_specs(config, num_model_shards), model.vision.param_specs(config.vision, num_model_shards)
+    )
+
+
+def forward(
+    model: Model,
+    params: SeeingParams,
+    config: DecoderConfig,
+    batch: Batch,
+    kv: Sequence[KVTensor],
+    taps: tuple[int, ...] = (),
+) -> ForwardOutput:
+    return model.forward(params.decoder, config, batch, kv, taps)
+
+
+def head(model: Model, params: SeeingParams) -> Any:
+    return model.head(params.decoder)
