@@ -6,15 +6,17 @@ Knows what the fields mean; the maths is in `layers/rope.py`.
 import math
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.errors import CheckpointError, did_you_mean
-from jaxpaged.layers.rope import FREQUENCIES, RopeConfig
+from jaxpaged.layers.rope import FREQUENCIES, RopeConfig, section_of_pairs
 from jaxpaged.models.config import FULL, SLIDING, HfFields, short
 
 KNOWN_KEYS = frozenset(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
     low_freq_factor high_freq_factor beta_fast beta_slow truncate short_factor long_factor mscale mscale_all_dim
-    finetuned
+    finetuned mrope_section mrope_interleaved
     """.split()
 )
 REQUIRED_KEYS = {
@@ -90,9 +92,19 @@ def rope_from_params(
         truncate=own.flag("truncate", True),
         short_factor=own.numbers("short_factor"),
         long_factor=own.numbers("long_factor"),
+        sections=sections(own),
+        mixes_sections=own.flag("mrope_interleaved", False),
     )
     check_sizes(rope, head_dim)
     return rope
+
+
+def sections(own: HfFields) -> tuple[int, ...]:
+    """How many pairs each of the three positions of a token rotates; () where a token has one position."""
+    found = own.value("mrope_section", [])
+    if not isinstance(found, list) or any(type(number) is not int or number < 0 for number in found):
+        raise CheckpointError(f"config.json: mrope_section is {short(found)}; it must be a list of whole numbers.")
+    return tuple(found)
 
 
 def check_keys(rope_type: str, params: dict[str, Any]) -> None:
@@ -119,11 +131,25 @@ def check_sizes(rope: RopeConfig, head_dim: int) -> None:
             f"config.json: partial_rotary_factor rotates {rope.rotary_dim} of head_dim {head_dim}; it must be an "
             "even number of at least 2, and no more than the head has."
         )
+    if rope.sections:
+        check_sections(rope)
     for name, divisors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
         if rope.rope_type == "longrope" and len(divisors) != rope.rotary_dim // 2:
             raise CheckpointError(
                 f"config.json: {name} has {len(divisors)} numbers; {rope.rotary_dim // 2} pairs are rotated."
             )
+
+
+def check_sections(rope: RopeConfig) -> None:
+    """CheckpointError when the sections are not three, or do not share the pairs between them."""
+    num_pairs = rope.rotary_dim // 2
+    fits = len(rope.sections) == 3 and sum(rope.sections) == num_pairs
+    if not fits or np.bincount(section_of_pairs(rope), minlength=3).tolist() != list(rope.sections):
+        raise CheckpointError(
+            f"config.json: mrope_section is {list(rope.sections)}; it must have three numbers that share the "
+            f"{num_pairs} pairs of a head that are rotated. If they take turns (mrope_interleaved), rows and columns "
+            "have at most a third each."
+        )
 
 
 def attention_factor(rope_type: str, factor: float, original: int, own: HfFields) -> float:

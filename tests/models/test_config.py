@@ -167,6 +167,15 @@ def test_longrope_scales_attention_by_the_ratio_of_lengths():
         assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(128)))
 
 
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"type": "yarn", "factor": 2.0}])
+def test_sections_of_three_positions_go_with_every_scaling(scaling):
+    rope = parse({**LLAMA, "rope_scaling": {**scaling, "mrope_section": [1, 2, 3]}}).layers[0].rope
+    assert (rope.sections, rope.mixes_sections) == ((1, 2, 3), False)
+    turns = {**scaling, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    rope = parse({**LLAMA, "rope_scaling": turns}).layers[0].rope
+    assert (rope.sections, rope.mixes_sections) == ((2, 2, 2), True)
+
+
 def test_every_layer_says_what_it_caches():
     hf = CONFIGS["gemma3"]
     specs = model_for(hf).attention_specs(parse(hf), block_size=16, dtype_bytes=2, num_model_shards=8)
@@ -251,7 +260,23 @@ REFUSED = {
         ["quantised with AWQ", "16-bit version"],
     ),
     "rope type": ({**LLAMA, "rope_scaling": {"type": "spiral", "factor": 2.0}}, ["'spiral'", "llama3"]),
-    "rope parameter": ({**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, ["mrope_section"]),
+    "rope parameter": ({**LLAMA, "rope_scaling": {"type": "default", "mrope_sections": [1, 2]}}, ["'mrope_section'?"]),
+    "two sections": (
+        {**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [2, 4]}},
+        ["mrope_section", "three"],
+    ),
+    "sections of other heads": (
+        {**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [2, 3, 2]}},
+        ["mrope_section", "6 pairs"],
+    ),
+    "sections that cannot take turns": (
+        {**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [1, 4, 1], "mrope_interleaved": True}},
+        ["mrope_section", "a third"],
+    ),
+    "a section that is no number": (
+        {**LLAMA, "rope_scaling": {"type": "default", "mrope_section": [2, True, 3]}},
+        ["mrope_section", "True"],
+    ),
     "rope parameter missing": ({**LLAMA, "rope_scaling": {"type": "linear"}}, ["'linear'", "factor"]),
     "rope parameter of a wrong type": (
         {**LLAMA, "rope_scaling": {"type": "linear", "factor": "two"}},
