@@ -17,9 +17,9 @@ from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput, StepRecord
 LEAST_SHARE = 0.1
 """Below this share of a step, dispatching is not worth saving: programs, and tokens that come in bursts, cost more."""
 GOAL_SHARE = 0.02
-"""A run is as long as it takes for dispatching to have this share of it."""
+"""A multi-step decode is as long as it takes for dispatching to have this share of it."""
 MOST_SECONDS = 0.05
-"""A new request waits for the runs in flight: together they take about this long at most."""
+"""A new request waits for the multi-step decodes in flight: together they take about this long at most."""
 NUM_OBSERVATIONS = 16
 """Steps before the averages mean something."""
 WEIGHT = 0.1
@@ -109,9 +109,9 @@ class StepPacer:
     """How many decode steps a program should run: one, unless what a dispatch costs the host shows in the time of a
     step.
 
-    Two moving averages over decode steps decide: the host's time to schedule and dispatch, which a run of k steps pays
-    once, and the time from result to result, per step. `fixed` is the number of steps that an option asks for, None to
-    measure; `depth` runs are in flight at a time.
+    Two moving averages over decode steps decide: the host's time to schedule and dispatch, which k
+    steps pay once, and the time from result to result, per step. `fixed` is the number of steps that an option asks
+    for, None to measure; `depth` dispatches are in flight at a time.
     """
 
     def __init__(self, fixed: int | None, depth: int):

@@ -59,9 +59,9 @@ class LookupDrafter:
 class ModelDrafter:
     """Lets a model or a head draft. `sampler` knows how its rows draw."""
 
-    def __init__(self, sampler: Sampler, runs: Mapping[int, MultiStepLayout]):
+    def __init__(self, sampler: Sampler, multi_step_layouts: Mapping[int, MultiStepLayout]):
         self._sampler = sampler
-        self.layouts: Mapping[int, StepLayout] = {size: run.step for size, run in runs.items()}
+        self.layouts: Mapping[int, StepLayout] = {size: each.step for size, each in multi_step_layouts.items()}
 
     def admit(self, device: Device, rank: int, row: int, request: NewRequestData) -> None:
         """The step's own pass computes the prompt."""

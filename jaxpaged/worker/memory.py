@@ -50,7 +50,7 @@ def trial_bytes(spec: EngineSpec) -> int:
     tokens = spec.token_buckets[-1]
     decoders, itemsize = spec.decoders, spec.dtype.itemsize
     weight = max(each.hidden_size * each.columns_per_token for each in decoders) // spec.num_shards
-    if spec.is_last:  # which keeps its type, and ends runs of decode steps
+    if spec.is_last:  # which keeps its type, and ends multi-step decodes
         head = spec.decoder.vocab_size * spec.decoder.hidden_size * itemsize // spec.num_shards
         weight = max(weight, head)
     activations = max(each.hidden_size + each.columns_per_token for each in decoders) * tokens * itemsize

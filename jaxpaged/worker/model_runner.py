@@ -152,7 +152,7 @@ class DraftRequest(NamedTuple):
 
 
 class ModelRunner:
-    """Runs steps. `ranks`: the rows of each attention rank; `layouts`: those of forward programs and runs, by bucket.
+    """Runs steps. `ranks`: the rows of each attention rank; `layouts`: of forward and multi-step programs, by bucket.
     The `output_stage` comes after the forward pass, and a `drafter` before it, where there is one rank."""
 
     def __init__(

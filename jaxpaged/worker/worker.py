@@ -183,9 +183,11 @@ class Worker:
         output_stage: OutputStage = Pooler()
         drafter: Drafter | None = None
         if not self.engine_spec.pools:
-            output_stage = sampler = Sampler(rows, programs.row_state, self.engine_spec.custom, programs.runs)
+            output_stage = sampler = Sampler(
+                rows, programs.row_state, self.engine_spec.custom, programs.multi_step_layouts
+            )
             if self.engine_spec.draft is not None:
-                drafter = ModelDrafter(sampler, programs.draft_runs)
+                drafter = ModelDrafter(sampler, programs.draft_multi_step_layouts)
             elif self.engine_spec.num_drafts:
                 drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
         after_step = self.balancer.step_dispatched if self.balancer is not None else None

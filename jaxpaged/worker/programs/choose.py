@@ -18,9 +18,9 @@ from jaxpaged.worker.programs.declare import DECODE_KINDS, VERIFY_KINDS, Program
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
 
 DECODES_THAT_PAY = 128
-"""Steps of one bucket in which all only decode, before the program of a run is wanted for them where compiling takes
+"""Steps of one bucket in which all only decode, before a multi-step program is wanted for them where compiling takes
 the cores that compute: what it saves, a few hundredths of a step to a third, pays for it only where there are many."""
-RUN_SAVES_SECONDS = 0.0005
+MULTI_STEP_SAVES_SECONDS = 0.0005
 """What a step of one program is faster than one of two: 0.6 ms in bfloat16 and 1.5 in 4 bits for one request of a 110M
 Llama, and less for several, while the program costs twice what others do."""
 
@@ -59,19 +59,20 @@ class Readiness(Protocol):
 
 
 class StepSizes(NamedTuple):
-    """The buckets of an engine's programs, sorted. `run_steps`: how many steps the runs of each bucket take at most.
+    """The buckets of an engine's programs, sorted. `multi_steps`: how many steps a multi-step program takes
+    at most.
 
     `output` is the kind of the output stage's program in an ordinary step. `needs_full` says whether a request needs
     the full sampler; it raises RequestError when the request will be refused. `verify`: what ends one with drafts, by
     what would end it without; empty where nothing is drafted. `small_prompt`: for want of a program prompts are cut
     into pieces of so many tokens at least, since each reads all weights. `decodes_that_pay`: after so many steps in
-    which all decode the program of a run is wanted.
+    which all decode a multi-step program is wanted.
     """
 
     output: ProgramKind  # SAMPLE or POOL
     tokens: Sequence[int]
     samples: Sequence[int]
-    run_steps: Mapping[ProgramKey, int]
+    multi_steps: Mapping[ProgramKey, int]
     needs_full: Callable[[SamplingParams], bool]
     verify: Mapping[ProgramKind, ProgramKind] = MappingProxyType({})
     small_prompt: int = 1
@@ -80,12 +81,12 @@ class StepSizes(NamedTuple):
 
 def sizes_of(programs: EnginePrograms, keys: Iterable[ProgramKey]) -> StepSizes:
     """What there is to choose from, of programs with these keys."""
-    engine_spec, runs = programs.engine_spec, programs.runs
+    engine_spec, layouts = programs.engine_spec, programs.multi_step_layouts
     return StepSizes(
         output=ProgramKind.POOL if engine_spec.pools else ProgramKind.SAMPLE,
         tokens=engine_spec.token_buckets,
         samples=engine_spec.sample_buckets,
-        run_steps={key: runs[key.size].max_steps for key in keys if key.kind in DECODE_KINDS},
+        multi_steps={key: layouts[key.size].max_steps for key in keys if key.kind in DECODE_KINDS},
         needs_full=engine_spec.needs_full,
         verify=VERIFY_KINDS if engine_spec.num_drafts else {},
         small_prompt=SMALL_PROMPT,
@@ -98,7 +99,7 @@ class ProgramChoice:
 
     def __init__(self, programs: Readiness, sizes: StepSizes):
         self._programs, self._sizes = programs, sizes
-        self._run_buckets = sorted({key.size for key in sizes.run_steps})
+        self._multi_step_buckets = sorted({key.size for key in sizes.multi_steps})
         self._most_tokens, self._has_largest = sizes.tokens[-1], False
         self._smallest_keys: dict[tuple[str, int], ProgramKey] = {}  # by kind and size, of those that are compiled
         self._num_decodes: Counter[ProgramKey] = Counter()  # steps in which all only decoded
@@ -149,9 +150,9 @@ class ProgramChoice:
     def max_decode_steps(self) -> int:
         """See `Executor`."""
         most = max(map(len, self._live.values()), default=0)
-        bucket = next((size for size in self._run_buckets if size >= most), 0)
+        bucket = next((size for size in self._multi_step_buckets if size >= most), 0)
         key = ProgramKey(ProgramKind.DECODE_FULL if self._full else ProgramKind.DECODE, bucket)
-        return self._sizes.run_steps[key] if key in self._sizes.run_steps and self._is_run_ready(key) else 1
+        return self._sizes.multi_steps[key] if key in self._sizes.multi_steps and self._is_multi_step_ready(key) else 1
 
     def can_run(self, extra: Extra) -> bool:
         """See `Executor`. Programs for any number of requests are compiled next; narrower ones are, once a step could
@@ -189,35 +190,35 @@ class ProgramChoice:
         """The program of a multi-step decode. A single step in which all decode takes it too, as soon as it is there:
         nothing in it is for prompts, and it is one program in place of two. None where only those two will do.
 
-        With the full sampler a run brings back log probabilities for as many steps as it could have: only where that is
-        one it serves single steps.
+        With the full sampler such a program brings back log probabilities for as many steps as it could have: only
+        where that is one it serves single steps.
         """
         is_full = self._full and not self._full.isdisjoint(scheduled.request_ids)
         kind = ProgramKind.DECODE_FULL if is_full else ProgramKind.DECODE
         if scheduled.num_steps > 1:
-            return self._smallest(kind, num_sampling, self._run_buckets)
+            return self._smallest(kind, num_sampling, self._multi_step_buckets)
         one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
         if not (one_each and all(scheduled.max_sampled_tokens)) or scheduled.masked:
             return None
-        place = bisect_left(self._run_buckets, num_sampling)
-        if place == len(self._run_buckets):
+        place = bisect_left(self._multi_step_buckets, num_sampling)
+        if place == len(self._multi_step_buckets):
             return None
-        key = ProgramKey(kind, self._run_buckets[place])
-        most_steps = self._sizes.run_steps.get(key, 0)
+        key = ProgramKey(kind, self._multi_step_buckets[place])
+        most_steps = self._sizes.multi_steps.get(key, 0)
         if not most_steps or (kind != ProgramKind.DECODE and most_steps > 1):
             return None
         self._num_decodes[key] += 1
         if self._num_decodes[key] < self._sizes.decodes_that_pay:
             return None
-        if self._is_run_ready(key):
+        if self._is_multi_step_ready(key):
             return key
-        self._programs.miss_seconds(key, RUN_SAVES_SECONDS)
+        self._programs.miss_seconds(key, MULTI_STEP_SAVES_SECONDS)
         return None
 
-    def _is_run_ready(self, key: ProgramKey) -> bool:
-        """From now on the program is wanted, and so is that for a single request: where a run pays for some, it pays
+    def _is_multi_step_ready(self, key: ProgramKey) -> bool:
+        """From now on the program is wanted, and so is that for a single request: where it pays for some, it pays
         most for one, whose steps are the shortest."""
-        self._programs.is_ready(ProgramKey(key.kind, self._run_buckets[0]))
+        self._programs.is_ready(ProgramKey(key.kind, self._multi_step_buckets[0]))
         return self._programs.is_ready(key)
 
     def _output(self, scheduled: SchedulerOutput, num_sampling: int) -> ProgramKey:

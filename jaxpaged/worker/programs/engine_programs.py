@@ -28,7 +28,7 @@ from jaxpaged.worker.step.prompt_sums import SumsLayout
 from jaxpaged.worker.step.shapes import Shapes
 
 MOST_LOGPROBS = 128
-"""Log probabilities per token that a run of decode steps may keep until its end."""
+"""Log probabilities per token that a multi-step decode may keep until its end."""
 SMALL_PROMPT, FEW_REQUESTS = 64, 8
 """Tokens of a prompt, and requests, that must not wait for larger programs."""
 NUM_FIRST = 4
@@ -61,8 +61,8 @@ class EnginePrograms:
         return step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
 
     @cached_property
-    def runs(self) -> dict[int, MultiStepLayout]:
-        """Buckets of runs of decode steps, as far as all requests can fill them: with those of single steps, so that
+    def multi_step_layouts(self) -> dict[int, MultiStepLayout]:
+        """Buckets of multi-step decodes, as far as all requests can fill them: with those of single steps, so that
         a token is computed in the same shapes either way."""
         engine_spec, scheduler = self.engine_spec, self.engine_spec.config.scheduler
         if scheduler.num_scheduler_steps == 1 or engine_spec.stage is not None or engine_spec.pools:
@@ -76,7 +76,7 @@ class EnginePrograms:
         }
 
     @cached_property
-    def draft_runs(self) -> dict[int, MultiStepLayout]:
+    def draft_multi_step_layouts(self) -> dict[int, MultiStepLayout]:
         """Buckets of the decode steps of a model or a head that drafts, if one does."""
         engine_spec = self.engine_spec
         if engine_spec.draft is None:
@@ -172,7 +172,7 @@ class EnginePrograms:
 
     def _buckets(self, axis: Axis) -> Iterable[Bucket]:
         """The sizes of an axis in this engine."""
-        layouts, runs = self.layouts, self.runs
+        layouts, multi_step = self.layouts, self.multi_step_layouts
         match axis:
             case Axis.STATE:
                 return [Bucket(0, self.shapes.state)]
@@ -187,11 +187,11 @@ class EnginePrograms:
             case Axis.FULL_MULTI_STEPS | Axis.SHARED_FULL_MULTI_STEPS if self.functions.max_logprobs > MOST_LOGPROBS:
                 return []
             case Axis.MULTI_STEPS | Axis.FULL_MULTI_STEPS:
-                return [Bucket(size, replace(run, step=self._alone(run.step))) for size, run in runs.items()]
+                return [Bucket(size, replace(each, step=self._alone(each.step))) for size, each in multi_step.items()]
             case Axis.SHARED_MULTI_STEPS | Axis.SHARED_FULL_MULTI_STEPS:
-                return [Bucket(size, run) for size, run in runs.items() if self._has_two_programs(run.step)]
+                return [Bucket(size, each) for size, each in multi_step.items() if self._has_two_programs(each.step)]
             case Axis.DRAFT_MULTI_STEPS:
-                return [Bucket(size, run) for size, run in self.draft_runs.items()]
+                return [Bucket(size, each) for size, each in self.draft_multi_step_layouts.items()]
             case Axis.COPIES:
                 return self._copies()
             case Axis.PARTS:

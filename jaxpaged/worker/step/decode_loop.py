@@ -1,6 +1,6 @@
 """The functions of programs that run several decode steps, with the sampled tokens feeding the next step.
 
-`packed` and `lines` are those of a single step that decodes, the first of the run; the lines say besides when rows end.
+`packed` and `lines` are those of a single step that decodes, the first of them; the lines say besides when rows end.
 A row that samples one of its stop ids, or whose logits are not numbers, computes nothing more; the loop ends with the
 last row of all attention ranks, none of which can compute without the others. The host decides what ends a request:
 rows stop here only so that less is computed in vain, and a stop id that did not fit into the row costs time, not
@@ -8,15 +8,16 @@ correctness.
 
 No row has more than one token in a step, so attention has nothing in it for prompts. Two layers of a 1B Llama and all
 that is around them, 32 rows on a v6e: 0.64 million estimated cycles with that, and 0.58 without; 29 kernels and 21. So
-a single step in which all decode is a run of one (`worker/programs/choose.py`), once there have been many. A token's
-place is not its row's, since rows end: hidden states of one step are gathered once, which costs nothing that shows.
+a single step in which all decode takes such a program too (`worker/programs/choose.py`), once there have been many. A
+token's place is not its row's, since rows end: hidden states of one step are gathered once, which costs nothing that
+shows.
 
-A run of at most one step has no loop. On a GPU it is one graph of launches, in which nothing waits for the host; of a
-loop the host reads the condition in each turn. There a step is dispatched while the one before it is computed, so that
-a run of several saves nothing.
+A program of at most one step has no loop. On a GPU it is one graph of launches, in which nothing waits for the host; of
+a loop the host reads the condition in each turn. There a step is dispatched while the one before it is computed, so
+that several steps in one program save nothing.
 
-The steps are those of `StepFunctions`, and so are their tokens. This module knows nothing of why a run is as long as
-it is.
+The steps are those of `StepFunctions`, and so are their tokens. This module knows nothing of why they are so
+many.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from jaxpaged.worker.step.packed import MultiStepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import NOT_COMPUTED, NOTHING, RowTokens
 
 
-class Run(NamedTuple):
+class MultiStepState(NamedTuple):
     """What the loop carries from step to step.
 
     `limit_R` is the number of the step from which on a row computes nothing; `goes_on`: not all rows, of any attention
@@ -56,7 +57,7 @@ class Ends(NamedTuple):
     stop_ids_RJ: Any
 
 
-def run_decodes(
+def decode_steps(
     functions: StepFunctions,
     layout: MultiStepLayout,
     params: Any,
@@ -67,8 +68,8 @@ def run_decodes(
     sampling: Any,
     packed: Any,
     lines_SC: Any,
-) -> tuple[Run, Any]:
-    """All steps of a run -> (the state that the last one left, tables_GRM). `sampling` None: the plain sampler.
+) -> tuple[MultiStepState, Any]:
+    """All steps -> (the state that the last one left, tables_GRM). `sampling` None: the plain sampler.
 
     `tokens_IR` is `[max_steps, R]`, and so are the log probabilities; I is the number of the step.
     """
@@ -85,11 +86,11 @@ def run_decodes(
     )
     ended_R = ~known_R & is_stop(newest_R, ends.stop_ids_RJ)
 
-    def one_step(run: Run) -> Run:
-        return decode_step(functions, layout, params, head, tables_GRM, parts, ends, run)
+    def one_step(state: MultiStepState) -> MultiStepState:
+        return decode_step(functions, layout, params, head, tables_GRM, parts, ends, state)
 
     limit_R = jnp.where(ended_R, 0, ends.limit_R)
-    first = Run(
+    first = MultiStepState(
         step=jnp.int32(0),
         goes_on=of_any_rank(functions.attention.mesh, jnp.any(limit_R > 0)),
         limit_R=limit_R,
@@ -101,7 +102,7 @@ def run_decodes(
     )
     if layout.max_steps == 1:
         return one_step(first), tables_GRM
-    return jax.lax.while_loop(lambda run: run.goes_on, one_step, first), tables_GRM
+    return jax.lax.while_loop(lambda state: state.goes_on, one_step, first), tables_GRM
 
 
 def decode_step(
@@ -112,32 +113,32 @@ def decode_step(
     tables_GRM: Any,
     parts: StepParts,
     ends: Ends,
-    run: Run,
-) -> Run:
+    state: MultiStepState,
+) -> MultiStepState:
     """One token of every row that has not ended: those rows' tokens lie one after the other, as in a single step."""
-    active_R = run.step < run.limit_R
+    active_R = state.step < state.limit_R
     step_parts = parts_of_step(layout, parts, active_R)
     hidden_TD, kv, rows = functions.hidden_states(
-        layout.step, params, run.kv, tables_GRM, run.rows, step_parts, decodes_only=True
+        layout.step, params, state.kv, tables_GRM, state.rows, step_parts, decodes_only=True
     )
     num_rows, num_lines = layout.step.num_rows, layout.num_lines
     hidden_SD = jnp.pad(hidden_TD[step_parts.sample_idxs_R], ((0, num_lines - num_rows), (0, 0)))
     active_S = jnp.pad(active_R, (0, num_lines - num_rows))
     lines_SF = lines_of_active(ends.lines_SF, active_S, functions.max_num_seqs)
     logits_SV = functions.logits(head, hidden_SD)
-    rows, tokens_S, sampling, lines = functions.draw(logits_SV, rows, run.sampling, lines_SF)
-    logprobs = jax.tree.map(lambda kept, new: kept.at[run.step].set(new[:num_rows]), run.logprobs, lines)
+    rows, tokens_S, sampling, lines = functions.draw(logits_SV, rows, state.sampling, lines_SF)
+    logprobs = jax.tree.map(lambda kept, new: kept.at[state.step].set(new[:num_rows]), state.logprobs, lines)
     tokens_R = tokens_S[:num_rows]
     ended_R = (tokens_R < 0) | is_stop(tokens_R, ends.stop_ids_RJ)
-    limit_R = jnp.where(active_R & ended_R, run.step + 1, run.limit_R)
-    return Run(
-        step=run.step + 1,
-        goes_on=of_any_rank(functions.attention.mesh, jnp.any(run.step + 1 < limit_R)),
+    limit_R = jnp.where(active_R & ended_R, state.step + 1, state.limit_R)
+    return MultiStepState(
+        step=state.step + 1,
+        goes_on=of_any_rank(functions.attention.mesh, jnp.any(state.step + 1 < limit_R)),
         limit_R=limit_R,
         kv=kv,
         rows=rows,
         sampling=sampling,
-        tokens_IR=run.tokens_IR.at[run.step].set(jnp.where(active_R, tokens_R, NOT_COMPUTED)),
+        tokens_IR=state.tokens_IR.at[state.step].set(jnp.where(active_R, tokens_R, NOT_COMPUTED)),
         logprobs=logprobs,
     )
 
@@ -154,9 +155,9 @@ def decode(
     packed: Any,
     lines_SC: Any,
 ) -> tuple[Any, ...]:
-    """All steps of a run -> (kv, tables_GRM, rows, sampling state, tokens_IR, log probabilities)."""
-    run, tables_GRM = run_decodes(functions, layout, params, head, kv, tables_GRM, rows, sampling, packed, lines_SC)
-    return run.kv, tables_GRM, run.rows, run.sampling, run.tokens_IR, run.logprobs
+    """All steps -> (kv, tables_GRM, rows, sampling state, tokens_IR, log probabilities)."""
+    state, tables_GRM = decode_steps(functions, layout, params, head, kv, tables_GRM, rows, sampling, packed, lines_SC)
+    return state.kv, tables_GRM, state.rows, state.sampling, state.tokens_IR, state.logprobs
 
 
 def draft(
@@ -172,10 +173,10 @@ def draft(
     """Decode steps of a model or a head that drafts, from the newest tokens on -> (kv, tables_GRM, rows with drafts,
     these drafts_SK). `functions` are those of what drafts, and `params` the parameters of both models."""
     head, own = functions.model.head(params), rows._replace(drafts_RK=None)
-    run, tables_GRM = run_decodes(functions, layout, params, head, kv, tables_GRM, own, None, packed, lines_SC)
+    state, tables_GRM = decode_steps(functions, layout, params, head, kv, tables_GRM, own, None, packed, lines_SC)
     row_S = layout.step.split(packed).rows_R
-    drafts_SK = jnp.where(run.tokens_IR < 0, NOTHING, run.tokens_IR).T
-    return run.kv, tables_GRM, rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK)), drafts_SK
+    drafts_SK = jnp.where(state.tokens_IR < 0, NOTHING, state.tokens_IR).T
+    return state.kv, tables_GRM, rows._replace(drafts_RK=rows.drafts_RK.at[row_S].set(drafts_SK)), drafts_SK
 
 
 def is_stop(tokens_R: Any, stop_ids_RJ: Any) -> Any:
@@ -183,7 +184,7 @@ def is_stop(tokens_R: Any, stop_ids_RJ: Any) -> Any:
 
 
 def parts_of_step(layout: MultiStepLayout, parts: StepParts, active_R: Any) -> StepParts:
-    """A step of a run in the terms of a single one: rows that have ended have no token in it."""
+    """One of the steps in the terms of a single one: rows that have ended have no token in it."""
     ends_R = jnp.cumsum(active_R.astype(jnp.int32))
     return parts._replace(
         query_start_loc_R1=jnp.pad(ends_R, (1, 0)),

@@ -20,7 +20,7 @@ from jaxpaged.worker.step.packed import StepLayout, StepParts
 
 
 class StepRequests(NamedTuple):
-    """The requests of one step as arrays, in the order of the scheduler's lists; of the first step of a run."""
+    """The requests of one step as arrays, in the order of the scheduler's lists; of the first of several."""
 
     rows: np.ndarray
     num_scheduled: np.ndarray
@@ -35,7 +35,11 @@ class StepReader:
 
     def __init__(self, rows: RequestRows):
         self._rows = rows
-        self._counts = [], [], False  # tokens in and out of the last step, whether it was a run, and its arrays
+        self._counts = (
+            [],
+            [],
+            False,
+        )  # tokens in and out of the last step, whether it was a multi-step decode, and its arrays
         self._arrays = count_arrays(*self._counts)
 
     def read(self, scheduled: SchedulerOutput) -> StepRequests:
@@ -51,12 +55,12 @@ class StepReader:
 
 
 def count_arrays(
-    num_scheduled_tokens: list[int], max_sampled_tokens: list[int], is_run: bool
+    num_scheduled_tokens: list[int], max_sampled_tokens: list[int], multi_step: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, where they end in the step, who samples) of the requests of a step. In a run all that a request may get
-    are computed in its later steps, but the last."""
+    """(tokens, where they end in the step, who samples) of the requests of a step. With `multi_step`
+    all that a request may get are computed in later steps, but the last."""
     num_new, num_scheduled = int32_array(max_sampled_tokens), int32_array(num_scheduled_tokens)
-    if is_run:
+    if multi_step:
         num_scheduled = num_scheduled - np.maximum(num_new - 1, 0)
     return num_scheduled, num_scheduled.cumsum(dtype=np.int32), num_new > 0
 
@@ -97,7 +101,7 @@ def pack_step(
 
 
 def multi_step_lines(lines_SF: np.ndarray, limits: list[int], stop_ids_RJ: np.ndarray) -> np.ndarray:
-    """What a run takes besides a step: the bits of the sampling lines, and behind them when their rows end."""
+    """What several steps take besides one: the bits of the sampling lines, and behind them when their rows end."""
     ends_SJ = np.full((len(lines_SF), 1 + NUM_STOP_IDS), -1, np.int32)
     ends_SJ[:, 0] = 0
     ends_SJ[: len(limits), 0] = limits

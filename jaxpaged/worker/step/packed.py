@@ -77,7 +77,7 @@ class StepLayout:
 
 @dataclass(frozen=True)
 class MultiStepLayout:
-    """The sizes of a run of decode steps: up to `max_steps` steps of `step`, in each of which `num_lines` rows are
+    """The sizes of a multi-step decode: up to `max_steps` steps of `step`, in each of which `num_lines` rows are
     sampled."""
 
     step: StepLayout
@@ -104,7 +104,7 @@ def step_layout(
     unless it has all.
 
     A request gets at most one block more than its tokens fill, so the updates of ordinary steps fit; what an
-    admission with a long prefix hit adds beyond, or a long run, goes through the table program first.
+    admission with a long prefix hit adds beyond, or one of many steps, goes through the table program first.
     """
     num_rows = min(num_tokens, max_num_seqs)
     works = [backend and shared_work(backend, num_tokens, size) for size in device_slots or block_sizes]

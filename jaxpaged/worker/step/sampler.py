@@ -1,6 +1,6 @@
 """The output stage of an engine that generates: it draws tokens, and log probabilities of prompts.
 
-Its programs are dispatched after the forward pass, or with it in one program (a run of decode steps), and read when the
+Its programs are dispatched after the forward pass, or with it in one program (a multi-step decode), and read when the
 step is over. The output stage of an engine that pools is in `pooling.py`.
 """
 
@@ -42,17 +42,17 @@ NOT_NUMBERS = (
 
 
 class Sampler:
-    """Draws tokens: one a request, or as many as it may get where drafts are verified, or where `runs` of decode steps
-    are one program. `ranks`: the rows of each attention rank. Drafts and runs are those of one."""
+    """Draws tokens: one a request, or as many as it may get where drafts are verified, or where several decode steps
+    are one program. `ranks`: the rows of each attention rank. Drafts and multi-step decodes are those of one."""
 
     def __init__(
         self,
         ranks: Sequence[RequestRows],
         layout: StateLayout,
         custom: CustomProcessors,
-        runs: Mapping[int, MultiStepLayout],
+        multi_step_layouts: Mapping[int, MultiStepLayout],
     ):
-        self.ranks, self.layout, self.custom, self.runs = ranks, layout, custom, runs
+        self.ranks, self.layout, self.custom, self.multi_step_layouts = ranks, layout, custom, multi_step_layouts
         self.scorer = PromptScorer(ranks)
         self.tables = [SamplingRows(layout.max_num_seqs) for _ in ranks]
 
@@ -107,7 +107,11 @@ class Sampler:
 
     def _decode_steps(self, device: Device, step: Step, key: ProgramKey) -> StageOutput:
         """Several decode steps, the forward passes included."""
-        sampling, state, layout = [rank.sampling() for rank in step.ranks], device.state, self.runs[key.size]
+        sampling, state, layout = (
+            [rank.sampling() for rank in step.ranks],
+            device.state,
+            self.multi_step_layouts[key.size],
+        )
         lines_SF = self.lines([rows for _, rows in sampling], layout.num_lines)
         lines_of = zip(np.split(lines_SF, len(self.ranks)), step.ranks, self.ranks, sampling, strict=True)
         lines_SC = np.concatenate(
@@ -139,8 +143,8 @@ class Sampler:
 @dataclass
 class DrawnTokens:
     """`tokens` is `[I, S]`, a line for each token that a row could get, and so are the log probabilities; the requests
-    are the first rows. So it is for each attention rank, one after the other along the first axis. How many steps a run
-    had is known when it is over: `count` is then told the tokens of each."""
+    are the first rows. So it is for each attention rank, one after the other along the first axis. How many steps
+    there were is known at the end: `count` is then told the tokens of each."""
 
     ids_of_ranks: Sequence[list[str]]
     tokens: Any

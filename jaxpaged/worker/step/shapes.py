@@ -140,11 +140,11 @@ class Shapes:
 
     # ---- of several steps ----------------------------------------------------------------------------
 
-    def first_step(self, run: MultiStepLayout) -> jax.ShapeDtypeStruct:
-        return self.step(run.step)
+    def first_step(self, layout: MultiStepLayout) -> jax.ShapeDtypeStruct:
+        return self.step(layout.step)
 
-    def multi_step_lines(self, run: MultiStepLayout) -> jax.ShapeDtypeStruct:
-        return self._packed(run.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
+    def multi_step_lines(self, layout: MultiStepLayout) -> jax.ShapeDtypeStruct:
+        return self._packed(layout.num_lines, NUM_COLUMNS + 1 + NUM_STOP_IDS)
 
     # ---- of one size ---------------------------------------------------------------------------------
 

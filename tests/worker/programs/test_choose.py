@@ -8,7 +8,7 @@ from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra, features_of
-from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, RUN_SAVES_SECONDS, ProgramChoice, StepSizes
+from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, MULTI_STEP_SAVES_SECONDS, ProgramChoice, StepSizes
 from jaxpaged.worker.programs.compiled import CompiledPrograms
 
 SIZES = (2, 8, 16)
@@ -29,7 +29,7 @@ NEEDED = {
 
 def choice_with(builders, **sizes):
     programs = CompiledPrograms(builders, num_threads=1, on_demand=list(builders))
-    given = {"output": "sample", "run_steps": RUNS, "needs_full": features_of, **sizes}
+    given = {"output": "sample", "multi_steps": RUNS, "needs_full": features_of, **sizes}
     return programs, ProgramChoice(programs, StepSizes(tokens=SIZES, samples=SIZES, **given))
 
 
@@ -183,7 +183,7 @@ def test_steps_in_which_all_decode_become_one_program_once_they_are_many(monkeyp
     assert ("decode", 2, "queued") not in programs.states and ("decode", 2, "ready") not in programs.states
     assert not missed
     assert chosen(choice, decodes) == two, "from now on it is wanted, and nobody waits for it"
-    assert missed == [(ProgramKey("decode", 2), RUN_SAVES_SECONDS)]
+    assert missed == [(ProgramKey("decode", 2), MULTI_STEP_SAVES_SECONDS)]
     assert programs[ProgramKey("decode", 2)] == ("decode", 2)
     assert chosen(choice, decodes) == (("decode", 2),)
     assert chosen(choice, step(["a", "b"], [1, 1], [1, 0])) == two, "b's prompt goes on"
@@ -197,7 +197,7 @@ def test_steps_in_which_all_decode_become_one_program_once_they_are_many(monkeyp
 
 def test_where_compiling_takes_no_cores_a_step_in_which_all_decode_has_its_own_program_from_the_first_on():
     """A run of one step, as a GPU has it: with the full sampler too, whose log probabilities are then of one step."""
-    single = {"run_steps": dict.fromkeys(RUNS, 1), "decodes_that_pay": 1}
+    single = {"multi_steps": dict.fromkeys(RUNS, 1), "decodes_that_pay": 1}
     programs, choice = compiled([ProgramKey(kind, 2) for kind in ("forward", "sample", "sample_full")], **single)
     decodes = step(["a", "b"], [1, 1], [1, 1], [("a", PLAIN), ("b", PLAIN)])
     assert chosen(choice, decodes) == (("forward", 2), ("sample", 2)), "it is wanted, and nobody waits for it"

@@ -1,4 +1,4 @@
-"""The arrays of a run of decode steps: those of its first step, and when its rows end."""
+"""The arrays of a multi-step decode: those of its first step, and when its rows end."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def first_step(rows, ids, tokens, computed, updates=()):
     return LAYOUT.split(packed)
 
 
-def test_the_first_step_of_a_run_has_one_token_of_each_row():
+def test_the_first_step_has_one_token_of_each_row():
     rows = RequestRows(4, 1)
     for name, length in (("a", 5), ("b", 9)):
         rows.add(new_request(name, [3] * length, [[1]]))
