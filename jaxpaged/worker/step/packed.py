@@ -19,10 +19,13 @@ class StepParts(NamedTuple):
 
     rows_R: the row of each request. query_start_loc_R1: where each request's tokens start, then the total.
     seq_lens_R: tokens of each request once this step is done; -1: its new tokens follow those that are computed.
-    token_ids_T: -1 means the row's last sampled token, or behind it a draft.
+    token_ids_T: -1 means the row's last sampled token, or behind it a draft; -2 - s the embedding in slot s of the encoder
+    cache.
     sample_idxs_R: position in the step of the token whose logits are sampled, for the requests that sample.
     table_place_U, table_idx_U, table_block_U: block table entries to write; a place is group * (rows + 1) + row.
     shared: what rows share in each KV group, as `shared_of_groups` takes it apart.
+    visible_ends_T: one past the last position that a token sees, where that is not its own; 0: it is.
+    rope_offsets_3T: what is added to positions in time, rows and columns, one after the other.
     """
 
     num_seqs: Any
@@ -35,19 +38,24 @@ class StepParts(NamedTuple):
     table_idx_U: Any
     table_block_U: Any
     shared: Any
+    visible_ends_T: Any
+    rope_offsets_3T: Any
 
 
 @dataclass(frozen=True)
 class StepLayout:
     """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step; and for
     each KV group what shared spans cost, or nothing where attention does not look for them in steps of this size.
-    `reads_shared`: the program reads shared spans once; without it each row reads them, from the same array."""
+    `reads_shared`: the program reads shared spans once; without it each row reads them, from the same array.
+    `has_visible_ends`, `has_rope_offsets`: steps have these parts, in engines that see and need them."""
 
     num_tokens: int
     num_rows: int
     num_updates: int
     shared_work: tuple[SharedWork, ...] = ()
     reads_shared: bool = True
+    has_visible_ends: bool = False
+    has_rope_offsets: bool = False
 
     @cached_property
     def has_two_programs(self) -> bool:
@@ -57,7 +65,8 @@ class StepLayout:
     @property
     def sizes(self) -> StepParts:
         T, R, U = self.num_tokens, self.num_rows, self.num_updates
-        return StepParts(1, R, R + 1, R, T, R, U, U, U, len(self.shared_work) * NUM_LINES * R)
+        shared = len(self.shared_work) * NUM_LINES * R
+        return StepParts(1, R, R + 1, R, T, R, U, U, U, shared, T * self.has_visible_ends, 3 * T * self.has_rope_offsets)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
