@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpaged.messages import NewRequestData
 from jaxpaged.worker.shared_blocks import SharedBlocks
+from jaxpaged.worker.visual_rows import VisualRows
 
 NUM_STOP_IDS = 8
 """Stop ids of a row that the device sees. Further ones are seen by the host alone."""
@@ -24,20 +25,29 @@ class RequestRows:
     stop_ids_RJ: tokens that end the request, padded with -1.
     num_blocks_GR: entries of the block table on the device, per KV group.
     shared: which rows hold the same blocks, per KV group; empty where attention does not ask.
+    uploaded_ids: the known tokens as steps upload them, with slots of the encoder cache in place of some.
+    visual: what steps say of pictures besides; None in engines of text only.
     """
 
-    def __init__(self, max_num_seqs: int, num_groups: int, shared: Sequence[SharedBlocks] = ()):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        num_groups: int,
+        shared: Sequence[SharedBlocks] = (),
+        visual: VisualRows | None = None,
+    ):
         self.max_num_seqs = max_num_seqs
         self.null_row = max_num_seqs
         self.row_of: dict[str, int] = {}
         self.token_ids: list[np.ndarray | None] = [None] * max_num_seqs
+        self.uploaded_ids: list[np.ndarray | None] = [None] * max_num_seqs
         self.num_known_R = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
         self.num_scored = 0
         self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
         self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
-        self.shared = shared
+        self.shared, self.visual = shared, visual
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self.last_ids: list[str] = []  # that `rows_of` was asked for, and its answer
         self.last_rows = np.zeros(0, np.int32)
@@ -56,7 +66,10 @@ class RequestRows:
         row = self._free.pop()
         self.row_of[request.request_id] = row
         self.last_ids = []
-        self.token_ids[row] = np.asarray(request.token_ids, np.int32)
+        self.token_ids[row] = self.uploaded_ids[row] = np.asarray(request.token_ids, np.int32)
+        if request.mm_features:
+            assert self.visual is not None, "the engine takes no pictures"
+            self.uploaded_ids[row] = self.visual.add(row, request)
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
         self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
@@ -74,7 +87,9 @@ class RequestRows:
         """Take the row back. A request that never got one (it was never scheduled) is ignored."""
         row = self.row_of.pop(request_id, None)
         if row is not None:
-            self.token_ids[row] = None
+            self.token_ids[row] = self.uploaded_ids[row] = None
+            if self.visual is not None:
+                self.visual.remove(row)
             self.num_scored -= int(self.prompt_logprobs_R[row])
             self.prompt_logprobs_R[row] = False
             for group in self.shared:

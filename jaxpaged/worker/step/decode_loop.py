@@ -186,9 +186,16 @@ def is_stop(tokens_R: Any, stop_ids_RJ: Any) -> Any:
 def parts_of_step(layout: MultiStepLayout, parts: StepParts, active_R: Any) -> StepParts:
     """One of the steps in the terms of a single one: rows that have ended have no token in it."""
     ends_R = jnp.cumsum(active_R.astype(jnp.int32))
-    return parts._replace(
+    parts = parts._replace(
         query_start_loc_R1=jnp.pad(ends_R, (1, 0)),
         seq_lens_R=jnp.where(parts.seq_lens_R != 0, -1, 0),
         token_ids_T=jnp.full(layout.step.num_tokens, -1, jnp.int32),
         sample_idxs_R=jnp.maximum(ends_R - 1, 0),
     )
+    if not layout.step.has_rope_offsets:
+        return parts
+    # A row's offsets stay the same, but its token's place does not.
+    offsets_3T = parts.rope_offsets_3T.reshape(3, -1)
+    place_R = jnp.where(active_R, ends_R - 1, layout.step.num_tokens)
+    offsets_3T = offsets_3T.at[:, place_R].set(offsets_3T[:, : layout.step.num_rows], mode="drop")
+    return parts._replace(rope_offsets_3T=offsets_3T.reshape(-1))

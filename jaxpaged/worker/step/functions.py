@@ -8,7 +8,8 @@ The hidden states of a step have a line for every token of the largest bucket, w
 writes the first ones, in place. So what follows on all tokens of a step, such as the log probabilities of prompts, is
 one program and not one per bucket.
 
-`StepFunctions` holds what is static; its methods are pure functions of their arguments.
+`StepFunctions` holds what is static; its methods are pure functions of their arguments. Letters: in `encoded_SE` S are
+the slots of the encoder cache, and E the numbers of an embedding.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,14 @@ from jaxpaged.sampling.sampler import sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.step.packed import StepLayout, StepParts
-from jaxpaged.worker.step.row_tokens import Answers, RowTokens, locate_tokens, place_rows, record_sample
+from jaxpaged.worker.step.row_tokens import (
+    Answers,
+    RowTokens,
+    locate_places,
+    locate_tokens,
+    place_rows,
+    record_sample,
+)
 from pallas_kernels.ragged_paged_attention import KVTensor
 
 TABLE_CHUNK = 1024
@@ -89,15 +97,19 @@ class StepFunctions:
         hidden_LD: Any,
         packed: Any,
         stream_TD: Any = None,
+        encoded_SE: Any = None,
     ):
         """One pass over the tokens of a step -> (kv, tables_GRM, rows, hidden_LD, sampled_SD: hidden states of
         the tokens that sample).
 
-        `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines.
+        `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines. `encoded_SE`: the
+        encoder cache, in an engine that sees.
         """
         parts = layout.split(packed)
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
-        hidden_TD, kv, rows = self.hidden_states(layout, params, kv, tables_GRM, rows, parts, stream_TD=stream_TD)
+        hidden_TD, kv, rows = self.hidden_states(
+            layout, params, kv, tables_GRM, rows, parts, stream_TD=stream_TD, encoded_SE=encoded_SE
+        )
         sampled_RD = hidden_TD[parts.sample_idxs_R]
         sampled_SD = jnp.pad(sampled_RD, ((0, self.num_sampled - layout.num_rows), (0, 0)))
         return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), sampled_SD
@@ -146,16 +158,21 @@ class StepFunctions:
         parts: StepParts,
         decodes_only: bool = False,
         stream_TD: Any = None,
+        encoded_SE: Any = None,
     ) -> tuple[Any, Any, RowTokens]:
         """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed).
 
-        `decodes_only`: no request has more than one of them.
+        `decodes_only`: no request has more than one of them, and none is replaced by an embedding.
         """
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
         attention = self.attention_batches(layout, parts, tables_GRM, decodes_only)
         caches = self.kv_cache.layer_caches()[self.first_layer :]
         batch = Batch(tokens_T, positions_T, attention, caches, stream_TD)
+        if encoded_SE is not None:
+            batch = with_embeddings(batch, parts.token_ids_T, encoded_SE)
+        if layout.has_rope_offsets:
+            batch = batch.replace(rope_offsets_3T=parts.rope_offsets_3T.reshape(3, layout.num_tokens))
         output = self.model.forward(params, self.config, batch, kv)
         kv = output.kv
         if output.load_LE is not None:  # the engine's arrays end with the counts of tokens of experts
@@ -168,6 +185,10 @@ class StepFunctions:
         """What attention needs to know of this step, once per KV group."""
 
         shared_G6R = layout.shared_of_groups(parts) if layout.shared_work and layout.reads_shared else None
+        visible = {}
+        if layout.has_visible_ends and not decodes_only:
+            _, positions_T, _ = locate_places(layout, parts)
+            visible = {"visible_end_T": jnp.maximum(parts.visible_ends_T, positions_T + 1)}
 
         def of_group(g: int, spec: CacheSpec) -> AttentionBatch | StateBatch:
             return kind_of(spec).step_batch(
@@ -178,6 +199,7 @@ class StepFunctions:
                 num_tokens=layout.num_tokens,
                 decodes_only=decodes_only,
                 shared_6R=None if shared_G6R is None else shared_G6R[g],
+                **visible,
             )
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
@@ -226,6 +248,17 @@ class StepFunctions:
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
         logits_CV = self.logits(head, hidden_LD[packed_2C[0]])
         return prompt_logprobs(logits_CV, packed_2C[1], self.max_logprobs, self.logprobs_mode, self.limits)
+
+
+def with_embeddings(batch: Batch, token_ids_T: Any, encoded_SE: Any) -> Batch:
+    """A step some of whose tokens are replaced by embeddings: those whose ids say a slot of the encoder cache. Token 0
+    is looked up in their place, since a placeholder's id may be outside the vocabulary."""
+    is_visual_T = token_ids_T < -1
+    return batch.replace(
+        tokens_T=jnp.where(is_visual_T, 0, batch.tokens_T),
+        visual_TE=encoded_SE[jnp.where(is_visual_T, -2 - token_ids_T, 0)],
+        is_visual_T=is_visual_T,
+    )
 
 
 def write_tables(tables_GRM: Any, place_U: Any, idx_U: Any, block_U: Any) -> Any:

@@ -90,6 +90,8 @@ def pack_step(
     parts.token_ids_T[:num_tokens] = -1
     if is_uploaded.any():
         fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
+    if rows.visual is not None:
+        rows.visual.fill(layout, parts, requests)
     parts.table_place_U[len(updates) :] = rows.null_row
     if updates:
         write_updates(parts, updates)
@@ -125,4 +127,4 @@ def fill_token_ids(
     for i in (num_uploaded > 0).nonzero()[0]:
         computed, count = int(requests.num_computed[i]), min(int(num_uploaded[i]), int(requests.num_scheduled[i]))
         start = int(requests.ends[i]) - int(requests.num_scheduled[i])
-        token_ids_T[start : start + count] = rows.token_ids[requests.rows[i]][computed : computed + count]
+        token_ids_T[start : start + count] = rows.uploaded_ids[requests.rows[i]][computed : computed + count]
