@@ -23,8 +23,8 @@ from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.programs.declare import SHARED_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.functions import TABLE_CHUNK
-from jaxpaged.worker.step.input_batch import StepReader, StepRequests, pack_step
-from jaxpaged.worker.step.packed import StepLayout
+from jaxpaged.worker.step.input_batch import StepReader, pack_step
+from jaxpaged.worker.step.packed import StepLayout, StepRequests
 from jaxpaged.worker.step.row_tokens import NOTHING
 
 Updates = list[tuple[int, int, int]]

@@ -10,15 +10,11 @@ Nothing here knows what is in the encoder cache, nor when.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpaged.messages import MultiModalFeature, NewRequestData
-from jaxpaged.worker.step.packed import StepLayout, StepParts
-
-if TYPE_CHECKING:
-    from jaxpaged.worker.step.input_batch import StepRequests
+from jaxpaged.worker.step.packed import StepLayout, StepParts, StepRequests
 
 RopeOffsets = Callable[[Sequence[MultiModalFeature], int], tuple[np.ndarray, int]]
 """See `models.vision.interface.Vision`."""
@@ -71,7 +67,7 @@ class VisualRows:
             ids[start : start + length] = -2 - slots[first : first + length]
             first += length
 
-    def fill(self, layout: StepLayout, parts: StepParts, requests: "StepRequests") -> None:
+    def fill(self, layout: StepLayout, parts: StepParts, requests: StepRequests) -> None:
         """Write what a step says of pictures. Its parts are zero."""
         num_prompt = self._num_prompt_R[requests.rows]
         if not num_prompt.any():

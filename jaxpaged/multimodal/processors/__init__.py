@@ -3,10 +3,12 @@
 To add a family: a module with a class as `base.Processor` describes it, and its model types in `FAMILIES`.
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import CheckpointError, shown
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError, shown
 from jaxpaged.multimodal.processors.base import BadSetting, Processor
 from jaxpaged.multimodal.processors.gemma3 import Gemma3Processor
 from jaxpaged.multimodal.processors.qwen_vl import QwenVLProcessor
@@ -33,3 +35,27 @@ def processor_of(config: Mapping[str, Any], preprocessor_config: Mapping[str, An
         return family(config, preprocessor_config)
     except BadSetting as problem:
         raise CheckpointError(f"preprocessor_config.json or config.json cannot be used: {problem}.") from None
+
+
+PREPROCESSOR_CONFIG = "preprocessor_config.json"
+
+
+def load_processor(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Processor:
+    """The processor of the model in `folder`, whose config.json is `config`. `options`: `mm_processor_kwargs`.
+
+    Without a preprocessor_config.json all is as the family has it. Raises CheckpointError for one that cannot be used,
+    and ConfigError for options.
+    """
+    path, values = folder / PREPROCESSOR_CONFIG, {}
+    try:
+        if path.exists():
+            values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}. Download it again.") from None
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"{path} is not a JSON object. Download it again.")
+    processor = processor_of(config, values)
+    try:
+        return processor.with_options(options, "mm_processor_kwargs") if options else processor
+    except RequestError as error:
+        raise ConfigError(str(error)) from None

@@ -54,6 +54,10 @@ class Processor(Protocol):
     def options(self) -> Mapping[str, Any]:
         """All that decides the pixels, as plain values: a part of a picture's identity."""
 
+    @property
+    def largest_grid(self) -> tuple[int, int, int]:
+        """Items, rows and columns of no fewer tokens than any picture has."""
+
     def with_options(self, options: Mapping[str, Any], field: str) -> "Processor":
         """A processor with some settings otherwise, as `mm_processor_kwargs` has them. Raises RequestError."""
 

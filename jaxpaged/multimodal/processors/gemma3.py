@@ -65,6 +65,10 @@ class Gemma3Processor:
         crops = [self.min_crop, self.max_crops, self.min_ratio] if self.pan_and_scan else None
         return {"size": [self.width, self.height], "resample": self.resample, "pan_and_scan": crops}
 
+    @property
+    def largest_grid(self) -> tuple[int, int, int]:
+        return 1 + self.max_crops * self.pan_and_scan, self.side, self.side
+
     def with_options(self, options: Mapping[str, Any], field: str) -> "Gemma3Processor":
         """Options are those of pan and scan. Raises RequestError that names `field`."""
         values = changed(self._values, options, REQUEST_OPTIONS, field)

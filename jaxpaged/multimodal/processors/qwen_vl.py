@@ -70,6 +70,14 @@ class QwenVLProcessor:
         pixels = [self.min_pixels, self.max_pixels]
         return {"patch": self.patch, "merge": self.merge, "resample": self.resample, "pixels": pixels}
 
+    @property
+    def largest_grid(self) -> tuple[int, int, int]:
+        """By area; a narrow picture has more, since no side has less than a token, and one that grows, as its sides
+        are rounded up."""
+        most, fewest = self.max_pixels // self.factor**2, self.min_pixels / self.factor**2
+        grown = math.floor((math.sqrt(fewest * MOST_RATIO) + 1) * (math.sqrt(fewest / MOST_RATIO) + 1))
+        return 1, 1, max(most, MOST_RATIO, grown)
+
     def with_options(self, options: Mapping[str, Any], field: str) -> "QwenVLProcessor":
         """Options are `min_pixels` and `max_pixels`, or both in `size`. Raises RequestError that names `field`."""
         values = changed(self._values, options, REQUEST_OPTIONS, field)

@@ -10,24 +10,12 @@ it in place.
 
 import itertools
 import struct
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxpaged.messages import SchedulerOutput
 from jaxpaged.worker.request_rows import NUM_STOP_IDS, RequestRows
-from jaxpaged.worker.step.packed import StepLayout, StepParts
-
-
-class StepRequests(NamedTuple):
-    """The requests of one step as arrays, in the order of the scheduler's lists; of the first of several."""
-
-    rows: np.ndarray
-    num_scheduled: np.ndarray
-    num_computed: np.ndarray  # before the step
-    seq_lens: np.ndarray  # after it
-    ends: np.ndarray  # where each request's tokens end in the step
-    samples: np.ndarray  # bool
+from jaxpaged.worker.step.packed import StepLayout, StepParts, StepRequests
 
 
 class StepReader:

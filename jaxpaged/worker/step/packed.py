@@ -1,4 +1,4 @@
-"""Where each part of a step lies in its one int32 array.
+"""What a step is on the host, and where each part of it lies in its one int32 array.
 
 `StepLayout.split` slices an array into named parts. The host splits a numpy array and writes into the views;
 the program splits the array that it received and reads. One definition serves both.
@@ -10,8 +10,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pallas_kernels.ragged_paged_attention import shared_work
 from pallas_kernels.ragged_paged_attention.sharing import NUM_LINES, SharedWork
+
+
+class StepRequests(NamedTuple):
+    """The requests of one step as arrays, in the order of the scheduler's lists; of the first of several."""
+
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    num_computed: np.ndarray  # before the step
+    seq_lens: np.ndarray  # after it
+    ends: np.ndarray  # where each request's tokens end in the step
+    samples: np.ndarray  # bool
 
 
 class StepParts(NamedTuple):
@@ -19,8 +32,8 @@ class StepParts(NamedTuple):
 
     rows_R: the row of each request. query_start_loc_R1: where each request's tokens start, then the total.
     seq_lens_R: tokens of each request once this step is done; -1: its new tokens follow those that are computed.
-    token_ids_T: -1 means the row's last sampled token, or behind it a draft; -2 - s the embedding in slot s of the encoder
-    cache.
+    token_ids_T: -1 means the row's last sampled token, or behind it a draft, and -2 - s what lies in slot s of the
+    encoder cache.
     sample_idxs_R: position in the step of the token whose logits are sampled, for the requests that sample.
     table_place_U, table_idx_U, table_block_U: block table entries to write; a place is group * (rows + 1) + row.
     shared: what rows share in each KV group, as `shared_of_groups` takes it apart.
@@ -66,7 +79,9 @@ class StepLayout:
     def sizes(self) -> StepParts:
         T, R, U = self.num_tokens, self.num_rows, self.num_updates
         shared = len(self.shared_work) * NUM_LINES * R
-        return StepParts(1, R, R + 1, R, T, R, U, U, U, shared, T * self.has_visible_ends, 3 * T * self.has_rope_offsets)
+        return StepParts(
+            1, R, R + 1, R, T, R, U, U, U, shared, T * self.has_visible_ends, 3 * T * self.has_rope_offsets
+        )
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
@@ -120,12 +135,11 @@ def step_layout(
     num_rows = min(num_tokens, max_num_seqs)
     works = [backend and shared_work(backend, num_tokens, size) for size in device_slots or block_sizes]
     num_updates = sum(num_tokens // size + num_rows for size in block_sizes)
-    shared_work = tuple(works) if all(works) else ()
     return StepLayout(
         num_tokens,
         num_rows,
         num_updates,
-        shared_work,
+        tuple(works) if all(works) else (),
         has_visible_ends=has_visible_ends,
         has_rope_offsets=has_rope_offsets,
     )

@@ -8,8 +8,8 @@ from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor as TheirProcessor
 
-from jaxpaged.errors import CheckpointError, RequestError
-from jaxpaged.multimodal.processors import processor_of
+from jaxpaged.errors import CheckpointError, ConfigError, RequestError
+from jaxpaged.multimodal.processors import load_processor, processor_of
 from tests.multimodal.drawn import drawn
 
 FIELD = "image"
@@ -141,3 +141,24 @@ def test_bad_options_of_a_request_are_refused(options, words):
 def test_a_broken_checkpoint_is_refused(config, settings, words):
     with pytest.raises(CheckpointError, match=words):
         processor_of({**CONFIG, **config}, {**SETTINGS, **settings})
+
+
+def test_the_largest_grid_has_all_crops_where_there_are_any():
+    assert processor_of(CONFIG, SETTINGS).largest_grid == (1, 4, 4)
+    assert processor_of(CONFIG, {**SETTINGS, **SCAN}).largest_grid == (5, 4, 4)
+
+
+def test_a_processor_is_loaded_from_a_folder_with_the_options_of_an_engine(tmp_path):
+    assert load_processor(tmp_path, CONFIG, {}).height == 896
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 112, "width": 112}}')
+    loaded = load_processor(tmp_path, CONFIG, {"do_pan_and_scan": True})
+    assert (loaded.height, loaded.largest_grid) == (112, (5, 4, 4))
+    with pytest.raises(ConfigError, match="mm_processor_kwargs has no option"):
+        load_processor(tmp_path, CONFIG, {"pan": True})
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"size": 3}'])
+def test_a_broken_preprocessor_config_is_one_clear_error(tmp_path, text):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="preprocessor_config.json"):
+        load_processor(tmp_path, CONFIG, {})

@@ -1,5 +1,7 @@
 """transformers' processor of Pillow is the oracle: same patches bit by bit, same grid."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -124,3 +126,12 @@ def test_bad_options_of_a_request_are_refused(options):
 def test_a_broken_checkpoint_is_refused(config, values, words):
     with pytest.raises(CheckpointError, match=words):
         processor({**QWEN2_5, **values}, config=config)
+
+
+@pytest.mark.parametrize("limits", [(4, 64), (64, 64), (1, 1), (300, 301), (1, 500)])
+def test_no_picture_has_more_tokens_than_the_largest_grid(limits):
+    small = processor({**SMALL, "min_pixels": 784 * limits[0], "max_pixels": 784 * limits[1]})
+    sizes = [(width, height) for width in (1, 20, 61, 200, 3000) for height in (1, 15, 199, 230, 2000)]
+    sizes = [size for size in sizes if max(size) <= 200 * min(size)] + [(200, 1), (1, 200), (5600, 28), (28, 5600)]
+    most = max(small.layout(*size, FIELD).num_tokens for size in sizes)
+    assert most <= math.prod(small.largest_grid)
