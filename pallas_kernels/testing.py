@@ -26,8 +26,10 @@ def dense_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks_N: np.ndarray | None = None,
+    both_ways: tuple[tuple[int, int], ...] = (),
 ) -> np.ndarray:
-    """Causal attention of the last Q of P tokens of one request over all P, in float64."""
+    """Causal attention of the last Q of P tokens of one request over all P, in float64; those at positions [begin, end)
+    of an entry of `both_ways` see each other too, whichever comes first."""
     q_QNH, k_PKH, v_PKH = (np.asarray(x, np.float64) for x in (q_QNH, k_PKH, v_PKH))
     (Q, N, _H), (P, K, _) = q_QNH.shape, k_PKH.shape
     k_PNH, v_PNH = (np.repeat(x, N // K, axis=1) for x in (k_PKH, v_PKH))
@@ -35,7 +37,11 @@ def dense_attention(
     if soft_cap is not None:
         score_NQP = soft_cap * np.tanh(score_NQP / soft_cap)
     distance_QP = np.arange(P - Q, P)[:, None] - np.arange(P)
-    visible_QP = (distance_QP >= 0) & (distance_QP < (window or P))
+    visible_QP = distance_QP >= 0
+    for begin, end in both_ways:
+        is_in_P = (np.arange(P) >= begin) & (np.arange(P) < end)
+        visible_QP |= is_in_P[P - Q :, None] & is_in_P
+    visible_QP &= distance_QP < (window or P)
     weight_NQP = np.where(visible_QP, np.exp(score_NQP), 0)
     sink_N11 = 0 if sinks_N is None else np.exp(np.asarray(sinks_N, np.float64))[:, None, None]
     weight_NQP /= weight_NQP.sum(-1, keepdims=True) + sink_N11
@@ -60,6 +66,7 @@ class Step:
     seq_lens_R: np.ndarray
     block_tables_RM: np.ndarray
     shared_6R: np.ndarray  # what `spans_of_step` finds
+    visible_end_T: np.ndarray | None  # of tokens; anything for padding. None: the case is causal
     contexts: list[tuple[np.ndarray, np.ndarray]]  # keys and values [P, K, H] of each row
 
 
@@ -98,8 +105,19 @@ def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
         seq_lens_R=np.array(seq_lens, np.int32),
         block_tables_RM=block_tables_RM,
         shared_6R=spans_of_step(case, block_tables_RM),
+        visible_end_T=visible_ends(case) if case.both_ways else None,
         contexts=contexts,
     )
+
+
+def visible_ends(case: Any) -> np.ndarray:
+    """One past the last position that each token sees; garbage for padding."""
+    ends = []
+    for row, (cached, new) in enumerate(case.rows):
+        runs = [run[1:] for run in case.both_ways if run[0] == row]
+        for position in range(cached, cached + new):
+            ends.append(max([position + 1, *(end for begin, end in runs if begin <= position < end)]))
+    return np.array([*ends, *[10**8, -7, 3] * case.padding][: case.num_tokens + case.padding], np.int32)
 
 
 def spans_of_step(case: Any, block_tables_RM: np.ndarray) -> np.ndarray:
@@ -131,6 +149,7 @@ def expected(case: Any, step: Step) -> np.ndarray:
             window=case.window,
             soft_cap=case.soft_cap,
             sinks_N=step.sinks_N,
+            both_ways=tuple((begin, end) for of, begin, end in case.both_ways if of == row),
         )
     return out_TNH
 

@@ -77,10 +77,18 @@ def step_metadata(
     context: AttentionContext, *where: jax.Array, block_size: int, window: int | None, **settings: Any
 ) -> AttentionMetadata:
     """`make_metadata` of a step, for layers with keys and values; `block_size` counts slots of a device. A plan for a
-    device's part of contexts has an axis in front, which is split over the devices of a group."""
+    device's part of contexts has an axis in front, which is split over the devices of a group.
+
+    Raises ValueError for a `visible_end_T` where contexts are split.
+    """
     settings |= {"block_size": block_size, "window": window, "backend": context.backend}
     if context.context_shards == 1:
         return rpa.make_metadata(*where, **settings)
+    if settings.get("visible_end_T") is not None:
+        raise ValueError(
+            f"{context.context_shards} devices hold parts of each context, and pictures whose tokens see each other "
+            "both ways need whole ones; split contexts over one device, or give --language-model-only."
+        )
 
     def of_device(*where: jax.Array) -> AttentionMetadata:
         metadata = rpa.make_metadata(*where, **settings, share=share_here(context.context_shards, block_size))
@@ -95,7 +103,8 @@ def metadata_specs(metadata: AttentionMetadata, context: AttentionContext) -> At
     """How metadata lies on the devices."""
     whole = PartitionSpec()
     plan = whole if context.context_shards == 1 else PartitionSpec(CONTEXT_AXIS)
-    return AttentionMetadata(*[whole] * 4, plan=plan, decodes_only=metadata.decodes_only)
+    ends = None if metadata.visible_end_T is None else whole
+    return AttentionMetadata(*[whole] * 4, plan=plan, visible_end_T=ends, decodes_only=metadata.decodes_only)
 
 
 def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
@@ -124,7 +133,8 @@ def attend(
     soft_cap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, KVTensor]:
-    """Causal attention of T new tokens over everything their requests have cached, themselves included.
+    """Attention of T new tokens over everything their requests have cached, themselves included: causal, but for tokens
+    that the metadata lets see what stands behind them.
 
     This step's keys and values go into the cache before the cache is read. `scale`, `soft_cap` and `sinks_N` are those
     of `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).

@@ -48,6 +48,7 @@ def attend_latents(
     the new tokens).
     """
     context, metadata = batch.context, batch.metadata
+    assert metadata.visible_end_T is None, "latents are attended to causally"
     kernel, num_tokens = KERNELS[context.backend], len(q_TNC)
 
     def attend_heads(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):

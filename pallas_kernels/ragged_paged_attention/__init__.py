@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
+from pallas_kernels.token_places import token_places
 
 # "auto" takes the first that can run; what is interpreted comes last, since it is for tests.
 _BACKENDS = {
@@ -58,6 +59,8 @@ class AttentionMetadata:
     after `num_seqs` equal the number of tokens. seq_lens_R: [R], context length with this step's tokens, 0 for
     rows not in use. block_tables_RM: [R, M]; ids beyond the context or before the window may be anything.
     plan: what the backend computes from these once a step, for all layers that share the block tables.
+    visible_end_T: [T], of each token one past the last position that it sees, at least one past its own and at most
+    the length of its row; None, where attention is causal.
     decodes_only: no row has more than one token, so programs need nothing for those that have.
     """
 
@@ -66,6 +69,7 @@ class AttentionMetadata:
     seq_lens_R: jax.Array
     block_tables_RM: jax.Array
     plan: Any
+    visible_end_T: jax.Array | None = None
     decodes_only: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
@@ -188,6 +192,7 @@ def make_metadata(
     shared_6R: jax.Array | None = None,
     chunk: int | None = None,
     share: ContextShare | None = None,
+    visible_end_T: jax.Array | None = None,
 ) -> AttentionMetadata:
     """Metadata of one step for the layers that share `block_tables_RM` and `window`; can be traced.
 
@@ -195,12 +200,25 @@ def make_metadata(
     backend that has a `shared_work`. `chunk`, a multiple of `block_size` in place of a window: a query at position p
     sees the positions [p - p % chunk, p]. Rows are then chunks of rows (`chunks.py`), each of which is read by itself.
     `share`: the part of every context that lies here, where others hold the rest; there is no window then, and
-    `block_size` and spans count slots that are held. See `AttentionMetadata` for the others.
+    `block_size` and spans count slots that are held. `visible_end_T`: one past the last position that each token sees,
+    for tokens that see some behind them, such as those of one picture; anything for padding. See `AttentionMetadata`
+    for the others.
+
+    Raises ValueError for `visible_end_T` with `chunk`, with `share`, or where there are decodes only.
     """
     assert query_start_loc_R1.shape == (seq_lens_R.shape[0] + 1,), (query_start_loc_R1.shape, seq_lens_R.shape)
     assert block_tables_RM.shape[0] == seq_lens_R.shape[0], (block_tables_RM.shape, seq_lens_R.shape)
     arrays = (num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM)
     num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM = (jnp.asarray(x, jnp.int32) for x in arrays)
+    ahead: dict[str, Any] = {}
+    if visible_end_T is not None:
+        if chunk is not None or share is not None or decodes_only:
+            raise ValueError(
+                "attention beyond a token's own position goes neither with chunks of positions nor with contexts that "
+                "several devices hold, and decodes have none; leave out visible_end_T."
+            )
+        visible_end_T = _within_rows(visible_end_T, query_start_loc_R1, seq_lens_R)
+        ahead["visible_end_T"] = visible_end_T
     if chunk is not None:
         assert window is None, (window, chunk)
         num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM = rows_of_chunks(
@@ -225,8 +243,16 @@ def make_metadata(
         block_size=block_size,
         window=window,
         **spans,
+        **ahead,
     )
-    return AttentionMetadata(num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM, plan, decodes_only)
+    where = num_seqs, query_start_loc_R1, seq_lens_R, block_tables_RM
+    return AttentionMetadata(*where, plan, visible_end_T, decodes_only)
+
+
+def _within_rows(visible_end_T: jax.Array, query_start_loc_R1: jax.Array, seq_lens_R: jax.Array) -> jax.Array:
+    """Ends that lie behind their tokens and not beyond their rows."""
+    row_T, position_T, _ = token_places(query_start_loc_R1, seq_lens_R, len(visible_end_T))
+    return jnp.clip(jnp.asarray(visible_end_T, jnp.int32), position_T + 1, seq_lens_R[row_T])
 
 
 def ragged_paged_attention(
@@ -243,11 +269,12 @@ def ragged_paged_attention(
     backend: str,
     undivided: bool = False,
 ) -> tuple[jax.Array, KVTensor]:
-    """Write this step's keys and values into the cache, then attend causally over it.
+    """Write this step's keys and values into the cache, then attend over it, causally unless `metadata` says more.
 
     A query at position p sees the positions (p - window, p] of its own request, itself included; all of [0, p]
-    without a window. Scores are `scale * q.k`, then `soft_cap * tanh(score / soft_cap)` if given; `sinks_N` adds
-    one logit per query head to the softmax's denominator. `window` must be the one `metadata` was made with.
+    without a window; and those behind it up to the end that `metadata` may have for it. Scores are `scale * q.k`, then
+    `soft_cap * tanh(score / soft_cap)` if given; `sinks_N` adds one logit per query head to the softmax's denominator.
+    `window` must be the one `metadata` was made with.
 
     Returns out_TNH in q's dtype, zeros for padding tokens, and the cache with the new tokens. Donate `kv` to the
     enclosing jit and it is updated in place. Padding tokens write nowhere. `undivided`, without sinks: in place of

@@ -9,7 +9,8 @@ class Case:
     """A step: for each row how many tokens it has cached and how many are new, and the layer that attends.
 
     `rows` are (cached, new) pairs; `padding` tokens and `empty_rows` rows follow them, not in use. `shared`: (row, an
-    earlier row, blocks): so many blocks at the beginnings of both are the same.
+    earlier row, blocks): so many blocks at the beginnings of both are the same. `both_ways`: (row, begin, end): its
+    tokens at positions [begin, end) see each other whichever comes first, within the window.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Case:
     padding: int = 3
     empty_rows: int = 2
     shared: tuple[tuple[int, int, int], ...] = ()
+    both_ways: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -80,6 +82,37 @@ SHARED_CASES = (
         group_size=1,
         shared=((1, 0, 18), (2, 1, 9)),
     ),
+)
+
+
+# Runs at the first and at the last token, side by side, longer than a tile of queries and ending within one, begun by
+# what is cached, in rows of few tokens; one that would go on behind its row.
+_PICTURES = ((0, 200), (70, 1), (10, 90), (64, 1), (300, 150), (60, 3), (20, 2))
+_RUNS = (
+    (0, 0, 40),
+    (0, 60, 100),
+    (0, 100, 130),
+    (0, 170, 200),
+    (2, 5, 60),
+    (4, 310, 445),
+    (5, 58, 63),
+    (6, 21, 50),
+)
+
+# For pictures whose tokens see each other both ways.
+BOTH_WAYS_CASES = (
+    Case("both ways", _PICTURES, both_ways=_RUNS),
+    Case("both ways, window shorter than runs", _PICTURES, both_ways=_RUNS, window=37, num_kv_heads=1, group_size=4),
+    Case(
+        "both ways, window, soft cap and sinks",
+        ((0, 70), (33, 1), (200, 45)),
+        both_ways=((0, 10, 60), (2, 195, 240)),
+        window=64,
+        soft_cap=1.5,
+        sinks=True,
+    ),
+    Case("both ways, far behind", ((1500, 40), (90, 1)), both_ways=((0, 1505, 1540),), window=100, head_dim=64),
+    Case("both ways, rows that share beginnings", _TREE, shared=_HELD, both_ways=((1, 100, 130), (5, 265, 350))),
 )
 
 

@@ -7,7 +7,7 @@ cut into tiles of queries, each walking over its context in chunks. Rows with fe
 a list of items: one query, and some slots of its context. A tile of items is one batched product, whomever they
 belong to, so one long context among many short ones costs what it holds and no more. Spans of blocks that several
 rows hold are read by tiles of all their queries, before what is each row's own (`work_lists.py` has both lists).
-Context above the diagonal and outside of the window is not read, at the grain of an item or a chunk.
+Context that no query sees, behind the last or outside of the window, is not read, at the grain of an item or a chunk.
 
 Padding: tokens beyond the last row's write nowhere; their output is zero.
 
@@ -180,7 +180,7 @@ def _attend_tile(problem: Problem, tile: Tile, begun_QKG: Softmax | None) -> Sof
     Q, K, G, H = q_QKGH.shape
     position_Q = problem.metadata.plan.position_T.at[tile.token_Q].get(mode="fill", fill_value=-1)
     first_Q = jnp.maximum(first_visible(position_Q, problem.window), tile.begin)
-    last_Q = jnp.minimum(position_Q, tile.end - 1)
+    last_Q = jnp.minimum(_last_visible(problem, tile.token_Q, position_Q), tile.end - 1)
     first, last = jnp.min(jnp.where(position_Q < 0, NOWHERE, first_Q)), jnp.max(last_Q)
     _, chunk_slots = work_lists.item_and_chunk_slots(problem.k_BKSH.shape[2])
 
@@ -258,7 +258,7 @@ def _attend_item_tile(
 
     item_slots = work_lists.whole_blocks(work_lists.ITEM_SLOTS, problem.k_BKSH.shape[2])
     position_IC = (plan.first_item_R[row_I] + nth_I)[:, None] * item_slots + jnp.arange(item_slots)
-    visible_IC = (position_IC <= position_I[:, None]) & real_I[:, None]
+    visible_IC = (position_IC <= _last_visible(problem, token_I, position_I)[:, None]) & real_I[:, None]
     visible_IC &= position_IC >= first_visible(position_I, problem.window)[:, None]
     k_IKCH, v_IKCH = _gather_slots(problem, row_I[:, None], position_IC, visible_IC)
     item_IKG = problem.numerics.attend_items(problem, problem.q_TKGH[token_I], k_IKCH, v_IKCH, visible_IC)
@@ -272,6 +272,12 @@ def _attend_item_tile(
 
 
 # ---- what both lists share -----------------------------------------------------------------------
+
+
+def _last_visible(problem: Problem, token: jax.Array, position: jax.Array) -> jax.Array:
+    """The last position that each token sees, its own if the step's attention is causal; -1 for no token."""
+    visible_end_T = problem.metadata.visible_end_T
+    return position if visible_end_T is None else visible_end_T.at[token].get(mode="fill", fill_value=0) - 1
 
 
 def _gather_slots(problem: Problem, row: jax.Array, position: jax.Array, needed: jax.Array):

@@ -87,8 +87,10 @@ def make_plan(
     window: int | None,
     shared_6R: jax.Array | None = None,
     share: ContextShare | None = None,
+    visible_end_T: jax.Array | None = None,
 ) -> Plan:
-    """The plan of one step; see `make_metadata` for the arguments."""
+    """The plan of one step; see `make_metadata` for the arguments. Items are of all that any query of a row sees, so
+    `visible_end_T` changes none."""
     start_R, end_R = query_start_loc_R1[:-1], query_start_loc_R1[1:]
     token_T = jnp.arange(num_tokens, dtype=jnp.int32)
     row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)

@@ -144,3 +144,15 @@ def test_latents_split_by_token_give_what_whole_ones_give(num_devices, shards, b
 
     whole, parts = run(1, 1, "reference"), run(num_devices, shards, backend)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), whole, parts)
+
+
+def test_pictures_whose_tokens_see_each_other_both_ways_need_whole_contexts():
+    with pytest.raises(ValueError, match="2 devices hold parts of each context, .* or give --language-model-only"):
+        step_metadata(
+            context(2, 2),
+            *WHERE,
+            num_tokens=T,
+            block_size=BLOCK // 2,
+            window=None,
+            visible_end_T=jnp.zeros(T, jnp.int32),
+        )

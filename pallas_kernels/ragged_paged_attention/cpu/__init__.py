@@ -144,6 +144,7 @@ def make_plan(
     window: int | None,
     shared_6R: jax.Array | None = None,
     share: ContextShare | None = None,
+    visible_end_T: jax.Array | None = None,
     **settings: Any,
 ) -> KernelPlan:
     """The reference's plan, and what the kernels are told."""
@@ -174,7 +175,8 @@ def attention(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`. `machine`: a CPU with less than this one has, in tests."""
     (S, H), group_size = kv[0].shape[2:], q_TNH.shape[1] // k_TKH.shape[1]
-    if kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S) is not None:
+    cannot_take = kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S)
+    if cannot_take is not None or metadata.visible_end_T is not None:
         return reference.attention(q_TNH, k_TKH, v_TKH, kv, metadata, **settings)
     machine = machine or this_machine()
     kv = _written(kv, k_TKH, v_TKH, metadata.plan, machine)

@@ -30,7 +30,7 @@ def attend_step(
     settings = {"window": case.window, "soft_cap": case.soft_cap, "scale": case.head_dim**-0.5} | changes
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def attend(q_TNH, k_TKH, v_TKH, kv, sinks_N, shared_6R, num_seqs, *where):
+    def attend(q_TNH, k_TKH, v_TKH, kv, sinks_N, shared_6R, visible_end_T, num_seqs, *where):
         metadata = rpa.make_metadata(
             num_seqs,
             *where,
@@ -40,6 +40,7 @@ def attend_step(
             backend=backend,
             decodes_only=all(new <= 1 for _, new in case.rows),
             shared_6R=shared_6R,
+            visible_end_T=visible_end_T,
         )
         return rpa.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, backend=backend, **settings
@@ -54,6 +55,7 @@ def attend_step(
         kv,
         step.sinks_N,
         step.shared_6R if shares else None,
+        step.visible_end_T,
         len(case.rows),
         step.query_start_loc_R1,
         step.seq_lens_R,

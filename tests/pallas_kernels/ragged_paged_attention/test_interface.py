@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
+from pallas_kernels.context_share import ContextShare
 from pallas_kernels.llvm.machine import why_not
 
 
@@ -88,3 +89,20 @@ def test_query_heads_that_cannot_share_the_kv_heads_are_refused():
     x_T2H = jnp.zeros((4, 2, 8))
     with pytest.raises(ValueError, match="3 query heads cannot share 2 key-value heads"):
         rpa.ragged_paged_attention(jnp.zeros((4, 3, 8)), x_T2H, x_T2H, kv, metadata, scale=1.0, backend="reference")
+
+
+def test_what_stands_behind_a_token_is_not_seen_in_chunks_in_parts_of_contexts_or_by_decodes():
+    where = 0, jnp.zeros(2), jnp.zeros(1), jnp.zeros((1, 1))
+    settings = {"num_tokens": 4, "block_size": 16, "window": None, "backend": "reference"}
+    for refused in ({"chunk": 32}, {"share": ContextShare(0, 2, 16)}, {"decodes_only": True}):
+        with pytest.raises(ValueError, match="attention beyond a token's own position goes neither with chunks"):
+            rpa.make_metadata(*where, visible_end_T=jnp.zeros(4, jnp.int32), **settings, **refused)
+
+
+def test_ends_of_what_tokens_see_lie_behind_them_and_within_their_rows():
+    where = 2, jnp.array([0, 3, 5, 5]), jnp.array([13, 4, 0]), jnp.zeros((3, 1))
+    given = jnp.array([0, 12, 99, 4, 3, 7], jnp.int32)
+    settings = {"num_tokens": 6, "block_size": 16, "window": None, "backend": "reference"}
+    ends_T = rpa.make_metadata(*where, visible_end_T=given, **settings).visible_end_T
+    assert ends_T[:5].tolist() == [11, 12, 13, 4, 4]
+    assert rpa.make_metadata(*where, **settings).visible_end_T is None

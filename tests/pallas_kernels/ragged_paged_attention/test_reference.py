@@ -12,14 +12,15 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import numerics, reference, work_lists
-from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import BOTH_WAYS_CASES, CASES, SHARED_CASES, Case
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, error
 from tests.pallas_kernels.ragged_paged_attention.one_step import run as run_on_backend
 
-CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES, *BOTH_WAYS_CASES)}
 MIXED = CASE["decodes and prompts in any order"]
 SHARING = CASE["rows that share beginnings"]
+BOTH_WAYS, IN_WINDOW = CASE["both ways"], CASE["both ways, window shorter than runs"]
 
 
 run = functools.partial(run_on_backend, backend="reference")
@@ -110,6 +111,15 @@ def test_wrong_settings_are_noticed(name, changes):
     assert error(case, run(case, step, jnp.bfloat16, **changes)[0], step) > case_tolerance(case, jnp.bfloat16)
 
 
+def test_wrong_ends_are_noticed():
+    """Off by one, as far as the next run that stands side by side, or none: of the run in the middle of a row."""
+    step = make_step(BOTH_WAYS, jnp.float32)
+    for end in (99, 101, 130, 0):
+        ends_T = np.where(step.visible_end_T == 100, end, step.visible_end_T).astype(np.int32)
+        out_TNH, _ = run(BOTH_WAYS, dataclasses.replace(step, visible_end_T=ends_T), jnp.float32)
+        assert error(BOTH_WAYS, out_TNH, step) > 10 * case_tolerance(BOTH_WAYS, jnp.float32), end
+
+
 # what is wrong: (a case that must notice, text of the reference, its numerics or lists, what the mutant has there)
 MUTANTS = {
     "values that nobody may see only get a weight of zero": (
@@ -124,13 +134,13 @@ MUTANTS = {
     ),
     "queries in a list see one position less": (
         MIXED,
-        "(position_IC <= position_I[:, None])",
-        "(position_IC < position_I[:, None])",
+        "(position_IC <= _last_visible(problem, token_I, position_I)[:, None])",
+        "(position_IC < _last_visible(problem, token_I, position_I)[:, None])",
     ),
     "queries in a list see what the one after them wrote": (
         MIXED,
-        "(position_IC <= position_I[:, None])",
-        "(position_IC <= position_I[:, None] + 1)",
+        "(position_IC <= _last_visible(problem, token_I, position_I)[:, None])",
+        "(position_IC <= _last_visible(problem, token_I, position_I)[:, None] + 1)",
     ),
     "the last chunk is forgotten": (
         MIXED,
@@ -147,6 +157,19 @@ MUTANTS = {
         'mode="drop"), token_J[-1],',
         'mode="drop"), jnp.int32(NOWHERE),',
     ),
+    "all attention is causal": (BOTH_WAYS, "position if visible_end_T is None", "position if True"),
+    "the last token of a run is not seen": (BOTH_WAYS, "fill_value=0) - 1", "fill_value=0) - 2"),
+    "what comes behind a run is seen": (BOTH_WAYS, "fill_value=0) - 1", "fill_value=0)"),
+    "tiles see whole runs, before the window too": (
+        IN_WINDOW,
+        "first_visible(position_Q, problem.window)",
+        "first_visible(_last_visible(problem, tile.token_Q, position_Q) - 40, problem.window)",
+    ),
+    "windows end with what is seen": (
+        IN_WINDOW,
+        "first_visible(position_I, problem.window)",
+        "first_visible(_last_visible(problem, token_I, position_I), problem.window)",
+    ),
     "a sink is forgotten": (CASE["sinks"], "if sinks is None:", "if True:"),
     "what rows share is read again by each": (
         SHARING,
@@ -156,7 +179,7 @@ MUTANTS = {
     "what rows share is forgotten by lists": (SHARING, "(nth_I == 0) & real_I", "(nth_I < 0) & real_I"),
     "what rows share is counted for each item": (SHARING, "(nth_I == 0) & real_I", "real_I"),
     "what rows share is forgotten by tiles": (SHARING, "if begun_QKG is None else", "if True else"),
-    "a shared span has no end": (SHARING, "jnp.minimum(position_Q, tile.end - 1)", "position_Q"),
+    "a shared span has no end": (SHARING, ", tile.end - 1)", ", NOWHERE)"),
     "padding tokens write to a block": (
         CASE["rows with no new token"],
         "jnp.where(held_T, block_T, NOWHERE)",
