@@ -42,7 +42,7 @@ TESTS = (
     "tests/sampling/test_limits.py",
     "tests/pallas_kernels/top_k_top_p",
     "tests/pallas_kernels/ragged_paged_attention/gpu",
-    "tests/end_to_end/test_decode_runs.py",
+    "tests/end_to_end/test_multi_step.py",
     "tests/end_to_end/test_second_turns.py",
     "tests/end_to_end/test_answers.py",
     "tests/models/test_golden.py",

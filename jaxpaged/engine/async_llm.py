@@ -293,7 +293,7 @@ class AsyncLLM(AsyncEngineControl):
         self._cores.check_health()
 
     async def call[R](self, call: CoreCall[R]) -> R:
-        """The answer of the core, or of all of them. Raises what a core raises, EngineError when it went away,
+        """The result of the core, or of all of them. Raises what a core raises, EngineError when it went away,
         EngineDeadError."""
         return await self._cores.call(call)
 

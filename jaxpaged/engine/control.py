@@ -1,7 +1,7 @@
 """What users may ask of an engine besides answers to prompts: its memory, its recordings, what it does and did.
 
-Each is a method over one call of `core_calls.py`: `EngineControl` for `LLM` and `LLMEngine`, which wait for the answer,
-and `AsyncEngineControl` for `AsyncLLM` and the servers' engines, whose answers are awaited. How a call reaches the core
+Each is a method over one call of `core_calls.py`: `EngineControl` for `LLM` and `LLMEngine`, which wait for the result,
+and `AsyncEngineControl` for `AsyncLLM` and the servers' engines, whose results are awaited. How a call reaches the core
 is not known here.
 """
 
@@ -18,7 +18,7 @@ class EngineControl(Protocol):
     """For callers that wait."""
 
     def call[R](self, call: CoreCall[R]) -> R:
-        """The answer of the engine's core."""
+        """The result of the engine's core."""
         ...
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -109,7 +109,7 @@ class AsyncEngineControl(Protocol):
     """For callers in an event loop, with the core in another process."""
 
     async def call[R](self, call: CoreCall[R]) -> R:
-        """The answer of the engine's core."""
+        """The result of the engine's core."""
         ...
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 
-from jaxpaged.engine.merged_answers import (
+from jaxpaged.engine.merged_results import (
     merged_block_maps,
     merged_executor_stats,
     merged_snapshots,
@@ -41,9 +41,9 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
         """What one of several cores is asked when all of them are."""
         return self
 
-    def merged(self, answers: Sequence[R]) -> R:
+    def merged(self, results: Sequence[R]) -> R:
         """What several cores say together, of what each of them said; by default that all say the same."""
-        return answers[0]
+        return results[0]
 
     @classmethod
     def name(cls) -> str:
@@ -51,7 +51,7 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     @classmethod
-    def answer_type(cls) -> Any:
+    def result_type(cls) -> Any:
         """R."""
         return typing.get_args(types.get_original_bases(cls)[0])[0]
 
@@ -63,31 +63,31 @@ class ResetPrefixCache(CoreCall[bool]):
 
     reset_running_requests: bool = False
 
-    def merged(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
+    def merged(self, results: Sequence[bool]) -> bool:
+        return all(results)
 
 
 class Sleep(CoreCall[SchedulerStats]):
-    """See `EngineCore.sleep`; the answer says how the core is afterwards."""
+    """See `EngineCore.sleep`; the result says how the core is afterwards."""
 
     changes_books = True
 
     level: int = 1
     mode: str = "abort"
 
-    def merged(self, answers: Sequence[SchedulerStats]) -> SchedulerStats:
-        return merged_stats(answers)
+    def merged(self, results: Sequence[SchedulerStats]) -> SchedulerStats:
+        return merged_stats(results)
 
 
 class WakeUp(CoreCall[SchedulerStats]):
-    """See `EngineCore.wake_up`; the answer says how the core is afterwards."""
+    """See `EngineCore.wake_up`; the result says how the core is afterwards."""
 
     changes_books = True
 
     tags: Sequence[str] | None = None
 
-    def merged(self, answers: Sequence[SchedulerStats]) -> SchedulerStats:
-        return merged_stats(answers)
+    def merged(self, results: Sequence[SchedulerStats]) -> SchedulerStats:
+        return merged_stats(results)
 
 
 class IsSleeping(CoreCall[bool]):
@@ -95,8 +95,8 @@ class IsSleeping(CoreCall[bool]):
 
     only_tells = True
 
-    def merged(self, answers: Sequence[bool]) -> bool:
-        return any(answers)
+    def merged(self, results: Sequence[bool]) -> bool:
+        return any(results)
 
 
 class StartProfile(CoreCall[None]):
@@ -128,8 +128,8 @@ class ExecutorStats(CoreCall[dict[str, Any]]):
 
     only_tells = True
 
-    def merged(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return merged_executor_stats(answers)
+    def merged(self, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return merged_executor_stats(results)
 
 
 class StepRecords(CoreCall[tuple[list[StepRecord], int]]):
@@ -137,8 +137,8 @@ class StepRecords(CoreCall[tuple[list[StepRecord], int]]):
 
     only_tells = True
 
-    def merged(self, answers: Sequence[tuple[list[StepRecord], int]]) -> tuple[list[StepRecord], int]:
-        return merged_steps(answers)
+    def merged(self, results: Sequence[tuple[list[StepRecord], int]]) -> tuple[list[StepRecord], int]:
+        return merged_steps(results)
 
 
 class BlockMap(CoreCall[KVBlockMap]):
@@ -146,8 +146,8 @@ class BlockMap(CoreCall[KVBlockMap]):
 
     only_tells = True
 
-    def merged(self, answers: Sequence[KVBlockMap]) -> KVBlockMap:
-        return merged_block_maps(answers)
+    def merged(self, results: Sequence[KVBlockMap]) -> KVBlockMap:
+        return merged_block_maps(results)
 
 
 class Snapshot(CoreCall[EngineSnapshot]):
@@ -163,8 +163,8 @@ class Snapshot(CoreCall[EngineSnapshot]):
     def for_core(self, number: int) -> Self:
         return type(self)()
 
-    def merged(self, answers: Sequence[EngineSnapshot]) -> EngineSnapshot:
-        return merged_snapshots(answers)
+    def merged(self, results: Sequence[EngineSnapshot]) -> EngineSnapshot:
+        return merged_snapshots(results)
 
 
 class SavePrefix(CoreCall[PrefixInfo]):

@@ -114,11 +114,11 @@ class CoreClient:
         return results
 
     async def call[R](self, call: CoreCall[R]) -> R:
-        """The core's answer. Raises what the core raises, EngineError when it went away, EngineDeadError."""
-        answer = await self.link.call(call)
-        if isinstance(answer, SchedulerStats):
-            self.metrics.stats = answer
-        return answer
+        """The core's result. Raises what the core raises, EngineError when it went away, EngineDeadError."""
+        result = await self.link.call(call)
+        if isinstance(result, SchedulerStats):
+            self.metrics.stats = result
+        return result
 
     def read_metrics(self) -> list[Metric]:
         """All metrics; those of several cores have vLLM's label `engine`."""
@@ -234,11 +234,11 @@ class CoreClients:
         self.open()
         asked = [core for core in self.all if core.link.is_ready] if call.only_tells else []
         asked = asked or [core for core in self.all if not core.link.is_dead] or list(self.all)
-        answers = await asyncio.gather(
+        results = await asyncio.gather(
             *(core.call(call.for_core(core.number)) for core in asked), return_exceptions=True
         )
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        told = [result for result in results if not isinstance(result, BaseException)]
         for error in errors:
             if not (told and call.only_tells and isinstance(error, EngineError)):
                 raise error

@@ -139,12 +139,12 @@ class LLMEngine(EngineControl):
         return len(self._output_processor)
 
     def call[R](self, call: CoreCall[R]) -> R:
-        """The core's answer. Interrupts wait until what they would tear apart is done."""
+        """The core's result. Interrupts wait until what they would tear apart is done."""
         with held_interrupts() if call.changes_books else contextlib.nullcontext():
-            answer = self._core.call(call)
-        if isinstance(answer, SchedulerStats):
-            self.metrics.stats = answer
-        return answer
+            result = self._core.call(call)
+        if isinstance(result, SchedulerStats):
+            self.metrics.stats = result
+        return result
 
     def get_metrics(self) -> list[Metric]:
         return self.metrics.read(self.executor_stats())

@@ -21,11 +21,11 @@ MAX_REFUSAL_BYTES = 4096
 IDLE_SECONDS = 2.0
 """A kept connection is not used again after this time: servers close idle ones, uvicorn after 5 seconds."""
 Sink = Callable[[bytes, float], None]
-"""Takes bytes of an answer, and when they came."""
+"""Takes bytes of a response, and when they came."""
 
 
 class Flow:
-    """Holds an answer up while its taker has enough of it, so that it waits in the server."""
+    """Holds a response up while its taker has enough of it, so that it waits in the server."""
 
     def __init__(self) -> None:
         self._transport: Any = None
@@ -42,17 +42,17 @@ class Flow:
             self._transport.resume_reading()
 
     def begin(self, transport: Any) -> None:
-        """The answer comes from here."""
+        """The response comes from here."""
         self._transport = transport
 
     def end(self) -> None:
-        """There is no more of it: the connection may bring other answers."""
+        """There is no more of it: the connection may bring other responses."""
         self.go_on()
         self._transport = None
 
 
 class Connection(asyncio.Protocol):
-    """One connection. An answer other than 200 goes to `refusal`, cut to what an error needs."""
+    """One connection. A response other than 200 goes to `refusal`, cut to what an error needs."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
@@ -67,7 +67,7 @@ class Connection(asyncio.Protocol):
         self.last_used = 0.0
 
     async def ask(self, request: bytes, sink: Sink, flow: Flow) -> int:
-        """Send a request and read its answer to the end. Returns the status; raises OSError."""
+        """Send a request and read its response to the end. Returns the status; raises OSError."""
         self._answered = asyncio.get_running_loop().create_future()
         self._parser, self._sink = httptools.HttpResponseParser(self), sink
         self.status, self.refusal = 0, bytearray()
@@ -169,8 +169,8 @@ class HttpClient:
         *,
         method: str = "POST",
     ) -> tuple[int, bytes]:
-        """Post JSON; a good answer goes to `sink`, as fast as `flow` lets it. Returns the status and what a bad answer
-        says. Raises OSError."""
+        """Post JSON; a good response goes to `sink`, as fast as `flow` lets it. Returns the status and what a bad
+        response says. Raises OSError."""
         headers = (
             f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{header_lines(more)}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -400,7 +400,7 @@ class LLM(EngineControl):
     ) -> list[PoolingRequestOutput]:
         """How well texts fit, in `outputs.score`: one with many, or one by one.
 
-        An embedding model gives the cosine, a classifier with one label its answer for the pair, always with its
+        An embedding model gives the cosine, a classifier with one label its result for the pair, always with its
         special tokens. Raises RequestError.
         """
         check_arguments(lora_request=lora_request)
@@ -431,7 +431,7 @@ class LLM(EngineControl):
     # ---- beginnings as files, which need the option kv_offload --------------------------------------
 
     def save_prefix(self, prompt: Prompt | Sequence[Message], path: str | os.PathLike[str]) -> PrefixInfo:
-        """Compute a prompt, or a conversation up to where the answer begins, and write its keys and values to a file.
+        """Compute a prompt, or a conversation up to where the output begins, and write its keys and values to a file.
 
         The file holds the full blocks of its tokens; what is left of the last block is computed again. Raises
         RequestError for a bad prompt, UsageError without `kv_offload`, or where not all of it is in the prefix cache.
@@ -456,7 +456,7 @@ class LLM(EngineControl):
     # ---- the engine ---------------------------------------------------------------------------------
 
     def call[R](self, call: CoreCall[R]) -> R:
-        """The answer of the engine's core."""
+        """The result of the engine's core."""
         return self.llm_engine.call(call)
 
     def get_tokenizer(self) -> Any:

@@ -34,7 +34,7 @@ class Traffic:
 
     What exceeds the `max_running` sequences that the engine computes at a time waits, newest last, and at most
     `max_queued` sequences and `max_queued_tokens` prompt tokens may. None: any number. One request has at most
-    `max_sequences`, and an answer of about `max_answer_bytes` at most.
+    `max_sequences`, and a response of about `max_answer_bytes` at most.
     """
 
     def __init__(

@@ -32,11 +32,11 @@ from jaxpaged.serving.service import Service
 
 MAX_STOP_STRINGS = 4
 TOKEN_BYTES = 8
-"""Of text and id of a token in an answer, about."""
+"""Of text and id of a token in a response, about."""
 LOGPROB_BYTES = 80
 """Of one log probability, with the token that it is of."""
 CHOICE_BYTES = 200
-"""Of a sequence in an answer, besides its tokens."""
+"""Of a sequence in a response, besides its tokens."""
 NUMBER_BYTES = 12
 """Of a number of a vector."""
 MANY_PROMPTS = 200
@@ -93,7 +93,7 @@ class EngineRequest:
     priority: int = 0
     names: Mapping[str, str] = MappingProxyType({})
     beams: BeamSearchParams | None = None
-    repeats_prompt: bool = False  # in the answer
+    repeats_prompt: bool = False  # in the response
     data_parallel_rank: int | None = None  # the engine core for it
     trace: Mapping[str, str] | None = None  # None: nothing is traced
     unique: str = field(default_factory=lambda: os.urandom(4).hex())
@@ -109,7 +109,7 @@ class EngineRequest:
 
     @property
     def shape(self) -> StructuredOutputsParams | None:
-        """What the answers must look like."""
+        """What the responses must look like."""
         return None if self.is_pooling else self.params.structured_outputs
 
     @property
@@ -141,7 +141,7 @@ class EngineRequest:
         return params.n * num_prompt_tokens * in_prompt + num_new_tokens * in_new
 
     def size_of(self, outputs: Sequence[Output]) -> int:
-        """Bytes of the answer that these are, about; of many prompts, at least."""
+        """Bytes of the response that these are, about; of many prompts, at least."""
         if self.is_pooling:
             return NUMBER_BYTES * sum(each.outputs.data.size for each in outputs)
         choices = CHOICE_BYTES * len(outputs) * self.params.n

@@ -1,6 +1,6 @@
-"""How an answer is read: results of the engine become pieces of content, of thinking and of tool calls, and an end.
+"""How an output is read: results of the engine become pieces of content, of thinking and of tool calls, and an end.
 
-`Reading` says how the answers of one request are read; an `OutputReader` reads one of its `n` sequences, as new text
+`Reading` says how the outputs of one request are read; an `OutputReader` reads one of its `n` sequences, as new text
 comes or all at once. This module knows no API: what the pieces look like to a client is for each endpoint to say.
 """
 
@@ -14,14 +14,14 @@ from jaxpaged.parsing.output import ToolSchemas
 from jaxpaged.parsing.parser import make_parser
 
 ANY_CALLS = "*"
-"""`Reading.forced` of an answer that is a list of calls."""
+"""`Reading.forced` of an output that is a list of calls."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers of one request are read. By default all text is content.
+    """How the outputs of one request are read. By default all text is content.
 
-    `tools`: name -> JSON schema of the parameters. `forced`: the answer is the arguments of the tool of this name, or
+    `tools`: name -> JSON schema of the parameters. `forced`: the output is the arguments of the tool of this name, or
     with "*" a list of calls, as a grammar makes the model write them. `parallel` False keeps only the first call,
     `include_reasoning` False leaves the thinking out. `shaped`: the content has a shape, to which white space after the
     thinking does not belong.
@@ -48,7 +48,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class OutputPart:
-    """What a result says of one answer. `finish_reason` is that of clients: "tool_calls" when it ends with calls."""
+    """What a result says of one output. `finish_reason` is that of clients: "tool_calls" when it ends with calls."""
 
     deltas: Sequence[Delta]
     finish_reason: str | None
@@ -56,7 +56,7 @@ class OutputPart:
 
     @property
     def message(self) -> ParsedMessage:
-        """The deltas as one message: the whole of an answer that was read at once."""
+        """The deltas as one message: the whole of an output that was read at once."""
         return joined(self.deltas)
 
 

@@ -1,4 +1,4 @@
-"""What requests give as prompts, as token ids: texts, ids, and conversations, with how the answer to one is read.
+"""What requests give as prompts, as token ids: texts, ids, and conversations, with how the output of one is read.
 
 What a request says of tools, of the output's shape and of thinking meets here what the server knows of its model.
 Protocols bring a conversation into the form of `Conversation`, and name fields in errors. What is called here can take
@@ -151,7 +151,7 @@ def output_formats(options: ServerOptions, templates: ChatTemplates) -> OutputFo
 class Conversation:
     """A request of any API. `template` are further arguments of `InputProcessor.chat_prompt`, the tools among them.
 
-    `shape` is what the answer must look like, where the client says so.
+    `shape` is what the output must look like, where the client says so.
     """
 
     messages: list[dict[str, Any]]
@@ -239,7 +239,7 @@ def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredO
 def after_thinking(
     shape: StructuredOutputsParams, reasoning_parser: str | None, ending: str
 ) -> StructuredOutputsParams:
-    """The shape of an answer before which the model may think freely. `ending` is that of its prompt.
+    """The shape of an output before which the model may think freely. `ending` is that of its prompt.
 
     Raises RequestError where that cannot be.
     """
@@ -288,7 +288,7 @@ def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     if isinstance(content, list):
         prepared["content"] = [text_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
     elif content is None and role == "assistant":
-        prepared["content"] = ""  # an answer that was nothing but tool calls; templates add texts to it
+        prepared["content"] = ""  # an output that was nothing but tool calls; templates add texts to it
     elif not isinstance(content, str):
         raise ServingError(f"{path}.content must be a text or a list of parts. Correct it.", f"{path}.content")
     return prepared

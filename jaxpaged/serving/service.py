@@ -111,7 +111,7 @@ class Service:
         return len(self.engine.input_processor.tokenizer.encode(text, False)) if text else 0
 
     def check_model(self, name: str | None) -> str:
-        """The name under which the answer goes out. Raises ServingError for another model's name."""
+        """The name under which the response goes out. Raises ServingError for another model's name."""
         if not name:
             return self.model.names[0]
         if name in self.model.names:

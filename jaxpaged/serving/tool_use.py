@@ -1,8 +1,8 @@
-"""The tools of a request, whether the model must call them, and the shape of an answer that may be or must be a call.
+"""The tools of a request, whether the model must call them, and the shape of an output that may be or must be a call.
 
 Tools are plain objects as chat templates read them: {"type": "function", "function": {"name", "parameters", ...}}. That
-an answer is either what the client asked for or a call has a shape for those formats whose calls are JSON between fixed
-texts, by which they differ from any answer at once. This module knows no API and no grammar.
+an output is either what the client asked for or a call has a shape for those formats whose calls are JSON between fixed
+texts, by which they differ from any output at once. This module knows no API and no grammar.
 """
 
 import json

@@ -6,7 +6,7 @@ import pytest
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.core.simulation import ForcedLengths
-from tests.end_to_end.test_decode_runs import answers_of
+from tests.end_to_end.test_multi_step import answers_of
 from tests.end_to_end.test_speculation import (
     FOLLOWING,
     MOST,

@@ -19,7 +19,7 @@ from jaxpaged.params.hub import EMBEDDED_FOLDER
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.worker import engine_spec
 from tests.core.simulation import ForcedLengths, any_length
-from tests.end_to_end.test_decode_runs import VOCAB, answers_of, joined, serve
+from tests.end_to_end.test_multi_step import VOCAB, answers_of, joined, serve
 from tests.models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Whether what a request asks of its answer can be compiled, found out where a crash or a hang hurts nobody.
+"""Whether what a request asks of its output can be compiled, found out where a crash or a hang hurts nobody.
 
 A child process compiles it first, under limits of computing time, memory and stack: grammars come from clients, and
 some make the compiler overflow its stack, which no `except` catches. A caller with
@@ -179,7 +179,7 @@ class Check:
         return True
 
     def drop(self) -> None:
-        """End the computing: nobody wants to know the answer any more."""
+        """End the computing: nobody wants to know the result any more."""
         with self._lock:
             self._dropped = True
             child, paused = self._child, self._is_paused
@@ -303,12 +303,12 @@ class Child:
 
     def _put(self, line: bytes) -> None:
         self._begun = self._computed()
-        with contextlib.suppress(BrokenPipeError):  # it is dead, and gives no answer
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and gives no result
             self._stdin.write(line + b"\n")
             self._stdin.flush()
 
     def answer(self, patience: float, seconds: float = float("inf")) -> bytes | None:
-        """The answer; None when the process died of the question, or has not computed for as long as `patience`.
+        """The result; None when the process died of the question, or has not computed for as long as `patience`.
 
         Raises StillComputing when it has computed for so many seconds since it was given the grammar.
         """

@@ -113,7 +113,7 @@ class CoreLink(EngineCoreClient):
             self._client.abort_requests(request_ids)
 
     async def call[R](self, call: CoreCall[R]) -> R:
-        """The core's answer. Raises what the core raised, EngineError when it went away, EngineDeadError."""
+        """The core's result. Raises what the core raised, EngineError when it went away, EngineDeadError."""
         await self.until_ready()
         return await self._client.call(call)
 

@@ -260,7 +260,7 @@ class CoreServer:
         files again longer still: every array that is loaded is a sign of life, so only a read that hangs counts so."""
         self._heartbeat.beat(CALL)
         value, error = self._asked(call)
-        self._heartbeat.tick()  # who hears the answer may count on it that the patience for calls is over
+        self._heartbeat.tick()  # who hears the result may count on it that the patience for calls is over
         if isinstance(call, Sleep | WakeUp):
             if self._core.has_work():
                 self._step()  # clients hear what sleep ended before they hear that it sleeps
@@ -290,7 +290,7 @@ class CoreServer:
         self._wake()
 
     def _asked(self, call: CoreCall[Any]) -> tuple[Any, tuple[str, str] | None]:
-        """The answer of the core, or the error: its class and its message."""
+        """The result of the core, or the error: its class and its message."""
         try:
             return self._core.call(call), None
         except EngineDeadError:

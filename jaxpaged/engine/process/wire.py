@@ -14,7 +14,7 @@ from jaxpaged.messages import Progress, SchedulerStats
 
 # Kinds that a front end sends: its arrival, then requests, ids of requests to stop, and questions.
 HELLO, ADD, ABORT, CALL = b"hello", b"add", b"abort", b"call"
-# Kinds that a core sends: it serves, what a step gave, how it is doing, a request that it refuses, an answer.
+# Kinds that a core sends: it serves, what a step gave, how it is doing, a request that it refuses, a result.
 READY, STEP, STATS, REFUSED, ANSWER = b"ready", b"step", b"stats", b"refused", b"answer"
 
 
@@ -51,7 +51,7 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The answer to a call, whose frames follow, unless there was an error: the name of its class, and its message."""
+    """The result of a call, whose frames follow, unless there was an error: the name of its class, and its message."""
 
     call_id: int
     error: tuple[str, str] | None = None

@@ -64,7 +64,7 @@ class ZmqClient:
         self._num_gathered_bytes = 0
         self._decoders = {kind: FrameDecoder(type) for kind, type in TYPES.items()}
         self._call_ids = itertools.count()
-        self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # by id: the type of the answer, and who waits
+        self._calls: dict[int, tuple[Any, asyncio.Future[Any]]] = {}  # by id: the type of the result, and who waits
 
     def open(self, loop: asyncio.AbstractEventLoop, handlers: Handlers, on_disconnect: Callable[[], None]) -> None:
         """Connect, now or as soon as there is a core: a message of kind READY says so."""
@@ -97,10 +97,10 @@ class ZmqClient:
             self._send(wire.ABORT, request_ids)
 
     async def call[R](self, call: CoreCall[R]) -> R:
-        """The core's answer. Raises what the core raised, or EngineError when it went away."""
+        """The core's result. Raises what the core raised, or EngineError when it went away."""
         call_id = next(self._call_ids)
         future: asyncio.Future[R] = self._loop.create_future()
-        self._calls[call_id] = (call.answer_type(), future)
+        self._calls[call_id] = (call.result_type(), future)
         self._send(wire.CALL, wire.Call(call_id, call.name(), msgspec.structs.asdict(call)))
         try:
             return await future
@@ -207,13 +207,13 @@ class ZmqClient:
 
     def _take_answer(self, frames: Sequence[bytes]) -> None:
         answer: wire.Answer = self._decoders[wire.ANSWER].decode(frames[:1])
-        answer_type, future = self._calls.get(answer.call_id, (None, None))
+        result_type, future = self._calls.get(answer.call_id, (None, None))
         if future is None or future.done():  # nobody waits any more
             return
         if answer.error is not None:
             future.set_exception(error_named(*answer.error))
         else:
-            future.set_result(FrameDecoder(answer_type).decode(frames[1:]))
+            future.set_result(FrameDecoder(result_type).decode(frames[1:]))
 
     def _look_at_monitor(self) -> None:
         """All that it reports is that the connection broke."""

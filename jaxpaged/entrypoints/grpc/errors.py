@@ -43,7 +43,7 @@ def told(error: BaseException) -> tuple[grpc.StatusCode, pb.Error]:
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Code, message and trailing metadata of an answer that is this error."""
+    """Code, message and trailing metadata of a response that is this error."""
     code, message = told(error)
     status = status_pb2.Status(code=message.code, message=message.message, details=details_of(message))
     return code, message.message, ((DETAILS, status.SerializeToString()),)

@@ -13,7 +13,7 @@ from jaxpaged.serving.output_reader import OutputReader, UsageCounter
 
 
 class Responses:
-    """The responses to one request. `new_reader` makes what reads an answer of a chat; None: all text is content."""
+    """The responses to one request. `new_reader` makes what reads a sequence of a chat; None: all text is content."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from jaxpaged.serving.service import Service
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Ids of answers, such as `chatcmpl-...`."""
+    """Ids of responses, such as `chatcmpl-...`."""
 
     request_ids: list[str]
 

@@ -99,7 +99,7 @@ BODY_TIMEOUT = 60.0
 """Seconds within which the whole body must have come."""
 LONG_BODY, REST_SECONDS_A_BYTE = 2**20, 7e-9
 """Longer bodies are decoded one at a time, and so long for each byte after one another. 15 MB hold the loop for 12 to
-20 ms, and leave it alone for a tenth of a second before that: an answer to somebody else takes several of its rounds,
+20 ms, and leave it alone for a tenth of a second before that: a response to somebody else takes several of its rounds,
 and is to meet one of them at most."""
 READ = "jaxpaged.body"
 """Where a scope has what was seen when its body was read, as a `ReadBody`."""

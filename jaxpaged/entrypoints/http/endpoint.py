@@ -98,7 +98,7 @@ class Endpoint:
         return Route(self.path, self.respond, methods=[self.method])
 
     async def respond(self, request: Request) -> Response:
-        """Whatever the handler raises becomes an answer, and so does a bad X-Request-Id before it is asked."""
+        """Whatever the handler raises becomes a response, and so does a bad X-Request-Id before it is asked."""
         try:
             header_id(request)
             if self.is_strict:

@@ -72,7 +72,7 @@ def json_content(kind: type | UnionType) -> dict[str, Any]:
 
 
 def members(kind: type | UnionType | None) -> tuple[type, ...]:
-    """The structs that a body or an answer can be."""
+    """The structs that a body or a response can be."""
     if isinstance(kind, UnionType):
         return get_args(kind)
     return () if kind is None else (kind,)

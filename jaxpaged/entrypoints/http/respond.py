@@ -1,9 +1,9 @@
 """How every API answers what the engine has to compute: in four stages, each of which hands its result to the next.
 
-    protocol   the structs of the body and of the answer
+    protocol   the structs of the body and of the response
     parse      body -> Parsed: what the engine is to do; what cannot be is refused here, by the name of its field
     generate   Parsed -> results of the engine (`generate.py`)
-    write      results -> the answer, or the events of a stream, each result by itself and at once
+    write      results -> the response, or the events of a stream, each result by itself and at once
 
 An API declares its stages as `Stages`; `respond` is the route of all of them. Most tokens of a stream pass the last two
 where they arise, among those of all others that a step gave: the result goes through the writer into the client's
@@ -43,7 +43,7 @@ from jaxpaged.serving.service import Service
 class Parsed[Body]:
     """A request that was checked: what the client said, and what the engine is to do for it.
 
-    `model` is the name under which the answer goes out, and `reading` says how a text is read that answers a chat.
+    `model` is the name under which the response goes out, and `reading` says how a text is read that answers a chat.
     """
 
     body: Body
@@ -52,7 +52,7 @@ class Parsed[Body]:
     reading: Reading = Reading()
 
     def new_reader(self) -> OutputReader:
-        """What reads one of the answers."""
+        """What reads one of the responses."""
         return OutputReader(self.reading, self.generation.prompts[0].ending)
 
 
@@ -87,7 +87,7 @@ class Stages:
 
 
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
-    """The answer to a request, or the stream of its events."""
+    """The response to a request, or the stream of its events."""
     await service.pace.turn()
     body = await read_struct(request, stages.body, service.options.max_body_bytes)
     return await respond_to(service, stages, request, body)

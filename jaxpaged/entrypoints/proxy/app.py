@@ -1,9 +1,9 @@
 """The proxy as a web application: what clients ask of an engine is sent on to engines, and it has metrics of its own.
 
 Prompts of completions and chats are computed by prefill engines; all else is a decode engine's alone. An engine that
-cannot be reached, or says that it is too busy or broken, is passed by for another one as long as nothing of its answer
-was given to the client. Without a prefill engine that answers, decode engines compute prompts too; without a decode
-engine nobody computes anything.
+cannot be reached, or says that it is too busy or broken, is passed by for another one as long as nothing of its
+response was given to the client. Without a prefill engine that answers, decode engines compute prompts too; without a
+decode engine nobody computes anything.
 """
 
 import asyncio
@@ -52,23 +52,23 @@ COUNTERS = {
 
 
 class Streamed(StreamingResponse):
-    """An answer that is passed on as it comes. Its engine is left when the client is gone, even before it begins."""
+    """A response that is passed on as it comes. Its engine is left when the client is gone, even before it begins."""
 
-    def __init__(self, answer: EngineResponse, pieces: AsyncIterator[bytes], media_type: str):
+    def __init__(self, response: EngineResponse, pieces: AsyncIterator[bytes], media_type: str):
         super().__init__(pieces, media_type=media_type)
-        self._answer = answer
+        self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except OSError:
-            return  # in the middle of an answer: the server cuts the client's connection, and logs a line
+            return  # in the middle of a response: the server cuts the client's connection, and logs a line
         finally:
-            self._answer.close()
+            self._response.close()
 
 
 class Proxy:
-    """`least` tokens of a prompt, about, are worth a prefill engine. An answer may take `timeout` seconds. `has_key`:
+    """`least` tokens of a prompt, about, are worth a prefill engine. A response may take `timeout` seconds. `has_key`:
     engines get a key of the proxy's, and none of the client's. `waits`: a decode engine is asked once a prompt is
     computed, and not while it is."""
 
@@ -93,7 +93,7 @@ class Proxy:
         """A completion, a chat, or whatever else has a body that an engine answers."""
         asked = await self._read(request)
         self.counts["requests"] += 1
-        answering = asyncio.ensure_future(self._answer(asked, self._headers(request)))
+        answering = asyncio.ensure_future(self._response(asked, self._headers(request)))
         leaving = asyncio.ensure_future(gone(request))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -105,22 +105,22 @@ class Proxy:
             for each in (answering, leaving):
                 each.cancel()
 
-    async def _answer(self, asked: Asked, headers: Mapping[str, str]) -> Response:
+    async def _response(self, asked: Asked, headers: Mapping[str, str]) -> Response:
         beginnings, prompt = beginnings_of(asked.beginning), Prompt()
         if asked.may_be_split and asked.num_tokens >= self._least and await self._is_reachable(beginnings):
             prompt = await self._prompts.computed(asked, beginnings, headers)
-        answer: EngineResponse | Response | None = None
+        response: EngineResponse | Response | None = None
         try:
-            answer = await self._decoded(asked, beginnings, for_decode(asked, prompt.params), headers)
+            response = await self._decoded(asked, beginnings, for_decode(asked, prompt.params), headers)
         finally:
-            if not isinstance(answer, EngineResponse):
+            if not isinstance(response, EngineResponse):
                 prompt.leave()
-        if isinstance(answer, Response):
-            return answer
+        if isinstance(response, Response):
+            return response
         if asked.is_stream:
-            pieces = self._stream(answer) if asked.path in PROMPTS else self._passed(answer)
-            return Streamed(answer, pieces, media_type="text/event-stream")
-        return await self._whole(answer)
+            pieces = self._stream(response) if asked.path in PROMPTS else self._passed(response)
+            return Streamed(response, pieces, media_type="text/event-stream")
+        return await self._whole(response)
 
     async def _is_reachable(self, beginnings: list[bytes]) -> bool:
         """Whether there is a decode engine to go on from a prompt: else none is computed."""
@@ -147,23 +147,23 @@ class Proxy:
         headers = {name: value for name in self._passed_on if (value := request.headers.get(name)) is not None}
         return {"x-request-id": uuid.uuid4().hex, **headers}
 
-    async def _whole(self, answer: EngineResponse) -> Response:
-        """An answer that is no stream."""
+    async def _whole(self, response: EngineResponse) -> Response:
+        """A response that is no stream."""
         rest = None
         try:
-            content, rest = await answer.some(MOST_WHOLE)
+            content, rest = await response.some(MOST_WHOLE)
         except OSError as error:
             self.counts["failures"] += 1
             raise HttpError(502, f"The engine's answer broke off: {error or type(error).__name__}.") from None
         finally:
             if rest is None:
-                answer.close()
+                response.close()
         if rest is None:
             return Response(content, media_type="application/json")
-        return Streamed(answer, self._long(content, rest), media_type="application/json")
+        return Streamed(response, self._long(content, rest), media_type="application/json")
 
     async def _long(self, begun: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Raises OSError where the answer breaks off, upon which the client's connection is cut."""
+        """Raises OSError where the response breaks off, upon which the client's connection is cut."""
         try:
             yield begun
             async for piece in rest:
@@ -172,9 +172,9 @@ class Proxy:
             self.counts["failures"] += 1
             raise
 
-    def _passed(self, answer: EngineResponse) -> AsyncIterator[bytes]:
+    def _passed(self, response: EngineResponse) -> AsyncIterator[bytes]:
         """The pieces of a stream whose form has no event for one that breaks off."""
-        return self._long(b"", answer.pieces())
+        return self._long(b"", response.pieces())
 
     async def _decoded(
         self, asked: Asked, beginnings: list[bytes], body: bytes, headers: Mapping[str, str]
@@ -188,21 +188,21 @@ class Proxy:
         while (backend := self.decode.choose(beginnings, tried)) is not None:
             self.counts["decode_retries"] += bool(tried)
             tried.append(backend)
-            answer = EngineResponse(backend, asked.path, body, headers, self._timeout)
+            response = EngineResponse(backend, asked.path, body, headers, self._timeout)
             try:
-                status, said = await answer.begun()
+                status, said = await response.begun()
             except OSError as error:
-                answer.close()
+                response.close()
                 backend.failed(error)
                 continue
             except BaseException:
-                answer.close()
+                response.close()
                 raise
             backend.breaker.succeeded()
             if status == 200:
                 self.decode.remember(beginnings, backend)
-                return answer
-            answer.close()
+                return response
+            response.close()
             refusal = Response(said, status, media_type="application/json")
             if status not in ELSEWHERE and not (status == 404 and asked.goes_on):
                 return refusal
@@ -211,9 +211,9 @@ class Proxy:
             return refusal
         raise ServingError("No decode engine answers. Try again later.", kind=ErrorKind.UNAVAILABLE, retry_after=2)
 
-    async def _stream(self, answer: EngineResponse) -> AsyncIterator[bytes]:
+    async def _stream(self, response: EngineResponse) -> AsyncIterator[bytes]:
         try:
-            async for piece in answer.pieces():
+            async for piece in response.pieces():
                 yield piece
         except OSError as error:
             self.counts["failures"] += 1
@@ -238,18 +238,18 @@ class Proxy:
         kind = "text/event-stream" if request.query_params.get("stream") == "true" else "application/json"
         refusal: Response | None = None
         for backend in self.decode.all:
-            answer = EngineResponse(backend, path, b"", self._headers(request), self._timeout, request.method)
+            response = EngineResponse(backend, path, b"", self._headers(request), self._timeout, request.method)
             try:
-                status, said = await answer.begun()
+                status, said = await response.begun()
             except OSError:
-                answer.close()
+                response.close()
                 continue
             except BaseException:
-                answer.close()
+                response.close()
                 raise
             if status == 200:
-                return Streamed(answer, self._passed(answer), media_type=kind)
-            answer.close()
+                return Streamed(response, self._passed(response), media_type=kind)
+            response.close()
             refusal = Response(said, status, media_type="application/json")
             if status != 404 and status not in ELSEWHERE:
                 return refusal

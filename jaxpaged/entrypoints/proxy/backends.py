@@ -32,7 +32,7 @@ class Backend:
         self.says_early = True  # where a prompt is lent, in a stream while it is computed, as far as we know
 
     def failed(self, error: OSError) -> None:
-        """It could not be reached, or its answer broke off."""
+        """It could not be reached, or its response broke off."""
         self.num_failures += 1
         self.breaker.failed(words_of(error))
 

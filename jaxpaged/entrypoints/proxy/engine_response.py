@@ -7,9 +7,9 @@ from jaxpaged.entrypoints.http_client import Flow
 from jaxpaged.entrypoints.proxy.backends import Backend
 
 MOST_WAITING = 1 << 20
-"""Bytes of an answer that wait here for a client; what it does not take waits in the engine."""
+"""Bytes of a response that wait here for a client; what it does not take waits in the engine."""
 MOST_WHOLE = 4 << 20
-"""Bytes up to which an answer that is no stream is only passed on when all of it is there, so that one that breaks off
+"""Bytes up to which a response that is no stream is only passed on when all of it is there, so that one that breaks off
 is an error; longer ones break off too."""
 ELSEWHERE = (429, 500, 502, 503, 504)
 """Answers after which another engine is asked."""
@@ -44,7 +44,7 @@ class EngineResponse:
             self._flow.hold()
 
     def _ended(self, task: asyncio.Task) -> None:
-        self._backend.num_under_way -= 1  # also where a client left before anybody looked at the answer
+        self._backend.num_under_way -= 1  # also where a client left before anybody looked at the response
         self._pieces.put_nowait(None)
         if not task.cancelled():
             task.exception()  # whoever reads on hears of it
@@ -57,14 +57,14 @@ class EngineResponse:
         return piece
 
     async def begun(self) -> tuple[int, bytes]:
-        """(200, nothing) once a good answer begins, otherwise the status and what a bad one says. Raises OSError."""
+        """(200, nothing) once a good response begins, otherwise the status and what a bad one says. Raises OSError."""
         self._first = await self._next()
         if self._first is not None:
             return 200, b""
         return await self._asking
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer. Raises OSError where it breaks off."""
+        """The response. Raises OSError where it breaks off."""
         piece = self._first
         while piece is not None:
             yield piece
@@ -72,7 +72,7 @@ class EngineResponse:
         await self._asking
 
     async def some(self, most: int) -> tuple[bytes, AsyncIterator[bytes] | None]:
-        """The answer, and nothing where that is all; of one longer than `most` its beginning, and how it goes on."""
+        """The response, and nothing where that is all; of one longer than `most` its beginning, and how it goes on."""
         pieces, found, size = self.pieces(), [], 0
         async for piece in pieces:
             found.append(piece)

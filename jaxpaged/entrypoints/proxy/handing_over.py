@@ -1,7 +1,7 @@
 """What the proxy asks of a prefill engine, and what it passes on to a decode engine, as vLLM's proxies do.
 
     client -> prefill: the same request, one token, kv_transfer_params {do_remote_decode: true, ...}
-    prefill -> decode: the request as it came, with the kv_transfer_params of the answer, whatever is in them
+    prefill -> decode: the request as it came, with the kv_transfer_params of the response, whatever is in them
 
 Beyond what those do, the first may be a stream, of which one event has the kv_transfer_params before the prompt is
 computed.
@@ -71,7 +71,7 @@ DECODER = msgspec.json.Decoder(Body)
 
 
 class PrefillResponse(msgspec.Struct):
-    """What is read of a prefill engine's answer."""
+    """What is read of a prefill engine's response."""
 
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -91,7 +91,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is about an answer that one of the engines keeps."""
+        """Whether it is about a response that one of the engines keeps."""
         return field(self.body, "previous_response_id") not in NOTHING
 
 
@@ -134,10 +134,10 @@ def for_decode(asked: Asked, params: msgspec.Raw | None) -> bytes:
     return msgspec.json.encode({**asked.body, PARAMS: params} if params is not None else asked.body)
 
 
-def params_in(answer: bytes) -> msgspec.Raw | None:
+def params_in(response: bytes) -> msgspec.Raw | None:
     """What a prefill engine says of where they are, as it says it; None: nowhere."""
     try:
-        params = msgspec.json.decode(answer, type=PrefillResponse).kv_transfer_params
+        params = msgspec.json.decode(response, type=PrefillResponse).kv_transfer_params
     except (msgspec.DecodeError, RecursionError):
         return None
     return params.copy() if memoryview(params)[:1] == b"{" else None

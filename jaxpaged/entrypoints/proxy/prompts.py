@@ -1,7 +1,7 @@
 """Has prefill engines compute prompts: which one, what it says of that, and what becomes of it where it does not.
 
 An engine is asked for a stream, which says where a prompt is lent before it is computed, so that a decode engine
-fetches it meanwhile. One that does not say so in streams is asked for whole answers from then on.
+fetches it meanwhile. One that does not say so in streams is asked for whole responses from then on.
 """
 
 from collections import Counter
@@ -20,12 +20,12 @@ class Prompt:
     """Where a prompt is lent, None: nowhere, and the `answer` of the engine that may still compute it."""
 
     params: Raw | None = None
-    answer: EngineResponse | None = None
+    response: EngineResponse | None = None
 
     def leave(self) -> None:
         """Nobody goes on from it."""
-        if self.answer is not None:
-            self.answer.close()
+        if self.response is not None:
+            self.response.close()
 
 
 class Prompts:
@@ -56,15 +56,15 @@ class Prompts:
     async def _ask(
         self, backend: Backend, asked: Asked, headers: Mapping[str, str], is_stream: bool
     ) -> tuple[int, Prompt]:
-        """The status of its answer, 0 where there is none, and what it says."""
+        """The status of its response, 0 where there is none, and what it says."""
         body = for_prefill(asked, is_stream=is_stream)
-        answer, params = EngineResponse(backend, asked.path, body, headers, self._timeout), None
+        response, params = EngineResponse(backend, asked.path, body, headers, self._timeout), None
         try:
-            status, _ = await answer.begun()
+            status, _ = await response.begun()
             if status == 200 and is_stream:
-                params = await first_params(answer.pieces(), MOST_WHOLE)
+                params = await first_params(response.pieces(), MOST_WHOLE)
             elif status == 200:
-                content, rest = await answer.some(MOST_WHOLE)
+                content, rest = await response.some(MOST_WHOLE)
                 if rest is not None:
                     raise OSError(f"it says more than {MOST_WHOLE} bytes of one token")
                 params = params_in(content)
@@ -74,5 +74,5 @@ class Prompts:
             status = 0
         finally:
             if params is None:
-                answer.close()
-        return status, Prompt(params, answer)
+                response.close()
+        return status, Prompt(params, response)

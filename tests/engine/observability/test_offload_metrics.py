@@ -1,6 +1,6 @@
 """Metrics of keys and values that travel, under vLLM's names."""
 
-from jaxpaged.engine.merged_answers import merged_executor_stats, merged_stats
+from jaxpaged.engine.merged_results import merged_executor_stats, merged_stats
 from jaxpaged.engine.observability.metrics import Counter, EngineMetrics, Gauge, Histogram
 from jaxpaged.messages import SchedulerStats
 

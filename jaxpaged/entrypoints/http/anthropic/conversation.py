@@ -51,7 +51,7 @@ def chat_messages(body: MessagesPrompt) -> list[dict[str, Any]]:
 
 
 def continues(body: MessagesPrompt) -> bool:
-    """Whether the last turn is the beginning of the answer."""
+    """Whether the last turn is the beginning of the response."""
     return body.messages[-1].role == "assistant"
 
 

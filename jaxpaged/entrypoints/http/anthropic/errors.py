@@ -39,7 +39,7 @@ class MessagesErrorInfo(msgspec.Struct, omit_defaults=True):
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
-    """The body of every answer of this API that is an error. `request_id` is that of the header `request-id`."""
+    """The body of every response of this API that is an error. `request_id` is that of the header `request-id`."""
 
     type: str = "error"
     error: MessagesErrorInfo
@@ -65,12 +65,12 @@ class MessagesErrors:
 
 
 class Rewriter:
-    """Sends one answer on: as it is, or, when it is an error, once it is complete and in this API's form."""
+    """Sends one response on: as it is, or, when it is an error, once it is complete and in this API's form."""
 
     def __init__(self, send: Send):
         self._send = send
         self._request_id = f"req_{uuid.uuid4().hex}"
-        self._failed: Message | None = None  # how the answer begins, when it is an error
+        self._failed: Message | None = None  # how the response begins, when it is an error
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
@@ -90,7 +90,7 @@ class Rewriter:
     async def _send_error(self, start: Message) -> None:
         try:
             known = msgspec.json.decode(self._body, type=ErrorBody)
-        except msgspec.DecodeError:  # not one of ours, such as the answer to nobody when a client has gone
+        except msgspec.DecodeError:  # not one of ours, such as the response to nobody when a client has gone
             body = self._body
         else:
             error = messages_error(start["status"], known.error.message, known.error.param, self._request_id)

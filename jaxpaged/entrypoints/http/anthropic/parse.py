@@ -95,7 +95,7 @@ def check_prompt_fields(body: MessagesPrompt) -> None:
 
 
 def check_request_fields(body: MessagesRequest) -> None:
-    """The same for what counts only when there is an answer."""
+    """The same for what counts only when there is a response."""
     check_stop("stop_sequences", body.stop_sequences)
     budget = body.thinking.budget_tokens if body.thinking else None
     if budget is not None and budget >= body.max_tokens:
@@ -249,7 +249,7 @@ def sampling_params(body: MessagesRequest, defaults: Mapping[str, Any], limits_t
 
 
 def output_format(body: MessagesPrompt) -> StructuredOutputsParams | None:
-    """What the answer must look like, when the request says so. Raises RequestError for a schema that is none."""
+    """What the response must look like, when the request says so. Raises RequestError for a schema that is none."""
     if body.output_config is None or body.output_config.format is None:
         return None
     return StructuredOutputsParams(json=body.output_config.format.schema)

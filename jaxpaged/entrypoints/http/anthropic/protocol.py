@@ -1,5 +1,5 @@
-"""What `/v1/messages` and `/v1/messages/count_tokens` take and give, and the events of a streamed answer: each has its
-name, and data with the same `type`.
+"""What `/v1/messages` and `/v1/messages/count_tokens` take and give, and the events of a streamed response: each has
+its name, and data with the same `type`.
 
 Fields of blocks and tools that are not here, such as `cache_control`, are let through: prompts are cached by
 themselves. This module knows no endpoint.
@@ -104,7 +104,7 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """How much effort the model makes, where its chat template has a word for it, and what its answer looks like."""
+    """How much effort the model makes, where its chat template has a word for it, and what its response looks like."""
 
     effort: str | None = None
     format: OutputFormat | None = None
@@ -123,7 +123,7 @@ class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessagesPrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What becomes the prompt. A last turn of the assistant is the beginning of the answer."""
+    """What becomes the prompt. A last turn of the assistant is the beginning of the response."""
 
     model: str | None = None
     messages: list[InputMessage]
@@ -169,7 +169,7 @@ class MessagesUsage(msgspec.Struct):
 
 
 class MessagesResponse(msgspec.Struct, kw_only=True):
-    """The answer. `stop_reason` is null while it streams."""
+    """The response. `stop_reason` is null while it streams."""
 
     id: str
     type: str = "message"
@@ -182,7 +182,7 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(MessagesPrompt, kw_only=True):
-    """A conversation whose prompt is counted. What is only about the answer may stand beside it."""
+    """A conversation whose prompt is counted. What is only about the response may stand beside it."""
 
     max_tokens: Any = None
     stop_sequences: Any = None

@@ -110,7 +110,7 @@ def message(
 def ending(parsed: Parsed[MessagesRequest], part: OutputPart, counter: UsageCounter, has_calls: bool) -> Ending:
     """How the message ended.
 
-    Raises ServingError when the request was aborted: there is no word for an answer that the server did not end.
+    Raises ServingError when the request was aborted: there is no word for a response that the server did not end.
     """
     stop_sequence = part.stop_reason if isinstance(part.stop_reason, str) else None
     if part.finish_reason == "length":
@@ -204,7 +204,7 @@ def input_of(arguments: str) -> dict:
 
 
 def content_of(deltas: Iterable[Delta]) -> list[OutputBlock]:
-    """The blocks that deltas add up to; an answer without any is an empty text."""
+    """The blocks that deltas add up to; a response without any is an empty text."""
     blocks: list[OpenBlock] = []
     for delta in deltas:
         if not blocks or not blocks[-1].belongs(delta):
@@ -217,7 +217,7 @@ def content_of(deltas: Iterable[Delta]) -> list[OutputBlock]:
 
 
 class MessageStream:
-    """Turns the deltas of one answer into events."""
+    """Turns the deltas of one response into events."""
 
     def __init__(self) -> None:
         self._block: OpenBlock | None = None
@@ -238,7 +238,7 @@ class MessageStream:
                 yield BlockDelta(self._index, PIECES[self._block.kind](piece))
 
     def end(self, ending: Ending, usage: MessagesUsage) -> Iterator[Event]:
-        """The last block's end and the message's; an answer without any block gets an empty text."""
+        """The last block's end and the message's; a response without any block gets an empty text."""
         if self._index < 0:
             self._index = 0
             yield BlockStart(0, TextBlock(""))

@@ -76,7 +76,7 @@ ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 
 @dataclass(frozen=True)
 class ParsedChat(Parsed[ChatCompletionRequest]):
-    """A chat: whose answer it is, and the beginning of the last message, where the client wants it repeated."""
+    """A chat: whose response it is, and the beginning of the last message, where the client wants it repeated."""
 
     role: str = "assistant"
     echo: str = ""
@@ -187,7 +187,7 @@ def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput])
 
 
 def num_thinking(service: Service, chat: ParsedChat, readers: Iterable[OutputReader]) -> int | None:
-    """Tokens of thinking, once the answers are read: of the text, so that it costs nothing while tokens come."""
+    """Tokens of thinking, once the responses are read: of the text, so that it costs nothing while tokens come."""
     if chat.reading.reasoning_parser is None:
         return None
     return sum(service.count_tokens(reader.thinking) for reader in readers)
@@ -222,7 +222,7 @@ def chat_message(chat: ParsedChat, parsed: ParsedMessage) -> ChatMessage:
 
 
 class ChatStream(OpenAIStream):
-    """Writes the chunks of a stream: for every answer its role, what it says as it comes, and how it ended."""
+    """Writes the chunks of a stream: for every response its role, what it says as it comes, and how it ended."""
 
     def __init__(self, service: Service, chat: ParsedChat):
         super().__init__(service, chat, ChatCompletionChunk, "chat.completion.chunk")
@@ -237,11 +237,11 @@ class ChatStream(OpenAIStream):
         self._with_prompt = bool(body.return_prompt_text)
         # Beyond what the engine may give with a token:
         self._only_text = not (self._with_ids or self._usage.in_every_chunk)
-        self._text_events: dict[int, TextEvents] = {}  # of answers that have begun
+        self._text_events: dict[int, TextEvents] = {}  # of responses that have begun
         self._begun = False
 
     def of(self, number: int, output: RequestOutput) -> bytes:
-        """Events of a new result; before the first come those that open every answer."""
+        """Events of a new result; before the first come those that open every response."""
         events = b""
         if not self._begun:
             self._begun = True
@@ -290,7 +290,7 @@ class ChatStream(OpenAIStream):
         return bool(completion.token_ids) and (self._with_ids or completion.logprobs is not None)
 
     def _choices(self, completion: CompletionOutput) -> Iterator[ChatStreamChoice]:
-        """One for every piece. The first has the tokens, the last says how the answer ended."""
+        """One for every piece. The first has the tokens, the last says how the response ended."""
         part = self._readers[completion.index].read(completion)
         ended = part.finish_reason is not None
         deltas = [chat_delta(delta) for delta in part.deltas]

@@ -31,9 +31,9 @@ from jaxpaged.serving.generate import EngineRequest, Output, last_results
 from jaxpaged.serving.service import Service
 
 REFUSALS = ("stream", "tools", "use_beam_search", "echo", "kv_transfer_params")
-"""Fields that are about one answer, or about how one goes on."""
+"""Fields that are about one response, or about how one goes on."""
 PROMPT_REPORTS = ("prompt_logprobs", "return_prompt_text", "return_token_ids")
-"""Fields that ask for something of the prompt, for which the answer has one place."""
+"""Fields that ask for something of the prompt, for which the response has one place."""
 
 
 class ChatBatchRequest(ChatCompletionRequest, kw_only=True):
@@ -135,10 +135,12 @@ def load_of(generations: Sequence[EngineRequest], max_model_len: int) -> Load:
     )
 
 
-def joined(answers: Sequence[ChatCompletionResponse]) -> ChatCompletionResponse:
-    """One answer with the choice of each."""
-    choices = [msgspec.structs.replace(answer.choices[0], index=number) for number, answer in enumerate(answers)]
-    return msgspec.structs.replace(answers[0], choices=choices, usage=total([answer.usage for answer in answers]))
+def joined(responses: Sequence[ChatCompletionResponse]) -> ChatCompletionResponse:
+    """One response with the choice of each."""
+    choices = [msgspec.structs.replace(response.choices[0], index=number) for number, response in enumerate(responses)]
+    return msgspec.structs.replace(
+        responses[0], choices=choices, usage=total([response.usage for response in responses])
+    )
 
 
 def total(usages: Sequence[Usage]) -> Usage:

@@ -50,7 +50,7 @@ SamplingFields = msgspec.defstruct(
 class EngineFields(SamplingFields, kw_only=True):
     """With them, what else every request may say.
 
-    The last ones ask for nothing that changes an answer: who the user is, and hints for caches and accounts.
+    The last ones ask for nothing that changes a response: who the user is, and hints for caches and accounts.
     """
 
     model: str | None = None
@@ -140,7 +140,7 @@ def guided_name(body: GuidedFields) -> str | None:
 
 
 def guided_shape(body: GuidedFields) -> StructuredOutputsParams | None:
-    """What the answer must look like. Raises ServingError or RequestError naming the field."""
+    """What the response must look like. Raises ServingError or RequestError naming the field."""
     name = guided_name(body)
     options = backend_options(body.guided_decoding_backend)
     if name is None:
@@ -292,7 +292,7 @@ def check_beams(body: GenerationFields) -> None:
 
 
 def shape_of(body: GenerationFields) -> StructuredOutputsParams | None:
-    """What the answer must look like. Raises ServingError or RequestError naming the field."""
+    """What the response must look like. Raises ServingError or RequestError naming the field."""
     wanted, given = body.response_format, body.structured_outputs
     if (guided := guided_shape(body)) is not None:
         if given is not None or (wanted is not None and wanted.type != "text"):
@@ -331,7 +331,7 @@ def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
 
 
 def shape_name(body: GenerationFields) -> dict[str, str]:
-    """The engine's name of the answer's shape -> what this request calls it."""
+    """The engine's name of the response's shape -> what this request calls it."""
     if (name := guided_name(body)) is not None:
         return {"structured_outputs": name}
     return {} if body.response_format is None else SHAPE_NAMES

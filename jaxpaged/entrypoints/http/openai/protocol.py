@@ -19,7 +19,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Tokens of the answers that were thinking."""
+    """Tokens of the responses that were thinking."""
 
     reasoning_tokens: int
 
@@ -199,7 +199,7 @@ class ChatToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The answer. `tool_calls` is there only when there are some."""
+    """The response. `tool_calls` is there only when there are some."""
 
     role: str
     content: str | None
@@ -223,7 +223,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletionResponse(msgspec.Struct, kw_only=True):
-    """All answers to a conversation."""
+    """All responses to a conversation."""
 
     id: str
     object: str = "chat.completion"
@@ -256,7 +256,7 @@ class ChatToolCallDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to an answer."""
+    """What a chunk adds to a response."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -265,7 +265,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """News of one answer. Ids are there when they were asked for, `stop_reason` with the last chunk."""
+    """News of one response. Ids are there when they were asked for, `stop_reason` with the last chunk."""
 
     index: int
     delta: ChatDelta
@@ -276,7 +276,7 @@ class ChatStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatCompletionChunk(Chunk, kw_only=True, omit_defaults=True):
-    """One event of a stream, with the prompt in the first one of an answer where it was asked for."""
+    """One event of a stream, with the prompt in the first one of a response where it was asked for."""
 
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None

@@ -45,7 +45,7 @@ class Tokens:
 
 
 def tokenized(service: Service, body: TokenizeRequest) -> Response:
-    """The answer. Takes long for long texts, as the other functions do."""
+    """The response. Takes long for long texts, as the other functions do."""
     token_ids = prompt_of(service, body).token_ids
     names = token_strs(service.engine.input_processor, token_ids) if body.return_token_strs else None
     answer = TokenizeResponse(len(token_ids), service.model.max_model_len, token_ids, names)

@@ -37,9 +37,9 @@ INTERVAL = 0.5
 SHARE = 0.005
 """Of the time of the core, and of that of the server, which watching may cost."""
 ANSWER_SECONDS = 0.0005
-"""What an answer costs the server besides its making, about."""
+"""What a response costs the server besides its making, about."""
 PATIENCE = 2.0
-"""Seconds that an answer waits for the engine; a step that waits for a program may take longer."""
+"""Seconds that a response waits for the engine; a step that waits for a program may take longer."""
 MOST_STEPS = 256
 MOST_MINE = 16
 """Requests that a page may ask about by their ids."""
@@ -94,7 +94,7 @@ class Live:
         return Response(msgspec.json.encode(info), headers=HEADERS, media_type="application/json")
 
     async def state(self, request: Request) -> Response:
-        """The engine now: queues, KV blocks, steps. `mine` are ids of answers whose requests are to be recognised."""
+        """The engine now: queues, KV blocks, steps. `mine` are ids of responses whose requests are to be recognised."""
         await self._renew()
         ids = request.query_params.getlist("mine")[:MOST_MINE]
         mine = sorted({self._labels.of(each) for each in self._service.traffic.engine_ids(ids)}) if ids else []

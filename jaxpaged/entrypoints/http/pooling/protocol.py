@@ -116,7 +116,7 @@ class ScoreItem(msgspec.Struct, kw_only=True):
 
 
 class PooledResponse(msgspec.Struct, kw_only=True):
-    """What all answers have but those of `/rerank`."""
+    """What all responses have but those of `/rerank`."""
 
     id: str
     object: str = "list"

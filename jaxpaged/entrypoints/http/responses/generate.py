@@ -41,7 +41,7 @@ class ResponseRun:
         self._logprobs = TextLogprobs(parsed.reading.is_plain)
         self._begun = False
         self._num_output_tokens = 0
-        self.answer_bytes = 0  # of an answer that comes whole, about
+        self.answer_bytes = 0  # of a response that comes whole, about
         self._admission = contextlib.ExitStack()
 
     async def events(self, results: AsyncGenerator[Numbered]) -> AsyncGenerator[list[bytes]]:
@@ -110,7 +110,7 @@ class ResponseRun:
     async def _take(self, output: RequestOutput) -> None:
         """Read a result; the last one ends the response, which is kept before anybody hears of that.
 
-        A whole answer that is large is read in a thread, since everybody else waits meanwhile. Pieces are small.
+        A whole response that is large is read in a thread, since everybody else waits meanwhile. Pieces are small.
         """
         generation, size = self._parsed.generation, None
         if generation.params.output_kind is RequestOutputKind.FINAL_ONLY:

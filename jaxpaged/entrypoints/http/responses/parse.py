@@ -144,7 +144,7 @@ def is_kept(store: ResponseStore, body: ResponsesRequest) -> bool:
 def prepared_conversation(
     service: Service, body: ResponsesRequest, context: RequestContext, names: Mapping[str, str], messages: Messages
 ) -> PreparedRequest:
-    """The prompt and how its answer is read; where the client wishes it, of the newest messages that fit."""
+    """The prompt and how its response is read; where the client wishes it, of the newest messages that fit."""
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:

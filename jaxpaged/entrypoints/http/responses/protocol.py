@@ -18,7 +18,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer's text must look like."""
+    """What the response's text must look like."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None

@@ -55,7 +55,7 @@ class StoredResponse:
         """Events with numbers above `after`, those to come included. Who leaves does not end the response."""
         place = after + 1
         if place >= len(self._frames):
-            yield KEEP_ALIVE  # the answer begins although there is nothing to say yet
+            yield KEEP_ALIVE  # the response begins although there is nothing to say yet
         while True:
             changed = self._changed
             while place < len(self._frames):

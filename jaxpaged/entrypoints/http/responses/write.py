@@ -1,4 +1,4 @@
-"""The answer as a response: its deltas become items, and numbered events that tell how they grow.
+"""An output as a response: its deltas become items, and numbered events that tell how they grow.
 
     response.created, response.in_progress
     per item: output_item.added, [content_part.added, deltas, done, content_part.done,] output_item.done
@@ -37,7 +37,7 @@ from jaxpaged.serving.errors import ErrorKind, ServingError
 
 ENCODER = msgspec.json.Encoder()
 STATUS: dict[str, Status] = {"length": "incomplete", "abort": "cancelled"}
-"""How an answer ended -> the response's status, where that is not completed."""
+"""How a response ended -> the response's status, where that is not completed."""
 PREFIX = {
     OutputMessage: "response.output_text",
     ReasoningItem: "response.reasoning_text",
@@ -76,7 +76,7 @@ class EventLog:
 
 
 class ResponseWriter:
-    """Fills `response` while the answer comes in, and tells `log` about it."""
+    """Fills `response` while the response comes in, and tells `log` about it."""
 
     def __init__(self, response: Response, log: EventLog):
         self.response = response
@@ -99,7 +99,7 @@ class ResponseWriter:
         self._tell("response.in_progress")
 
     def write(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """More of the answer. `logprobs` are those of its content."""
+        """More of the response. `logprobs` are those of its content."""
         for delta in deltas:
             if delta.reasoning:
                 self._grow_text(ReasoningItem, delta.reasoning)
@@ -110,7 +110,7 @@ class ResponseWriter:
                 self._grow_call(delta.tool_call)
 
     def finish(self, finish_reason: str, usage: ResponseUsage, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """The answer is over. `logprobs` are of tokens without text, after its last content."""
+        """The response is over. `logprobs` are of tokens without text, after its last content."""
         status = STATUS.get(finish_reason, "completed")
         if not self.response.output and status == "completed":
             self._open(OutputMessage(new_id("msg")))  # the model said nothing, and clients look for what it said
@@ -126,7 +126,7 @@ class ResponseWriter:
         self._tell("response.completed" if status == "completed" else "response.incomplete")
 
     def cancel(self) -> None:
-        """The answer is not wanted any more, unless it is over. No event is called so: `response.incomplete` is."""
+        """The response is not wanted any more, unless it is over. No event is called so: `response.incomplete` is."""
         if self.response.status not in ("queued", "in_progress"):
             return
         self._close("incomplete")
@@ -134,7 +134,7 @@ class ResponseWriter:
         self._tell("response.incomplete")
 
     def fail(self, error: ServingError) -> None:
-        """The answer cannot be finished."""
+        """The response cannot be finished."""
         self._close("incomplete")
         self.response.status = "failed"
         code = "rate_limit_exceeded" if error.kind is ErrorKind.TOO_MANY else "server_error"
@@ -226,7 +226,7 @@ class TextLogprobs:
         return newest(waiting, sum(len(delta.content or "") for delta in deltas))
 
     def rest(self) -> list[TokenLogprob]:
-        """Entries of tokens without text at the end of the answer, such as the one that ends it."""
+        """Entries of tokens without text at the end of the response, such as the one that ends it."""
         return self._waiting
 
 
@@ -242,7 +242,7 @@ def newest(entries: list[TokenLogprob], num_characters: int) -> list[TokenLogpro
 def by_token(completion: CompletionOutput) -> list[CompletionOutput]:
     """A result per token, if the texts of the tokens are known and begin with the result's text; else it alone.
 
-    The last texts may be longer: a stop text and the token that ends an answer are not part of it.
+    The last texts may be longer: a stop text and the token that ends a response are not part of it.
     """
     positions = completion.logprobs or []
     texts = [candidates[token_id].decoded_token or "" for token_id, candidates in zip(completion.token_ids, positions)]

@@ -27,7 +27,7 @@ from jaxpaged.errors import UsageError
 from jaxpaged.serving.errors import ServingError
 
 HEADER_TIMEOUT = 30.0
-"""Seconds within which the headers of a request must have come, or the rest of a body after its answer."""
+"""Seconds within which the headers of a request must have come, or the rest of a body after its response."""
 WRITE_TIMEOUT = 300.0
 """Seconds within which a client must take something of what waits for it."""
 CLOSING_TIMEOUT = 5
@@ -141,7 +141,7 @@ class Listener(uvicorn.Server):
 
 
 class AnswerPipe:
-    """The `Pipe` of one answer: its chunks go straight to the connection.
+    """The `Pipe` of one response: its chunks go straight to the connection.
 
     The library's record of the exchange has the scope, and that has the pipe, which therefore does not keep the record:
     what holds itself stays until the garbage collector looks.
@@ -168,7 +168,7 @@ class AnswerPipe:
 
 
 class AnswerTransport:
-    """The transport of a connection as its answers have it: they end it by `LimitedProtocol.leave`.
+    """The transport of a connection as its responses have it: they end it by `LimitedProtocol.leave`.
 
     Answers do not keep the connection, as `AnswerPipe` does not keep them.
     """
@@ -247,7 +247,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.transport = self._for_answers
 
     def leave(self) -> None:
-        """End the connection after an answer, or where there can be none."""
+        """End the connection after a response, or where there can be none."""
         if self.cycle.response_complete and self.cycle.more_body:
             self._linger()
         else:
@@ -255,7 +255,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Look at nothing more, but take it until the client goes, or until `HEADER_TIMEOUT`: one that still sends
-        reads its answer after that, and would lose it if the socket were closed meanwhile."""
+        reads its response after that, and would lose it if the socket were closed meanwhile."""
         self._refused = True
         self._connections.waits(self)
         self._start_timer()

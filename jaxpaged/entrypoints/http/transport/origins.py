@@ -1,5 +1,5 @@
-"""Which web pages may ask. A page of another site reads no answer without CORS, but what it sends would still be done:
-a POST without a body, such as those of the admin listener, needs nobody's leave. So it is refused here.
+"""Which web pages may ask. A page of another site reads no response without CORS, but what it sends would still be
+done: a POST without a body, such as those of the admin listener, needs nobody's leave. So it is refused here.
 
 Browsers say which page asks (`Origin`), with every POST and across sites. Programs that are no browsers do not, and
 nothing changes for them. This module knows no endpoint.

@@ -56,7 +56,7 @@ UNCOUNTED = frozenset({"/metrics", "/health", "/ready", "/startup", "/load", "/p
 NOWHERE = "none"
 """What paths are called that lead nowhere, and those of requests that were refused before they got anywhere."""
 NO_RESPONSE = 499
-"""The status of a request whose client left before there was an answer."""
+"""The status of a request whose client left before there was a response."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and its answer. `handler` is the path as it is declared."""
+    """A request and its response. `handler` is the path as it is declared."""
 
     method: str
     handler: str
@@ -101,7 +101,7 @@ class RequestCounts:
         self._sizes_out: dict[str, Size] = defaultdict(Size)
 
     def add(self, exchange: Exchange, seconds: float) -> None:
-        """An exchange that took `seconds` from its headers to the last byte of the answer."""
+        """An exchange that took `seconds` from its headers to the last byte of the response."""
         handler, method = exchange.handler, exchange.method if exchange.method in METHODS else "other"
         self._requests[method, f"{exchange.status // 100}xx", handler] += 1
         self._times[handler, method].observe(seconds)

@@ -29,11 +29,11 @@ CONTENT_TYPE = (b"content-type", f"{MEDIA_TYPE}; charset=utf-8".encode())
 PIPE = "jaxpaged.pipe"
 """Where a scope has the `Pipe` to its client, if the server that runs the application gives one."""
 CLIENT_CLOSED_REQUEST = 499
-"""What logs show for a request whose client did not wait for the answer; nobody receives it."""
+"""What logs show for a request whose client did not wait for the response; nobody receives it."""
 
 
 class Pipe(Protocol):
-    """The short way to a client for pieces of its answer. Nobody else may send one meanwhile."""
+    """The short way to a client for pieces of its response. Nobody else may send one meanwhile."""
 
     num_bytes: int
     """That went through."""
@@ -42,7 +42,7 @@ class Pipe(Protocol):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the answer has begun, and the client has taken so much of it that more can be written."""
+        """Whether the response has begun, and the client has taken so much of it that more can be written."""
         ...
 
     def write(self, piece: bytes) -> None:
@@ -55,7 +55,7 @@ Pieces = Callable[[Pipe | None], AsyncGenerator[bytes]]
 
 
 class LastPiece(bytes):
-    """A piece of a stream that nothing follows: it goes out together with the end of the answer."""
+    """A piece of a stream that nothing follows: it goes out together with the end of the response."""
 
 
 def event(data: bytes) -> bytes:
@@ -66,7 +66,7 @@ def event(data: bytes) -> bytes:
 class EventStream(Response):
     """Streams pieces as they are made.
 
-    The answer begins with the first piece, so a failure before it is an ordinary error. One after it is told by
+    The response begins with the first piece, so a failure before it is an ordinary error. One after it is told by
     `late_error`, and ends the stream. When the client goes away the generator is closed.
     """
 
@@ -92,7 +92,7 @@ class EventStream(Response):
         pipe = scope.get(PIPE)
         pieces = self._pieces(pipe)
 
-        async def answer() -> None:
+        async def response() -> None:
             try:
                 first = await anext(pieces)
             except Exception as error:
@@ -102,7 +102,7 @@ class EventStream(Response):
                 await self._send_all(first, pieces, send, pipe)
 
         try:
-            await until_disconnect(receive, answer())
+            await until_disconnect(receive, response())
         finally:
             await pieces.aclose()
 
@@ -120,7 +120,7 @@ class EventStream(Response):
             await send_piece(send, LastPiece())
 
     async def _send_with_comments(self, pieces: AsyncGenerator[bytes], send: Send, pipe: Pipe | None) -> bool:
-        """Fill silences with comments. Whether the answer has ended."""
+        """Fill silences with comments. Whether the response has ended."""
         loop = asyncio.get_running_loop()
         while True:
             following, silent_since = asyncio.ensure_future(anext(pieces, None)), loop.time()
@@ -143,16 +143,16 @@ class EventStream(Response):
 
 
 async def send_piece(send: Send, piece: bytes) -> bool:
-    """Send what comes next. Whether it ends the answer."""
+    """Send what comes next. Whether it ends the response."""
     is_last = type(piece) is LastPiece
     await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
     return is_last
 
 
 async def response_unless_left(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer that `work` makes, unless the client leaves before: then the work is cancelled."""
-    answer = await until_disconnect(request.receive, work)
-    return Response(status_code=CLIENT_CLOSED_REQUEST) if answer is None else answer
+    """The response that `work` makes, unless the client leaves before: then the work is cancelled."""
+    response = await until_disconnect(request.receive, work)
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else response
 
 
 async def until_disconnect[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -187,7 +187,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 SMALL_RESPONSE = 2**15
-"""Bytes up to which an answer is not worth a thread: they are encoded in less than a millisecond."""
+"""Bytes up to which a response is not worth a thread: they are encoded in less than a millisecond."""
 ITEMS_AT_ONCE = 128
 """Of a list, encoded at a time."""
 SCALARS = frozenset({str, int, float, bool, type(None)})

@@ -1,6 +1,6 @@
 """What several engine cores say of themselves, as if it were one engine's: numbers add up, lists follow each other.
 
-Functions of plain values; every call of `core_calls.py` names the one for its answer. They share one clock, that of
+Functions of plain values; every call of `core_calls.py` names the one for its result. They share one clock, that of
 their host. This module knows no core.
 """
 
