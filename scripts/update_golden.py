@@ -74,7 +74,8 @@ def record_all(names: list[str]) -> None:
     if not names or "pooling" in names:
         golden = record_pooling()
         (GOLDEN / "pooling.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
-    for name in [name for name in names if name != "pooling"] or (() if names else checkpoints.CONFIGS):
+    others = {"pooling", *record_seeing(names)}
+    for name in [name for name in names if name not in others] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             golden = record(checkpoints, name, checkpoints.write_checkpoint(name, Path(folder)))
         (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
@@ -108,6 +109,55 @@ def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
         "greedy": greedy,
         "margin": round(margin, 4),
     }
+
+
+def record_seeing(names: list[str]) -> list[str]:
+    """Record those of the checkpoints that see, or all where there are no names. Returns all of their names."""
+    from tests.models import seeing_checkpoints as seeing
+
+    for name in [name for name in seeing.SEEING if name in names or not names]:
+        with tempfile.TemporaryDirectory() as folder:
+            golden = seen(name, seeing.write_seeing_checkpoint(name, Path(folder)))
+        (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
+        print(name, flush=True)
+    return list(seeing.SEEING)
+
+
+def seen(name: str, folder: Path) -> dict[str, Any]:
+    """Of a checkpoint that sees: sums and first numbers of its pictures' embeddings, and logits of its prompts."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from tests.models import seeing_checkpoints as seeing
+
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not {*report["missing_keys"], *report["unexpected_keys"]}, (name, report)
+    pictures, embeds, prompts = seeing.pictures_of(name), [], []
+    with torch.no_grad():
+        for picture in pictures:
+            found = model.get_image_features(**tensors_of(seeing.features_of(name, [picture]))).pooler_output
+            found = torch.cat(list(found)) if isinstance(found, list | tuple) else found.flatten(0, -2)
+            embeds.append({"sums": rounded(found.double().sum(-1)), "first": rounded(found[:, 0])})
+        for prompt, numbers in zip(seeing.prompts_of(name), seeing.pictures_of_prompts(), strict=True):
+            inputs = tensors_of(seeing.inputs_of(name, prompt, [pictures[number] for number in numbers]))
+            logits = model(**inputs).logits[0]
+            top = logits.topk(NUM_TOP)
+            prompts.append(
+                {
+                    "sums": [round(value, 4) for value in logits.double().sum(-1).tolist()],
+                    "ids": top.indices.tolist(),
+                    "logits": [rounded(row) for row in top.values],
+                }
+            )
+    return {"embeds": embeds, "prompts": prompts}
+
+
+def tensors_of(arrays: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def record_pooling() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2's layers with norms on query and key heads; five layers with a window, then one without.
+"""Gemma 3: Gemma 2's layers with norms on query and key heads; five layers with a window, then one without.
 
 Window layers and full layers rotate with different bases, and only the full ones are stretched (arXiv 2503.19786).
 """
@@ -18,6 +18,7 @@ from jaxpaged.models.config import (
 )
 from jaxpaged.models.decoder import SANDWICH_NORMS, decoder_specs
 from jaxpaged.models.rope_config import two_ropes
+from jaxpaged.models.vision.gemma3 import GEMMA3_VISION
 
 DEFAULTS = {
     "vocab_size": 262_208,
@@ -79,4 +80,5 @@ GEMMA3 = replace(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     config_from_hf=config_from_hf,
     param_specs=partial(decoder_specs, qk_norm=True, norms=SANDWICH_NORMS),
+    vision=GEMMA3_VISION,
 )

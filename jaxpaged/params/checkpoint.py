@@ -51,10 +51,14 @@ OTHER_PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.", ""),
+    ("model.vision_tower.", "vision_tower."),
+    ("vision_tower.vision_model.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.visual.", "visual."),
     ("midlayer.", "model.layers.0."),
 )
-"""Where models that also see images keep their language model, and heads that draft their only layer -> the names of a
-text model."""
+"""Where models that also see images keep their language model and their tower, and heads that draft their only layer ->
+the names of a text model, and of a tower."""
 
 INDEX = "model.safetensors.index.json"
 BARE = re.compile(r"(embed_tokens|layers|norm)\.")

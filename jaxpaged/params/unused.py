@@ -28,8 +28,10 @@ ALL_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BOOL_DTYP
 ROWS_AT_ONCE = 4096
 """Of two tensors that are compared."""
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
+IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|mm_projector)\..*")
 """What makes embeddings of images, in a model that also reads them."""
+POOLED = re.compile(r"vision_tower\.head\..*")
+"""What makes one vector of a picture, which language models do not read."""
 FURTHER = re.compile(r"model\.mtp_layers\..*")
 """Layers that predict further tokens, where they do not stand behind the others: read for drafts only."""
 FREQUENCIES = re.compile(r"model\.(layers\.(?P<layer>\d+)\.self_attn\.)?rotary_emb\.inv_freq")
@@ -67,7 +69,10 @@ def check_unused(names: Iterable[str], entries: Mapping[str, TensorEntry], confi
     foreign, of_images = list[str](), 0
     for name in names:
         if IMAGES.fullmatch(name) and config.architecture.endswith("ForConditionalGeneration"):
-            of_images += 1
+            if config.vision is None:
+                of_images += 1
+            elif not POOLED.fullmatch(name):
+                foreign.append(name)
         elif name == HEAD and config.tie_embeddings:
             check_tied_head(entries)
         elif (found := FREQUENCIES.fullmatch(name)) and int(found["layer"] or 0) < len(config.layers):

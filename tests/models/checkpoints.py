@@ -513,10 +513,15 @@ LARGE = ("q_proj", "k_proj", "qkv", "q_b_proj", "kv_b_proj")
 
 
 def make_tensors(name: str) -> dict[str, np.ndarray]:
-    """Float32 weights. Queries and keys are large, so that a wrong position or window shows in the logits."""
-    hf, rng = CONFIGS[name], np.random.default_rng(seed_of(name))
-    tensors = {}
-    for tensor, shape in tensor_shapes(hf).items():
+    """Float32 weights of a checkpoint."""
+    return random_tensors(tensor_shapes(CONFIGS[name]), CONFIGS[name], seed_of(name))
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Float32 weights of these names and shapes, of a text model that `hf` describes. Queries and keys are large, so
+    that a wrong position or window shows in the logits."""
+    rng, tensors = np.random.default_rng(seed), {}
+    for tensor, shape in shapes.items():
         noise = rng.standard_normal(shape, dtype=np.float32)
         if "norm" in tensor:
             noise = noise * 0.2 + (0.0 if "gemma" in hf["model_type"] else 1.0)

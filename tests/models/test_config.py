@@ -41,8 +41,8 @@ READERS = (
 )
 
 
-def parse(hf):
-    return model_for(hf).config_from_hf(hf)
+def parse(hf, language_model_only=False):
+    return model_for(hf, language_model_only).config_from_hf(hf)
 
 
 def without(hf, *names):
@@ -80,7 +80,8 @@ def test_a_wrapper_of_a_model_with_images_gives_the_text_model():
             "vision_config": {"x": 1},
             "eos_token_id": [1, 106],
             "boi_token_index": 255999,
-        }
+        },
+        language_model_only=True,
     )
     assert (config.vocab_size, config.num_heads, config.head_dim) == (262_208, 8, 256)
     assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))

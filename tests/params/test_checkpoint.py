@@ -151,7 +151,7 @@ def test_names_of_a_model_with_images_are_those_of_its_text_model(tmp_path):
         "image_token_index": 5,
     }
     text = load("gemma3", write_checkpoint("gemma3", tmp_path / "text"))
-    model = model_for(hf)
+    model = model_for(hf, language_model_only=True)
     config = model.config_from_hf(hf)
     assert config.eos_token_ids == (1, 106)
     for prefix in ("language_model.model.", "model.language_model."):

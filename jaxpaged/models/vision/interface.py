@@ -18,7 +18,7 @@ A *picture* is a pair: its uint8 pixels in `PictureLayout.pixels_shape`, and its
 embeddings. A picture of a fixed tower may be cut between items: `(pixels[i:j], (j - i, rows, columns))` is a picture.
 
 The pixels become numbers by `table_CV` of the picture's processor, float32 [3, 256], so they are uint8 until then. The
-tower computes in `config.dtype`; what rounds there is said by the family's module.
+tower computes in the type of its parameters, which gives its embeddings too.
 
 Letters: I items, P patches, E embeddings of a batch, X numbers of an embedding, all levels one behind the other: D * (1
 + levels), C channels, V values of a pixel.
@@ -51,8 +51,8 @@ class VisionConfig:
     `out_width`: numbers of one level of an embedding, the decoder's width. `num_levels`: how many levels there are
     besides the first (DeepStack). `patch` is the side of a patch in pixels, `patches_per_embed` how many become one
     embedding. `item_pixels`: (height, width, 3) of every item of a fixed tower, `embeds_per_item` what one gives; None
-    and 0 for patch towers. `dtype` is the type in which it computes. `splits_items`: every device has all weights, and
-    a part of the items (`mm_encoder_tp_mode=data`); else weights are split wherever heads and columns can be.
+    and 0 for patch towers. `splits_items`: every device has all weights, and a part of the items
+    (`mm_encoder_tp_mode=data`); else weights are split wherever heads and columns can be.
     """
 
     family: str
@@ -65,7 +65,6 @@ class VisionConfig:
     out_width: int
     norm_eps: float
     activation: str
-    dtype: str
     num_levels: int = 0
     patches_per_embed: int = 1
     item_pixels: tuple[int, int, int] | None = None
@@ -106,6 +105,7 @@ class VisionConfig:
             "h": self.head_dim,
             "f": self.columns,
             "m": self.width * self.patches_per_embed,
+            "g": self.patches_per_item,
             "b": 3,
             "r": self.patch,
             "s": self.patch,
@@ -146,7 +146,7 @@ class Vision:
     `shapes(config, size)` -> "pixels" and the names of `of_patches`, each with its shape and type, for a bucket.
     `pack(config, pictures, size)` -> numpy arrays of these names and shapes. The pictures' sizes (`size_of`) add up to
         `size` at most. Host code: no jax.
-    `encode(params, config, batch)` -> [E, X] in the tower's type, E = `config.num_embeds(size)`.
+    `encode(params, config, batch)` -> [E, X] in the type of the parameters, E = `config.num_embeds(size)`.
     `rope_offsets(features, num_prompt_tokens)` -> (int32 [3, num_prompt_tokens], delta): what is added to each token's
         position to get its three rope positions, and to those of all tokens behind the prompt. Host code. None: plain
         positions.
@@ -163,14 +163,16 @@ class Vision:
 
 
 def encode_sizes(config: VisionConfig, largest: int) -> tuple[int, ...]:
-    """The buckets of a tower, `largest` being the size of the largest picture that the engine takes.
+    """The buckets of a tower, of which the last one takes `largest` items or patches: the most that a run should take,
+    and of a patch tower at least those of the largest picture.
 
-    Pictures of a fixed tower are cut between items, so there is no need of more than 8 of them at once.
+    Pictures of a fixed tower are cut between items, so its buckets need no more than 8 of them.
     """
     if config.is_fixed:
-        return tuple(size for size in FIXED_SIZES if size < largest) + (min(largest, FIXED_SIZES[-1]),)
-    largest = -(-largest // config.patches_per_embed) * config.patches_per_embed
-    return tuple(size for size in PATCH_SIZES if size < largest) + (largest,)
+        largest = min(largest, FIXED_SIZES[-1])
+    else:
+        largest = -(-largest // config.patches_per_embed) * config.patches_per_embed
+    return tuple(size for size in (FIXED_SIZES if config.is_fixed else PATCH_SIZES) if size < largest) + (largest,)
 
 
 def batch_of(packed: Mapping[str, Any], table_CV: Any, mesh: Mesh | AbstractMesh | None = None) -> EncoderBatch:
