@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpaged.errors import UsageError
 from jaxpaged.multimodal.decoding import PictureLimits
-from jaxpaged.multimodal.identity import picture_key
+from jaxpaged.multimodal.identity import picture_key, source_digest
 from jaxpaged.multimodal.pictures import picture_pixels
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout, Processor
@@ -70,7 +70,7 @@ def answer(job: Job, data: bytes, setup: Setup, processor: Processor) -> list[An
         return message(Done(str(error), getattr(error, "parameter", None)))
     except MemoryError:
         return message(Done(f"{job.field} needs more memory than a picture may. Scale it down.", job.field))
-    key = picture_key(setup.model, "image", chosen.options, picture)
+    key = picture_key(setup.model, "image", chosen.options, picture.layout, source_digest(source))
     return message(Done(key=key, layout=picture.layout, num_bytes=picture.pixels.nbytes), picture.pixels.data.cast("B"))
 
 

@@ -1,6 +1,7 @@
-"""One name for a processed picture, by which all caches know it: in this process, in another one, on another machine.
+"""One name for a picture, by which all caches know it: in this process, in another one, on another machine.
 
-It is made of the content and of all that decides what the encoder makes of it, never of what a client calls it.
+It is made of the picture as it was given (a file's bytes, or an array's) and of all that decides what the encoder makes
+of it, never of what a client calls it. Nothing is decoded for it, so a router that sees only bytes can tell it.
 """
 
 import hashlib
@@ -10,26 +11,34 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.encoding.cbor import encode_cbor
-from jaxpaged.multimodal.processors.base import ProcessedPicture
+from jaxpaged.multimodal.processors.base import PictureLayout
 
-VERSION = 1
+VERSION = 2
 """Another one for every change of what a key is made of: keys are kept on disks."""
 
 
-def picture_key(model: str, modality: str, options: Mapping[str, Any], picture: ProcessedPicture) -> bytes:
+def source_digest(source: bytes | memoryview | np.ndarray) -> bytes:
+    """Of the bytes of a file, or of an array of uint8 with its shape: 32 bytes."""
+    if isinstance(source, np.ndarray):
+        parts = {"shape": list(source.shape), "array": hashlib.sha256(np.ascontiguousarray(source)).digest()}
+    else:
+        parts = {"file": hashlib.sha256(source).digest()}
+    return hashlib.sha256(encode_cbor(parts)).digest()
+
+
+def picture_key(model: str, modality: str, options: Mapping[str, Any], layout: PictureLayout, source: bytes) -> bytes:
     """SHA-256 over canonical CBOR: 32 bytes.
 
-    `model` names the checkpoint with its revision, `modality` is `image` or `video`, and `options` are the processor's.
+    `model` names the checkpoint with its revision, `modality` is `image` or `video`, `options` are the processor's,
+    and `source` is the picture's `source_digest`.
     """
-    layout, pixels = picture.layout, picture.pixels
-    assert pixels.dtype == np.uint8 and pixels.shape == layout.pixels_shape, (pixels.dtype, pixels.shape, layout)
     parts = {
         "version": VERSION,
         "model": model,
         "modality": modality,
         "options": options,
         "layout": [layout.num_items, layout.rows, layout.columns],
-        "shape": list(pixels.shape),
-        "pixels": hashlib.sha256(np.ascontiguousarray(pixels)).digest(),
+        "shape": list(layout.pixels_shape),
+        "source": source,
     }
     return hashlib.sha256(encode_cbor(parts)).digest()

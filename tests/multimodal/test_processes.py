@@ -10,7 +10,7 @@ from PIL import Image
 
 from jaxpaged.errors import CheckpointError, EngineDeadError, RequestError
 from jaxpaged.multimodal.decoding import PictureLimits
-from jaxpaged.multimodal.identity import picture_key
+from jaxpaged.multimodal.identity import picture_key, source_digest
 from jaxpaged.multimodal.processes import PictureProcesses, ProcessLimits
 from jaxpaged.multimodal.processors import processor_of
 from tests.multimodal.drawn import drawn, encoded
@@ -43,7 +43,7 @@ def check(processes: PictureProcesses, seed: int = 0):
     for source in (encoded(image), np.asarray(image)):
         found = processes.process(source, FIELD)
         assert np.array_equal(found.pixels, expected.pixels) and found.layout == expected.layout
-        assert found.key == picture_key("m", "image", ours.options, expected)
+        assert found.key == picture_key("m", "image", ours.options, expected.layout, source_digest(source))
 
 
 def refusal(processes, picture, **options) -> RequestError:
