@@ -50,9 +50,10 @@ LAYOUT = reference.LAYOUT
 cannot_take = reference.cannot_take
 
 QUERIES, DTYPES, SCORES = ("singles", "tiles"), ("bfloat16", "float32"), ("plain", "capped")
-AROUND = {"joined": DTYPES, "undivided": ("float32",), "written": DTYPES, "planned": ("rows", "spans")}
+PLANS = "rows", "spans", "rows_ahead", "spans_ahead"
+AROUND = {"joined": DTYPES, "undivided": ("float32",), "written": DTYPES, "planned": PLANS}
 """What kernels do that are the same for all heads, with the kinds of each: join queries' parts, and divide or not;
-write the cache; and what all of them are told of a step, with spans or without."""
+write the cache; and what all of them are told of a step, with spans or without, where tokens see ahead or do not."""
 MOST_HEAD_DIM, MOST_GROUP = 256, 8
 PLANNED = (
     "slot_block_T",
@@ -150,16 +151,18 @@ def make_plan(
     """The reference's plan, and what the kernels are told."""
     rows = query_start_loc_R1, seq_lens_R, block_tables_RM
     settings |= {"block_size": block_size, "window": window, "shared_6R": shared_6R, "share": share}
-    plan = plans.by_xla(*rows, **settings)
+    plan = plans.by_xla(*rows, **settings, visible_end_T=visible_end_T)
     if share is not None:
         return plan
-    names, kind, shared = PLANNED, "rows", ()
+    names, kind, shared, ends = PLANNED, "rows", (), ()
     if shared_6R is not None:
         names, kind, shared = (*names, *PLANNED_OF_SPANS), "spans", (shared_6R,)
+    if visible_end_T is not None:
+        kind, ends = f"{kind}_ahead", (visible_end_T,)
     shapes = [getattr(plan, name).shape for name in names] + [query_start_loc_R1.shape] * len(shared)
     results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     call = jax.ffi.ffi_call(kernel("planned", kind, machine=this_machine()), results)
-    planned = call(*rows, np.array([block_size, window or 0], np.int32), *shared)
+    planned = call(*rows, np.array([block_size, window or 0], np.int32), *shared, *ends)
     return dataclasses.replace(plan, **dict(zip(names, planned)))
 
 
@@ -175,8 +178,7 @@ def attention(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`. `machine`: a CPU with less than this one has, in tests."""
     (S, H), group_size = kv[0].shape[2:], q_TNH.shape[1] // k_TKH.shape[1]
-    cannot_take = kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S)
-    if cannot_take is not None or metadata.visible_end_T is not None:
+    if kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S) is not None:
         return reference.attention(q_TNH, k_TKH, v_TKH, kv, metadata, **settings)
     machine = machine or this_machine()
     kv = _written(kv, k_TKH, v_TKH, metadata.plan, machine)
@@ -295,7 +297,7 @@ def _emit_around(work: str, kind: str, machine: Machine) -> Any:
     from pallas_kernels.ragged_paged_attention.cpu import joining, planning, writing  # these need llvmlite
 
     if work == "planned":
-        return planning.kernel(kind == "spans")
+        return planning.kernel(has_spans=kind.startswith("spans"), has_ends=kind.endswith("_ahead"))
     if work == "written":
         return writing.kernel(jnp.dtype(kind).itemsize)
     return joining.kernel(kind, work == "joined", machine.lanes)

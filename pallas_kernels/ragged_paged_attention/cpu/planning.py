@@ -17,15 +17,15 @@ from pallas_kernels.token_places import NOWHERE
 
 STARTS, LENGTHS, TABLES, SETTINGS, SHARED = range(5)
 """Operands: query_start_loc_R1, seq_lens_R, block_tables_RM, (block size, window or 0), and shared_6R if rows may
-share anything."""
+share anything. The last is visible_end_T if tokens may see what stands behind them."""
 BLOCKS, OFFSETS, HOW, SEEN, ROWS, TOKENS, RANGES, SOURCES, SPANS, SPAN_TOKENS, BEFORE = range(11)
 """Results: as `plans.KernelPlan` has them, of tokens and of rows; where there are spans, those of spans, and room for
 R + 1 numbers."""
 
 
-def kernel(has_spans: bool) -> ir.Module:
+def kernel(has_spans: bool, has_ends: bool) -> ir.Module:
     def chunk(b: Builder, frame: Frame, i: ir.Value) -> None:
-        planning = Planning(b, frame, has_spans)
+        planning = Planning(b, frame, has_spans, has_ends)
         planning.plan_rows()
         if has_spans:
             planning.plan_spans()
@@ -36,8 +36,9 @@ def kernel(has_spans: bool) -> ir.Module:
 class Planning:
     """In the function that `b` writes."""
 
-    def __init__(self, b: Builder, frame: Frame, has_spans: bool):
+    def __init__(self, b: Builder, frame: Frame, has_spans: bool, has_ends: bool):
         self.b, self.frame, self.has_spans = b, frame, has_spans
+        self.ends = SHARED + has_spans if has_ends else None
         self.num_rows, self.num_tokens = frame.extent(LENGTHS, 0), frame.result_extent(ROWS, 0)
         self.block_size, self.window = (b.integer(frame.operand(SETTINGS), whole(i)) for i in range(2))
         self.num_real = self._start(self.num_rows)
@@ -110,8 +111,9 @@ class Planning:
             (ROWS, b.select(is_single, row, whole(-1))),
         ):
             self._write(result, token, value)
-        self._write_pair(SEEN, token, first, position)
-        self._plan_parts(token, b.larger(first, own), b.add(position, whole(1)))
+        end = None if self.ends is None else self._of(self.ends, token)
+        self._write_pair(SEEN, token, first, position if end is None else b.sub(end, whole(1)))
+        self._plan_parts(token, b.larger(first, own), b.add(position, whole(1)) if end is None else end)
 
     def _plan_parts(self, token: ir.Value, begin: ir.Value, end: ir.Value) -> None:
         """The slots [begin, end) of a token in parts, as `plans.parts` cuts them."""

@@ -57,6 +57,7 @@ def by_xla(
     window: int | None,
     shared_6R: jax.Array | None = None,
     share: ContextShare | None = None,
+    visible_end_T: jax.Array | None = None,
 ) -> KernelPlan:
     """The plan of one step; see `make_metadata` for the arguments."""
     where = {"num_tokens": num_tokens, "block_size": block_size, "window": window, "share": share}
@@ -67,7 +68,9 @@ def by_xla(
     tiled_R = jnp.diff(query_start_loc_R1) >= TILED_FROM
     own_T, tiled_T = own_R[row_T], tiled_R[row_T]
     first_T = first_visible(position_T, window)
-    ranges_PT2 = parts(jnp.maximum(first_T, own_T), position_T + 1, max(1, PARTS // num_tokens))
+    begin_T = jnp.maximum(first_T, own_T)
+    end_T = position_T + 1 if visible_end_T is None else visible_end_T
+    ranges_PT2 = parts(begin_T, end_T, max(1, PARTS // num_tokens))
     start_R, row_R = query_start_loc_R1[:-1], jnp.arange(len(seq_lens_R), dtype=jnp.int32)
     last_R = jnp.where(tiled_R, query_start_loc_R1[1:], start_R)
     rows_6L = _stacked([start_R, last_R, row_R, own_R, jnp.full_like(own_R, NOWHERE), own_R])
@@ -81,7 +84,7 @@ def by_xla(
     return KernelPlan(
         **fields,
         how_T=sum(jnp.where(is_so_T, flag, 0) for is_so_T, flag in flags),
-        seen_T2=jnp.stack([first_T, position_T], axis=-1),
+        seen_T2=jnp.stack([first_T, position_T if visible_end_T is None else end_T - 1], axis=-1),
         token_T=token_T,
         row_T=jnp.where(real_T & ~tiled_T, row_T, -1),
         ranges_PT2=ranges_PT2,

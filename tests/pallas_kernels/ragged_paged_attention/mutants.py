@@ -6,6 +6,13 @@ _of = mutants_of(lambda module: ("tests/pallas_kernels/ragged_paged_attention",)
 
 MUTANTS = (
     *_of(
+        "pallas_kernels/ragged_paged_attention/__init__.py",
+        "both_ways or ends_of",
+        ("tokens see beyond their rows", "position_T + 1, seq_lens_R[row_T])", "position_T + 1, 10**9)"),
+        ("tokens do not see themselves", "jnp.int32), position_T + 1, seq", "jnp.int32), 0, seq"),
+        ("ends are not handed on", "*where, plan, visible_end_T, decodes_only", "*where, plan, None, decodes_only"),
+    ),
+    *_of(
         "pallas_kernels/ragged_paged_attention/cpu/singles.py",
         "test_cpu",
         (
@@ -105,6 +112,7 @@ MUTANTS = (
             "b.add(b.sub(position, self.window), whole(1))",
             "whole(0)",
         ),
+        ("ends of what tokens see are forgotten", "self.ends is None", "True"),
         ("padding has a row", "b.and_(is_real, b.not_(is_tiled))", "b.not_(is_tiled)"),
         ("padding is written somewhere", "b.select(is_real, block_id, whole(NOWHERE))", "block_id"),
         ("what is shared is read again", "b.larger(first, own)", "first"),

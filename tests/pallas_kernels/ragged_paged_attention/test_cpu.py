@@ -11,13 +11,13 @@ from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.llvm.calls import prepare
 from pallas_kernels.llvm.machine import Machine, this_machine, why_not
 from pallas_kernels.ragged_paged_attention import cpu, reference
-from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import BOTH_WAYS_CASES, CASES, SHARED_CASES, Case
 from pallas_kernels.ragged_paged_attention.cpu import plans
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import check_case, marks, run
 
 needs_kernels = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES, *BOTH_WAYS_CASES)}
 ALL_SETTINGS = CASE["window, soft cap and sinks"]
 HEADS_128 = CASE["head_dim 128"]
 LONG = Case("one long decode, in parts", ((1000, 1),), padding=1, empty_rows=1, window=900, sinks=True)
@@ -45,6 +45,9 @@ QUICK = (
     (CASE["rows that share beginnings, window, soft cap and sinks"], jnp.float32),
     (CASE["block_size 48, which divides no tile"], jnp.float32),
     (TEAMS, jnp.bfloat16),
+    (CASE["both ways"], jnp.float32),
+    (CASE["both ways, window shorter than runs"], jnp.bfloat16),
+    (CASE["both ways, rows that share beginnings"], jnp.float32),
 )
 OTHERS = [(case, dtype) for dtype in (jnp.bfloat16, jnp.float32) for case in CASE.values()]
 OTHERS = [pair for pair in OTHERS if pair not in QUICK]
@@ -69,8 +72,11 @@ def test_the_kernel_plans_a_step_as_xla_does(case):
     rows = step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM
     settings = {"num_tokens": case.num_tokens, "block_size": case.block_size, "window": case.window}
     for shared_6R in (None, step.shared_6R):
-        expected = plans.by_xla(*map(jnp.asarray, rows), shared_6R=shared_6R, **settings)
-        plan = cpu.make_plan(*map(jnp.asarray, rows), shared_6R=shared_6R, **settings)
+        more = {"shared_6R": shared_6R}
+        if case.both_ways:
+            more["visible_end_T"] = jnp.asarray(step.visible_end_T[: case.num_tokens])
+        expected = plans.by_xla(*map(jnp.asarray, rows), **more, **settings)
+        plan = cpu.make_plan(*map(jnp.asarray, rows), **more, **settings)
         real_T, single_T = np.asarray(plan.how_T) & plans.REAL != 0, np.asarray(plan.row_T) >= 0
         for name in (*cpu.PLANNED, *cpu.PLANNED_OF_SPANS):
             values, wanted = (np.asarray(getattr(x, name)) for x in (plan, expected))
