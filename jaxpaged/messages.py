@@ -295,6 +295,9 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     external_prefix_cache_queries: int = 0  # tokens that were looked for in tiers besides the device
     external_prefix_cache_hits: int = 0
     num_kv_fetches: list[int] = []  # requests whose keys and values are asked for, come, have come and they wait
+    mm_cache_queries: int = 0  # pictures that requests looked for in the encoder cache, since the engine started
+    mm_cache_hits: int = 0
+    mm_cache_usage: float = 0.0  # 0..1, of the encoder cache, by pictures that requests still read
 
 
 class StepRecord(msgspec.Struct, gc=False):

@@ -8,15 +8,15 @@ half a step for each 2 S and L + S, which is no more in sum while S is at most L
 step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.transfers import KVTransfers
 from jaxpaged.core.request import Request
-from jaxpaged.core.request_queue import RequestQueue, priority_order
+from jaxpaged.core.request_queue import AGES, RequestQueue
 
 LOOKAHEAD = 64
 """At most so many waiting requests are looked up in the prefix cache in a step."""
@@ -30,13 +30,6 @@ class Prefill(NamedTuple):
     num_tokens: int
     most: int
     is_short: bool = False
-
-
-AGES: dict[str, Callable[[Prefill], Any]] = {
-    "fcfs": lambda prefill: prefill.request.arrival_order,
-    "priority": lambda prefill: priority_order(prefill.request),
-}
-"""Sort key of prefills by the name of the scheduling policy: the oldest, or the most important, is the first."""
 
 
 def divide_budget(prefills: Sequence[Prefill], budget: int) -> list[int]:
@@ -89,7 +82,7 @@ class PrefillScheduler:
         prefills = [prefill_of(each, each.num_computed_tokens, limit, is_short(each)) for each in prompts]
         if queue and num_rows:
             prefills += self._waiting(prefills, queue, num_rows, budget, limit)
-        prefills.sort(key=self._age)
+        prefills.sort(key=lambda prefill: self._age(prefill.request))
         return list(zip(prefills, divide_budget(prefills, budget)))
 
     def _waiting(

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.transfers import KVTransfers
+from jaxpaged.core.pictures import Pictures
 from jaxpaged.core.prefill import PrefillScheduler
 from jaxpaged.core.request import Request, RequestStatus
-from jaxpaged.core.request_queue import priority_order, waiting_queue
-from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.core.request_queue import AGES, priority_order, waiting_queue
+from jaxpaged.kv_cache_spec import EncoderCacheConfig, KVCacheConfig
 from jaxpaged.kv_connector.base import KVConnection
 from jaxpaged.messages import NewRequestData, SchedulerOutput, SchedulerStats
 
@@ -82,9 +83,10 @@ class Rank:
         num_stages: int = 1,
         connection: KVConnection | None = None,
         load_failure_policy: str = "recompute",
+        encoder_cache_config: EncoderCacheConfig | None = None,
     ):
-        """`config` is resolved. `stats` counts preemptions and prefix cache hits. `num_stages`: of the pipeline.
-        `connection`, `load_failure_policy`: see `Scheduler`."""
+        """`config` is resolved. `stats` counts preemptions and hits of caches. `num_stages`: of the pipeline.
+        `connection`, `load_failure_policy`, `encoder_cache_config`: see `Scheduler`."""
         self._max_num_batched_tokens = settled(config.max_num_batched_tokens)
         self._max_num_seqs = settled(config.max_num_seqs)
         self._chunked_prefill = config.enable_chunked_prefill
@@ -102,6 +104,12 @@ class Rank:
             self.transfers = KVTransfers(self.kv_cache_manager, *connection, fails=fails)
         self._prefill = PrefillScheduler(config, self.kv_cache_manager, self.transfers)
         self._microbatches = PipelineMicrobatches(num_stages) if num_stages > 1 else None
+        self.pictures: Pictures | None = None  # None: requests have none
+        if encoder_cache_config is not None:
+            assert num_stages == 1, "the stages of a pipeline see no pictures"
+            self.pictures = Pictures(
+                encoder_cache_config, stats, AGES[config.scheduling_policy], is_cut=config.enable_chunked_prefill
+            )
         self.running: list[Request] = []  # in order of admission
         self.waiting = waiting_queue(config)
         self.last_step_id = 0
@@ -123,19 +131,36 @@ class Rank:
         most = self._max_num_batched_tokens
         if max_tokens is not None and self._chunked_prefill:
             most = min(most, max(max_tokens, len(self.running)))
+        if self.pictures is not None:
+            return self._schedule_with_pictures(self.pictures, most, most_drafts)
         step = StepBuilder(most, len(self.running), len(self.kv_cache_manager.pools), most_drafts)
-        prompts = self._schedule_decodes(step)
+        turns = tuple(self.running) if self._microbatches is None else self._microbatches.next(self.running)
+        prompts = self._schedule_decodes(turns, step)
         if (prompts or self.waiting) and step.budget:
             self._schedule_prompts(prompts, step)
         return self._commit(step)
 
-    def _schedule_decodes(self, step: StepBuilder) -> list[Request]:
-        """Schedule the running requests that lack only their newest token; returns the others.
+    def _schedule_with_pictures(self, pictures: Pictures, most: int, most_drafts: int) -> SchedulerOutput:
+        """The same where prompts may have pictures."""
+        pictures.begin_step()
+        next_waiting = next(iter(self.waiting), None) if len(self.running) < self._max_num_seqs else None
+        turns, most = pictures.make_room(self.running, next_waiting, most, self._max_num_batched_tokens)
+        num_kept = len(self.running) + pictures.longest
+        step = StepBuilder(most, num_kept, len(self.kv_cache_manager.pools), most_drafts)
+        prompts = self._schedule_decodes(turns, step)
+        if (prompts or self.waiting) and step.budget:
+            self._schedule_prompts(prompts, step)
+        scheduled = self._commit(step)
+        pictures.commit(scheduled, step.requests)
+        return scheduled
+
+    def _schedule_decodes(self, turns: Sequence[Request], step: StepBuilder) -> list[Request]:
+        """Schedule those of some running requests that lack only their newest token; returns the others.
 
         All of them fit the budget, which is no smaller than the number of running requests. Both may be preempted.
         """
         prompts, append = [], step.requests.append
-        for request in tuple(self.running) if self._microbatches is None else self._microbatches.next(self.running):
+        for request in turns:
             num_computed, num_known = request.num_computed_tokens, request.num_tokens_with_placeholders
             if num_known > num_computed + 1:
                 prompts.append(request)
@@ -177,6 +202,8 @@ class Rank:
         num_rows = 0 if step.preempted else self._max_num_seqs - len(self.running)
         is_alone = len(self.running) + len(self.waiting) == 1
         divided = self._prefill.divide(prompts, self.waiting, num_rows, step.budget, is_alone=is_alone)
+        if self.pictures is not None:
+            divided = self.pictures.fit(divided, step.budget)
         for (request, num_lacking, *_), num_tokens in divided:
             if num_tokens and request.status is running:
                 manager.cache_blocks(request, self.last_step_id)
@@ -194,6 +221,10 @@ class Rank:
         hit = manager.get_computed_blocks(request)
         num_lacking = request.num_tokens - hit.num_tokens
         num_tokens = min(num_tokens, num_lacking)
+        if self.pictures is not None and request.mm_features:  # the hit may be another one than a moment ago
+            num_tokens = self.pictures.window(request, hit.num_tokens, num_tokens)
+            if not num_tokens:
+                return False
         is_cut = num_tokens < num_lacking and not self._chunked_prefill
         if is_cut or not manager.fits_whole(request, hit, step.num_reserved_blocks):
             return False
@@ -343,6 +374,14 @@ class Rank:
         self.kv_cache_manager.cache_blocks(request, self.last_step_id)
         self.kv_cache_manager.free(request)
         self.removed_request_ids.append(request.request_id)
+        if self.pictures is not None:
+            self.pictures.release(request)
+
+    def lose_content(self) -> None:
+        """Forget all cached content. No request holds any, and no step is in flight."""
+        self.kv_cache_manager.lose_content()
+        if self.pictures is not None:
+            self.pictures.cache.lose_content()
 
     def check_integrity(self) -> None:
         """Assert that every block and every placeholder is accounted for."""
@@ -355,6 +394,8 @@ class Rank:
         assert all(r.num_tokens_with_placeholders <= r.max_total_tokens for r in run | wait)
         assert all(r.num_computed_tokens <= self.kv_cache_manager.num_slots(r) for r in run)
         self.kv_cache_manager.check_integrity(run)
+        if self.pictures is not None:
+            self.pictures.check_integrity(run)
 
 
 class PipelineMicrobatches:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from jaxpaged.core.grammar.matcher import Matcher
 from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
 from jaxpaged.errors import RequestError
@@ -198,6 +200,7 @@ class Request:
             block_ids=tuple([block.block_id for block in table] for table in self.blocks),
             sampling_params=self.sampling_params,
             is_private=self.cache_salt is not None,
+            mm_features=[msgspec.structs.replace(feature, pixels=None) for feature in self.mm_features],
         )
 
     def note_admission(self) -> None:

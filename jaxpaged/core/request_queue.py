@@ -8,7 +8,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.request import Request, RequestStatus
@@ -97,6 +97,13 @@ class FCFSQueue(OrderedDict[Request, None], InOrder):
 def priority_order(request: Request) -> tuple[int, float, int]:
     """Sort key of the priority policy: a smaller one goes first."""
     return request.priority, request.arrival_time, request.arrival_order
+
+
+AGES: dict[str, Callable[[Request], Any]] = {
+    "fcfs": lambda request: request.arrival_order,
+    "priority": priority_order,
+}
+"""Sort key of requests by the name of the scheduling policy: the oldest, or the most important, is the first."""
 
 
 class PriorityQueue(InOrder):

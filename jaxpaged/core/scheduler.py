@@ -68,10 +68,13 @@ class Scheduler:
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
                 "prefill is off, so no prompt can be cut. Set it to 0, or leave chunked prefill on."
             )
+        if encoder_cache_config is not None and num_ranks > 1:
+            raise ConfigError(
+                f"attention has {num_ranks} data-parallel ranks, which see no pictures. Give language_model_only."
+            )
         self._max_model_len = max_model_len
-        max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
-        self._encoder_cache_config = encoder_cache_config
-        self._max_prompt_step = None if scheduler_config.enable_chunked_prefill else max_num_batched_tokens
+        self._max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
+        self._max_prompt_step = None if scheduler_config.enable_chunked_prefill else self._max_num_batched_tokens
         self._stats = SchedulerStats()  # counted since the engine started
         self.ranks = [
             Rank(
@@ -83,6 +86,7 @@ class Scheduler:
                 num_stages=num_stages,
                 connection=connection,
                 load_failure_policy=load_failure_policy,
+                encoder_cache_config=encoder_cache_config,
             )
             for _ in range(num_ranks)
         ]
@@ -124,6 +128,15 @@ class Scheduler:
         shortage = self.ranks[0].kv_cache_manager.shortage  # all ranks are alike
         check_request(message, self._max_model_len, self._max_prompt_step, shortage)
         self.structured_output_manager.check(message)
+        if message.mm_features:
+            self._check_pictures(message)
+
+    def _check_pictures(self, message: EngineCoreRequest) -> None:
+        pictures = self.ranks[0].pictures
+        if pictures is None:
+            what = f"request {message.request_id!r} has {len(message.mm_features)} pictures, but this engine sees none."
+            raise RequestError(what, "multi_modal_data")
+        pictures.check(message, self._max_num_batched_tokens)
 
     def _choose_rank(self, balancer: Balancer, message: EngineCoreRequest) -> int:
         num_waiting = [len(rank.waiting) for rank in self.ranks]
@@ -321,6 +334,8 @@ class Scheduler:
         """Forget the steps from `first_step_id` on; returns their requests."""
         for rank in self.ranks:
             rank.kv_cache_manager.revoke(first_step_id)
+            if rank.pictures is not None:
+                rank.pictures.cache.revoke(first_step_id)
         revoked: dict[Request, None] = {}
         for step_id in [each for each in self._in_flight if each >= first_step_id]:
             requests, scheduled = self._in_flight.pop(step_id)
@@ -338,7 +353,10 @@ class Scheduler:
             self.transfers.revoke()
 
     def _fail(self, request: Request, reason: str, parameter: str | None = None) -> EngineCoreOutput:
-        self.ranks[request.rank].kv_cache_manager.uncache_request(request)
+        rank = self.ranks[request.rank]
+        rank.kv_cache_manager.uncache_request(request)
+        if rank.pictures is not None:
+            rank.pictures.forget(request)
         request.num_computed_tokens = 0  # so that nothing of it is cached when it is released
         self._finish(request, "error")
         output = request.to_last_output()
@@ -362,13 +380,14 @@ class Scheduler:
     def lose_content(self) -> None:
         """Forget all cached content. No request holds blocks, and no step is in flight."""
         for rank in self.ranks:
-            rank.kv_cache_manager.lose_content()
+            rank.lose_content()
         self._forget_beginnings()
 
     def change_weights(self, version: str) -> None:
         """Other weights compute from now on: cached content is lost, and never found again. No request holds blocks,
         and no step is in flight."""
         for rank in self.ranks:
+            rank.lose_content()
             rank.kv_cache_manager.change_root(version, self.requests.values())
         self._forget_beginnings()
 
@@ -392,6 +411,8 @@ class Scheduler:
             stats.num_running_reqs += len(rank.running)
             stats.num_waiting_reqs += len(rank.waiting)
             stats.kv_cache_usage += rank.kv_cache_manager.usage / len(ranks)
+            if rank.pictures is not None:
+                stats.mm_cache_usage = rank.pictures.cache.usage
         stats.num_waiting_reqs += len(self.structured_output_manager.waiting)
         if step is not None:
             stats.step_id, stats.num_steps = step.step_id, step.num_steps

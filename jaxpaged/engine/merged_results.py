@@ -47,6 +47,9 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         num_draft_tokens=total("num_draft_tokens"),
         num_accepted_tokens=total("num_accepted_tokens"),
         num_accepted_per_pos=[sum(place) for place in places],
+        mm_cache_queries=total("mm_cache_queries"),
+        mm_cache_hits=total("mm_cache_hits"),
+        mm_cache_usage=total("mm_cache_usage") / len(stats),
     )
 
 

@@ -1,5 +1,8 @@
 """A runner without a model: it keeps what every KV slot holds, and checks what every query reads.
 
+A token that an embedding of a picture replaces counts as its key and number there (`seen`), and the runner keeps what
+every slot of the encoder cache holds, too.
+
 A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on, and recurrent
 states, of which a block has one slot. The next token is a hash of all tokens before it, so a token in the wrong place
 changes everything after it. Whatever the prefix cache has must be what a computation token by token would have left
@@ -9,8 +12,10 @@ there.
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.kv_cache.manager import KVCacheManager
@@ -19,6 +24,7 @@ from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.kv_cache_spec import (
     AttentionSpec,
     CacheSpec,
+    EncoderCacheConfig,
     KVCacheConfig,
     KVCacheGroup,
     LatentSpec,
@@ -27,7 +33,13 @@ from jaxpaged.kv_cache_spec import (
     pool_layouts,
 )
 from jaxpaged.kv_connector.base import KVConnection
-from jaxpaged.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
+from jaxpaged.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    MultiModalFeature,
+    SchedulerOutput,
+)
 from jaxpaged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
@@ -80,9 +92,23 @@ def next_token(token_ids: list[int]) -> int:
     return prefix_hashes(token_ids)[-1] % VOCAB_SIZE
 
 
+def seen(token_ids: list[int], features: Sequence[MultiModalFeature]) -> list[int]:
+    """What the model sees in place of the tokens: of embeddings their numbers."""
+    tokens = list(token_ids)
+    for feature in features:
+        places = [place for start, length in feature.runs for place in range(start, start + length)]
+        for i, place in enumerate(places):
+            tokens[place] = embedding(feature.key, i)
+    return tokens
+
+
+def embedding(key: bytes, i: int) -> int:
+    return zlib.crc32(i.to_bytes(4, "big"), zlib.crc32(key))
+
+
 def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
     """(output tokens, finish reason, stop reason), one token after another."""
-    params, tokens = request.sampling_params, list(request.prompt_token_ids)
+    params, tokens = request.sampling_params, seen(request.prompt_token_ids, request.mm_features)
     output: list[int] = []
     while True:
         token = next_token(tokens)
@@ -113,6 +139,8 @@ class Row:
     num_sampled: int = 0
     state: int = 0
     begins: int = 0
+    features: Sequence[MultiModalFeature] = ()
+    pages: dict[int, list[int]] = field(default_factory=dict)  # of the encoder cache, by the index of the feature
 
     @property
     def ended(self) -> bool:
@@ -133,8 +161,12 @@ class SimulatedRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         stingy: random.Random | None = None,
+        encoder: EncoderCacheConfig | None = None,
     ):
         self.stingy = stingy
+        self.encoder = encoder
+        self.encoded: dict[int, int] = {}  # slot of the encoder cache -> embedding
+        self.num_encoded = 0
         self.specs = [group.spec for group in groups]
         self.pool_of = {g: p for p, layout in enumerate(pool_layouts(groups)) for g in layout.group_idxs}
         self.max_num_seqs = max_num_seqs
@@ -149,6 +181,7 @@ class SimulatedRunner:
         if not scheduled.total_num_scheduled_tokens:
             assert not scheduled.removed_request_ids, "what the runner must know came with a step that may be skipped"
             return ModelRunnerOutput(scheduled.step_id, [], [])
+        self._encode(scheduled)
         self._update_rows(scheduled)
         if scheduled.num_steps > 1:
             return self._run(scheduled)
@@ -160,6 +193,39 @@ class SimulatedRunner:
         given = [[*accepted.get(name, ()), token] for name, token in zip(sampling, drawn)]
         num_drafts = [most - 1 for most in scheduled.max_sampled_tokens if most] if accepted else None
         return ModelRunnerOutput(scheduled.step_id, sampling, given, num_drafts=num_drafts)
+
+    def _encode(self, scheduled: SchedulerOutput) -> None:
+        """All that the step encodes, before anything else."""
+        if not scheduled.encoder_inputs:
+            return
+        assert self.encoder is not None
+        size, written = self.encoder.page_size, set[int]()
+        for each in scheduled.encoder_inputs:
+            assert each.feature.pixels is not None
+            assert len(each.page_ids) == -(-each.feature.num_embeds // size)
+            assert not written.intersection(each.page_ids), "two pictures of a step have one page"
+            written.update(each.page_ids)
+            for i in range(each.feature.num_embeds):
+                self.encoded[each.page_ids[i // size] * size + i % size] = embedding(each.feature.key, i)
+        num_embeds = sum(each.feature.num_embeds for each in scheduled.encoder_inputs)
+        assert num_embeds <= self.encoder.max_step_embeds
+        assert len({each.feature.key for each in scheduled.encoder_inputs}) == len(scheduled.encoder_inputs)
+        self.num_encoded += len(scheduled.encoder_inputs)
+
+    def _check_embeddings(self, row: Row, name: str, place: range) -> None:
+        """What embeddings replace is there in the encoder cache; a run is not cut, if it must not be."""
+        assert self.encoder is not None
+        size, whole = self.encoder.page_size, self.encoder.whole_spans
+        for index, feature in enumerate(row.features):
+            places = [each for start, length in feature.runs for each in range(start, start + length)]
+            for i, each in enumerate(places):
+                if each in place:
+                    slot = row.pages[index][i // size] * size + i % size
+                    assert self.encoded.get(slot) == row.token_ids[each], (
+                        f"{name}: embedding {i} of {index} is not there"
+                    )
+            if whole:
+                assert not any(start < place.stop < start + length for start, length in feature.runs), f"{name}: cut"
 
     def _accept_drafts(self, scheduled: SchedulerOutput) -> dict[str, list[int]]:
         """Take some of the drafts of requests that have any for what single steps would draw."""
@@ -215,13 +281,18 @@ class SimulatedRunner:
         for new in scheduled.new_requests:
             assert new.request_id not in self.rows
             stop_ids = frozenset(new.sampling_params.stop_token_ids)
-            tables, tokens = tuple(map(list, new.block_ids)), list(new.token_ids)
+            tables, tokens = tuple(map(list, new.block_ids)), seen(new.token_ids, new.mm_features)
+            assert all(feature.pixels is None for feature in new.mm_features)
             row = Row(tokens, tables, stop_ids, new.num_computed_tokens, len(tokens), begins=new.num_computed_tokens)
+            row.features = new.mm_features
             self.rows[new.request_id] = row
         assert len(self.rows) <= self.max_num_seqs
         for request_id, new_block_ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             for table, block_ids in zip(self.rows[request_id].tables, new_block_ids or ()):
                 table.extend(block_ids)
+        for request_id, index, page_ids in scheduled.encoder_pages:
+            assert index not in self.rows[request_id].pages, "pages are told twice"
+            self.rows[request_id].pages[index] = page_ids
 
     def _check_reads(self, request_id: str, computed: int) -> None:
         """All that the first query of a request sees before itself must be there."""
@@ -253,6 +324,8 @@ class SimulatedRunner:
             row = self.rows[name]
             assert place.stop <= len(row.token_ids), f"{name}: tokens scheduled that nobody has sampled"
             hashes = prefix_hashes(row.token_ids)
+            if row.features:
+                self._check_embeddings(row, name, place)
             for group, position, slot in self._slots(name, place):
                 assert slot not in written, f"{name}: {slot} is written twice in a step"
                 written.add(slot)
@@ -349,6 +422,7 @@ class Engine:
         num_stages: int = 1,
         num_ranks: int = 1,
         connection: KVConnection | None = None,
+        encoder: EncoderCacheConfig | None = None,
         **scheduler_options,
     ):
         """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
@@ -369,10 +443,11 @@ class Engine:
             num_stages=num_stages,
             num_ranks=num_ranks,
             connection=connection,
+            encoder_cache_config=encoder,
         )
         if most_drafts:
             self.scheduler.draft_lengths = any_length(most_drafts)
-        self.runner = SimulatedRunner(groups, max_num_seqs, max_num_batched_tokens, stingy)
+        self.runner = SimulatedRunner(groups, max_num_seqs, max_num_batched_tokens, stingy, encoder)
         self.depth = depth
         self.max_steps = max_steps
         self.num_runs = 0
@@ -435,9 +510,10 @@ class Engine:
         self.scheduler.preempt_all()
         self.scheduler.check_integrity()
         assert not self.scheduler.running
-        self.scheduler.kv_cache_manager.lose_content()
+        self.scheduler.lose_content()
         assert not any(block.cache_key for pool in self.scheduler.kv_cache_manager.pools for block in pool.blocks)
         self.runner.memory.clear()
+        self.runner.encoded.clear()
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until all requests have ended and nothing is in flight, then check every answer."""
@@ -467,7 +543,7 @@ class Engine:
     def check_cache_of(self, manager: KVCacheManager, runner: SimulatedRunner) -> None:
         memory, hashes_of, unit = runner.memory, {}, manager.groups.unit
         for request in self.books:
-            hashes = prefix_hashes(request.all_token_ids)
+            hashes = prefix_hashes(seen(request.all_token_ids, request.mm_features))
             for i, key in enumerate(request.block_hashes):
                 hashes_of[key] = hashes[: (i + 1) * unit]
         for p, pool in enumerate(manager.pools):
@@ -490,3 +566,29 @@ class Engine:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Tokens of which neither is a stop token."""
     return [3 + (seed * 31 + i * 7) % (VOCAB_SIZE - 3) for i in range(length)]
+
+
+PLACEHOLDER = 0
+PIXELS = np.zeros(1, np.uint8)
+
+
+def picture(name: str, offset: int, *lengths: int) -> MultiModalFeature:
+    """One whose runs have these lengths, one token between them."""
+    starts = [offset + sum(lengths[:i]) + i for i in range(len(lengths))]
+    length, num_embeds = sum(lengths) + len(lengths) - 1, sum(lengths)
+    runs, key = list(zip(starts, lengths)), name.encode().ljust(32, b".")
+    return MultiModalFeature(key, "image", offset, length, runs, (1, 1, num_embeds), PIXELS)
+
+
+def illustrated(
+    prompt: list[int], *pictures: tuple[int, str, tuple[int, ...]]
+) -> tuple[list[int], list[MultiModalFeature]]:
+    """A prompt with pictures before some of its tokens, in order: where, name, and lengths of runs."""
+    tokens, features, end = list[int](), list[MultiModalFeature](), 0
+    for place, name, lengths in pictures:
+        tokens += prompt[end:place]
+        feature = picture(name, len(tokens), *lengths)
+        tokens += [PLACEHOLDER] * feature.length
+        features.append(feature)
+        end = place
+    return tokens + prompt[end:], features

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from jaxpaged.core.kv_cache.block_hash import NONE_HASH, BlockHasher, extra_keys
 from jaxpaged.core.request import Request
 from jaxpaged.encoding.cbor import encode_cbor
-from jaxpaged.messages import EngineCoreRequest, MultiModalFeature
+from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
+from tests.core.simulation import picture
 
 VALUES = st.recursive(
     st.one_of(st.none(), st.integers(-(2**64), 2**64 - 1), st.binary(max_size=40), st.text(max_size=300)),
@@ -23,13 +24,6 @@ VALUES = st.recursive(
 def make_request(token_ids, **fields) -> Request:
     message = EngineCoreRequest("r", token_ids, SamplingParams(max_tokens=4), 0.0, **fields)
     return Request(message, max_model_len=10**6, arrival_order=0, num_groups=1)
-
-
-def feature(key: str, offset: int, length: int) -> MultiModalFeature:
-    """A picture whose key begins with some letters, and whose embeddings replace so many tokens."""
-    return MultiModalFeature(
-        key.encode().ljust(32, b"."), "image", offset, length, [(offset, length)], (1, 1, length), None
-    )
 
 
 def hashes_of(token_ids, block_size=4, **fields) -> list[bytes]:
@@ -97,7 +91,7 @@ def test_adapter_and_salt_separate_equal_prompts():
 
 
 def test_an_image_is_named_in_every_block_that_it_touches():
-    request = make_request([0] * 16, mm_features=[feature("image", 6, 4)], lora_name="a", cache_salt="s")
+    request = make_request([0] * 16, mm_features=[picture("image", 6, 4)], lora_name="a", cache_salt="s")
     name = b"image".ljust(32, b".").hex()
     assert [extra_keys(request, block_idx, 4) for block_idx in range(4)] == [
         (("lora", "a"), ("cache_salt", "s")),
@@ -108,5 +102,5 @@ def test_an_image_is_named_in_every_block_that_it_touches():
 
 
 def test_blocks_without_extra_keys_have_none():
-    assert extra_keys(make_request([0] * 8, mm_features=[feature("image", 0, 4)]), 1, 4) is None
+    assert extra_keys(make_request([0] * 8, mm_features=[picture("image", 0, 4)]), 1, 4) is None
     assert extra_keys(make_request([0] * 8, cache_salt="s"), 1, 4) is None

@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from tests.core.kv_cache.test_block_hash import feature
-from tests.core.simulation import Engine, prompt_of
+from jaxpaged.kv_cache_spec import EncoderCacheConfig
+from tests.core.simulation import Engine, picture, prompt_of
 
+SEES = EncoderCacheConfig(num_pages=8, page_size=2, max_step_embeds=16)
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
 
 
@@ -53,9 +54,9 @@ def test_some_requests_write_the_cache_and_do_not_read_it(option):
     assert hit_of(engine, "writer", prompt_of(12), **option) == 0
 
 
-@pytest.mark.parametrize("option", [{"cache_salt": "s"}, {"lora_name": "l"}, {"mm_features": [feature("image", 1, 3)]}])
+@pytest.mark.parametrize("option", [{"cache_salt": "s"}, {"lora_name": "l"}, {"mm_features": [picture("image", 1, 3)]}])
 def test_salt_adapter_and_images_separate_requests(option):
-    engine = Engine()
+    engine = Engine(encoder=SEES)
     warm(engine, prompt_of(12), **option)
     assert hit_of(engine, "other", prompt_of(12)) == 0
     assert hit_of(engine, "same", prompt_of(12), **option) == 8
@@ -135,11 +136,11 @@ def test_the_cache_can_be_reset_when_nobody_runs():
 
 class TestEvents:
     def engine(self, **options) -> Engine:
-        return Engine(enable_kv_cache_events=True, max_num_batched_tokens=24, **options)
+        return Engine(enable_kv_cache_events=True, max_num_batched_tokens=24, encoder=SEES, **options)
 
     def test_blocks_are_reported_when_they_are_stored(self):
         engine = self.engine()
-        warm(engine, prompt_of(10), lora_name="l", cache_salt="s", mm_features=[feature("image", 6, 2)])
+        warm(engine, prompt_of(10), lora_name="l", cache_salt="s", mm_features=[picture("image", 6, 2)])
         (event,) = engine.scheduler.kv_cache_manager.take_events()
         assert len(event.block_hashes) == 2
         assert event == BlockStored(
