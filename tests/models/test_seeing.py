@@ -1,0 +1,54 @@
+"""Models that see against what transformers computed of prompts with pictures: logits, as greedy text hides errors."""
+
+import numpy as np
+import pytest
+
+from jaxpaged.multimodal.processors import processor_of
+from tests.models.paged import golden_of
+from tests.models.seeing import SeeingModel, runs_of
+from tests.models.seeing_checkpoints import (
+    SEEING,
+    pictures_of,
+    pictures_of_prompts,
+    prompts_of,
+    write_seeing_checkpoint,
+)
+
+SIZE = 4
+
+
+def load(name, folder, num_shards=1):
+    return SeeingModel(write_seeing_checkpoint(name, folder), processor_of(SEEING[name], {}).table_CV, num_shards)
+
+
+def logits_of(model, name, number, chunks=None):
+    pictures = [pictures_of(name)[i] for i in pictures_of_prompts()[number]]
+    return model.prompt_logits(prompts_of(name)[number], pictures, SIZE, chunks)
+
+
+def check(logits, golden):
+    np.testing.assert_allclose(np.take_along_axis(logits, np.array(golden["ids"]), 1), golden["logits"], 1e-4, 1e-4)
+    np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    model = load(name, tmp_path)
+    for number, golden in enumerate(golden_of(name)["prompts"]):
+        check(logits_of(model, name, number), golden)
+
+
+@pytest.mark.parametrize("name", ["gemma3_seeing"])
+def test_chunks_end_anywhere_but_inside_of_pictures_that_see_both_ways(name, tmp_path):
+    model, golden = load(name, tmp_path), golden_of(name)["prompts"][0]
+    prompt = prompts_of(name)[0]
+    ends = [0, *(end for start, length in runs_of(prompt) for end in (start, start + length)), len(prompt)]
+    check(logits_of(model, name, 0, [length for length in np.diff(ends) if length]), golden)
+    cut_within = logits_of(model, name, 0, [8, len(prompt) - 8])
+    assert np.abs(cut_within.sum(axis=1) - golden["sums"])[-5:].max() > 0.01
+
+
+@pytest.mark.parametrize("num_shards", [2, 8])
+def test_devices_give_the_logits_of_one(num_shards, tmp_path):
+    name = "gemma3_seeing"
+    check(logits_of(load(name, tmp_path, num_shards), name, 0), golden_of(name)["prompts"][0])
