@@ -147,12 +147,12 @@ def watch_programs(recorder: Recorder) -> None:
 
 
 def watch_weights(recorder: Recorder) -> None:
-    from jaxpaged.worker import worker
+    from jaxpaged.worker import weights
 
-    loader = worker.Worker._loader
+    loader_of = weights.loader_of
 
-    def timed_loader(self: Any, folder: Path | None) -> Callable[[], Any]:
-        load = loader(self, folder)
+    def timed_loader_of(*arguments: Any) -> Callable[[], Any]:
+        load = loader_of(*arguments)
 
         def timed_load() -> Any:
             with recorder.span("weights"):
@@ -160,7 +160,7 @@ def watch_weights(recorder: Recorder) -> None:
 
         return timed_load
 
-    worker.Worker._loader = timed_loader
+    weights.loader_of = timed_loader_of
 
 
 # ---- all starts ------------------------------------------------------------------------------------

@@ -46,14 +46,19 @@ def test_logits_are_those_of_the_rounded_weights(name, num_shards, spreads_exper
     assert rounded.continue_greedily(logits[-1], 2) == exact.continue_greedily(expected[-1], 2)
 
 
-@pytest.mark.parametrize(("name", "num_shards"), [("wide", 1), ("wide", 8), ("qwen2_moe", 1), ("gpt_oss", 4)])
+PACKED = [("wide", 1), ("wide", 8), ("qwen2_moe", 1), ("gpt_oss", 4), ("wide_lfm2", 2)]
+WIDE_LFM2 = {**CONFIGS["lfm2"], "hidden_size": 128, "intermediate_size": 384, "block_multiple_of": 128}
+
+
+@pytest.mark.parametrize(("name", "num_shards"), PACKED)
 def test_logits_are_those_of_the_packed_weights(name, num_shards, tmp_path, monkeypatch):
     monkeypatch.setitem(CONFIGS, "wide", WIDE)
+    monkeypatch.setitem(CONFIGS, "wide_lfm2", WIDE_LFM2)
     write_checkpoint(name, tmp_path)
     packed = PagedModel(tmp_path, num_shards, quantization="int4")
     exact = PagedModel(tmp_path)
     exact.params = jax.tree.map(written_out, PagedModel(tmp_path, quantization="int4").params, is_leaf=is_quantized)
-    assert isinstance(packed.params.layers[0].self_attn.q_proj.weight, PackedArray)
+    assert isinstance(packed.params.layers[1].self_attn.q_proj.weight, PackedArray)
     expected, logits = exact.logits(prompt_of(name)), packed.logits(prompt_of(name))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
     assert packed.continue_greedily(logits[-1], 2) == exact.continue_greedily(expected[-1], 2)

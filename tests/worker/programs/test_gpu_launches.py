@@ -13,7 +13,7 @@ import pytest
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_model
-from jaxpaged.kv_cache_spec import KVCacheConfig
+from jaxpaged.kv_cache_spec import KVCacheConfig, pool_layouts
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.engine_programs import EnginePrograms
@@ -37,6 +37,9 @@ MOST_LAUNCHES = {
     ProgramKey("forward", 64): 17,
     ProgramKey("forward_shared", 64): 19,
 }
+# Norms, three products before the convolution, its window, its state read and written, one product behind it, and the
+# feed-forward block.
+MOST_OF_SHORT_CONV = {ProgramKey("decode", 8): 14, ProgramKey("forward", 64): 14}
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +47,25 @@ def folder(tmp_path_factory):
     return write_checkpoint("llama", tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def folder_of_states(tmp_path_factory):
+    return write_checkpoint("lfm2", tmp_path_factory.mktemp("states"))
+
+
 def builders_of(folder, num_layers):
-    """The programs of a Llama with so many layers on an H100."""
+    """The programs of a model on an H100, with so many layers like its first, and before them the first one that
+    attends if that is of another kind."""
     mesh = make_mesh(1, tuple(gpu_targets.mesh_of(gpu_targets.TARGETS["h100"]).devices.flat))
     model, decoder = read_model(folder)
+    first, *_ = decoder.layers
+    attending = [each for each in decoder.layers if each.mixer != first.mixer][:1]
+    layers = (*attending, *[first] * num_layers)
     decoder = replace(
         decoder,
         hidden_size=512,
         intermediate_size=1024,
-        num_layers=num_layers,
-        layers=decoder.layers[:1] * num_layers,
+        num_layers=len(layers),
+        layers=layers,
         num_heads=8,
         num_kv_heads=2,
         head_dim=64,
@@ -61,7 +73,8 @@ def builders_of(folder, num_layers):
     )
     config = EngineConfig.from_options(model=str(folder), **OPTIONS).resolve(facts_of(decoder), "gpu")
     plan = EngineSpec(config, model, decoder, mesh)
-    return mesh, EnginePrograms(plan, KVCacheConfig((64,), plan.kv_groups)).builders()
+    num_blocks = (64,) * len(pool_layouts(plan.kv_groups))
+    return mesh, EnginePrograms(plan, KVCacheConfig(num_blocks, plan.kv_groups)).builders()
 
 
 def text_of(folder, num_layers, key):
@@ -82,6 +95,13 @@ def test_a_layer_has_so_many_launches_and_a_step_waits_for_nobody(folder, key):
     few, more = (text_of(folder, num_layers, key) for num_layers in (2, 4))
     assert " while(" not in few and " while(" not in more
     assert (len(launches(more)) - len(launches(few))) / 2 <= MOST_LAUNCHES[key], launches(more)
+
+
+@pytest.mark.parametrize("key", MOST_OF_SHORT_CONV, ids=lambda key: f"{key.kind}-{key.size}")
+def test_a_layer_of_short_convolutions_has_so_many_launches_and_waits_for_nobody(folder_of_states, key):
+    few, more = (text_of(folder_of_states, num_layers, key) for num_layers in (1, 3))
+    assert " while(" not in more
+    assert (len(launches(more)) - len(launches(few))) / 2 <= MOST_OF_SHORT_CONV[key], launches(more)
 
 
 @pytest.mark.parametrize("kind", ["sample", "sample_full", "sample_masked"])
