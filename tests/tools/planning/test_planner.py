@@ -509,3 +509,18 @@ def test_on_a_tpu_spread_experts_cost_one_sum_over_devices_as_split_ones_do(tmp_
     of_split, of_spread = (next(each for each in plan.programs if each.kind == "forward") for plan in (split, spread))
     assert of_split.collectives == of_spread.collectives and spread.weight_bytes == split.weight_bytes
     assert of_spread.temporary_bytes <= 1.02 * of_split.temporary_bytes
+
+
+@pytest.mark.aot_tpu
+@pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
+def test_on_a_tpu_layers_with_states_compile_and_no_program_copies_the_states(tmp_path):
+    options = {"block_size": 16, "dtype": "bfloat16", "tensor_parallel_size": 2, "num_gpu_blocks_override": 50_000}
+    options |= {"num_scheduler_steps": 2}
+    folder = write_checkpoint("lfm2_moe", tmp_path)
+    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sizes = {"hidden_size": 512, "conv_L_cache": 3}  # narrow states and such of three tokens are copied to pad them
+    (folder / "config.json").write_text(json.dumps(hf | sizes), encoding="utf-8")
+    plan = planner(folder, parse_target("v6e:2x2"), **options).plan()
+    assert [program.error for program in plan.programs if program.error] == []
+    assert {"forward", "decode", "sample"} <= {program.kind for program in plan.programs}
+    assert max(program.temporary_bytes for program in plan.programs) < plan.kv_bytes / 10
