@@ -114,17 +114,19 @@ class EncoderInput(msgspec.Struct):
 class StepPrograms(NamedTuple):
     """The programs of a step, in the order of calls: `draft` proposes tokens, `forward` has the model's layers, and
     `finish` samples tokens, or pools. A multi-step decode is one program, `multi_step`, in their place. None: the step
-    has no such program."""
+    has no such program. `encode`: those of the batches of its pictures, before all others."""
 
     draft: ProgramKey | None = None
     forward: ProgramKey | None = None
     finish: ProgramKey | None = None
     multi_step: ProgramKey | None = None
+    encode: tuple[ProgramKey, ...] = ()
 
     @property
     def keys(self) -> list[ProgramKey]:
         """The programs that the step has."""
-        return [key for key in self if key is not None]
+        one_each = (self.draft, self.forward, self.finish, self.multi_step)
+        return [*self.encode, *(key for key in one_each if key is not None)]
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -210,6 +212,8 @@ class StepBuckets(msgspec.Struct, array_like=True):
     sample_bucket: int = 0
     full_sampler: bool = False  # penalties, masks or log probabilities were asked for
     program_wait: float = 0.0  # seconds until programs were compiled that this step had to wait for
+    num_encoded: int = 0  # embeddings of pictures that the step computed
+    encoded_at: float = 0.0  # when the host heard that they were, as `StepRecord` has times
 
 
 NOTHING_TO_DRAW = "no token can be drawn: what limits this request leaves none. Other requests are unharmed."

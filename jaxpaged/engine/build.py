@@ -204,7 +204,10 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     check_tracing(config)
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
-    model, decoder = read_model(folder, config.model.hf_overrides)
+    options = config.multimodal
+    model, decoder = read_model(
+        folder, config.model.hf_overrides, options.language_model_only, options.mm_processor_kwargs
+    )
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
     model = with_draft_model(config, model, decoder, folder)
     if config.model.runner == "pooling":
@@ -212,12 +215,24 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     return folder, model, decoder, config
 
 
-def read_model(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Model, DecoderConfig]:
-    """The functions and the description of the model in `folder`, with `overrides` of fields of its config.json."""
+def read_model(
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    language_model_only: bool = True,
+    processor_options: Mapping[str, Any] | None = None,
+) -> tuple[Model, DecoderConfig]:
+    """The functions and the description of the model in `folder`, with `overrides` of fields of its config.json, and
+    unless it is `language_model_only` with its tower, if it has one."""
     hf_config = overridden(load_hf_config(folder), overrides or {})
     try:
-        model = model_for(hf_config)
-        return model, model.config_from_hf(hf_config)
+        model = model_for(hf_config, language_model_only)
+        decoder = model.config_from_hf(hf_config)
+        if model.vision is not None and decoder.vision is not None:
+            from jaxpaged.multimodal.processors import load_processor  # with Pillow
+
+            processor = load_processor(folder, hf_config, processor_options or {})
+            model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, processor=processor))
+        return model, decoder
     except CheckpointError as error:
         if not overrides:
             raise

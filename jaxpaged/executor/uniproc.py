@@ -56,7 +56,8 @@ class UniProcExecutor:
         `readiness`, which programs are ready, from what is ready here."""
         self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)
         self.kv_cache_config = self.worker.kv_cache_config
-        self.encoder_cache_config: EncoderCacheConfig | None = None
+        encoder = self.worker.engine_spec.encoder
+        self.encoder_cache_config: EncoderCacheConfig | None = encoder and encoder.cache
         sizes = sizes_of(self.worker.step_programs, self.worker.programs.builders)
         self.choice = ProgramChoice(readiness(self.worker.programs), sizes)
         self.max_step_tokens, self.max_decode_steps = self.choice.max_step_tokens, self.choice.max_decode_steps

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxpaged.layers.embedding import Table, vocabulary_logits
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.interface import Batch, Forward, ForwardOutput, Model
+from jaxpaged.models.seeing import SeeingParams
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.spec import Spec
 
@@ -24,7 +26,7 @@ from jaxpaged.params.spec import Spec
 class PoolingModel:
     """All parameters: a decoder without a head, and the classifier [Y, D] if there is one."""
 
-    decoder: Decoder
+    decoder: Decoder | SeeingParams
     score: Table | None
 
 
@@ -40,11 +42,14 @@ def pooling_model(model: Model, convert: str) -> Model:
 
 
 def pooling_specs(
-    decoder_specs: Callable[[DecoderConfig, int], Decoder], classifies: bool, config: DecoderConfig, num_shards: int
+    decoder_specs: Callable[[DecoderConfig, int], Any], classifies: bool, config: DecoderConfig, num_shards: int
 ) -> PoolingModel:
     """A classifier has few labels, so it is whole on every device."""
     score = Spec("YD", "Y D", "score.weight") if classifies else None
-    return PoolingModel(decoder_specs(config, num_shards).replace(lm_head=None), score)
+    specs = decoder_specs(config, num_shards)
+    if isinstance(specs, SeeingParams):
+        return PoolingModel(specs.replace(decoder=specs.decoder.replace(lm_head=None)), score)
+    return PoolingModel(specs.replace(lm_head=None), score)
 
 
 def forward(

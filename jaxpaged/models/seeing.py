@@ -34,6 +34,18 @@ def seeing_model(model: Model) -> Model:
     )
 
 
+def tower_of(params: Any) -> Any:
+    """The parameters of the tower, of all parameters of a model that sees; they may be those of one that pools."""
+    return params.vision if isinstance(params, SeeingParams) else params.decoder.vision
+
+
+def without_tower(params: Any) -> Any:
+    """What programs of tokens need of such parameters."""
+    if isinstance(params, SeeingParams):
+        return params.replace(vision=None)
+    return params.replace(decoder=params.decoder.replace(vision=None))
+
+
 def config_from_hf(model: Model, hf: dict[str, Any]) -> DecoderConfig:
     assert model.vision is not None, f"{model.architectures} sees nothing"
     return replace(model.config_from_hf(hf), vision=model.vision.config_from_hf(hf))

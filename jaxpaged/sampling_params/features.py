@@ -27,6 +27,7 @@ class Extra(enum.Enum):
     MASKS = "the program that keeps answers to their grammars"
     FULL_SAMPLER = "the program that draws with penalties, biases and log probabilities"
     PROMPT_LOGPROBS = "the program that gives log probabilities of prompts"
+    PICTURES = "the programs that make embeddings of pictures"
 
 
 def features_of(params: SamplingParams) -> Feature:

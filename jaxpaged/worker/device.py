@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxpaged.messages import ProgramKey
+from jaxpaged.models.seeing import without_tower
 from jaxpaged.worker.programs.compiled import CompiledPrograms
 
 
@@ -22,6 +23,7 @@ class DeviceState:
     rows: Any  # `RowTokens`
     row_state: Any  # what the output stage keeps of rows: sampling state, or sums of prompts
     hidden: Any  # of every token of the last step of single tokens, see `step/functions.py`
+    encoded: Any = None  # the encoder cache, of an engine that sees
 
 
 @dataclass
@@ -43,13 +45,20 @@ class StepCounts:
 
 @dataclass
 class Device:
-    """`params`, `head` and `state` are None while they sleep."""
+    """`params`, `head` and `state` are None while they sleep. `table_CV`: of an engine that sees, what the values of
+    pixels become."""
 
     programs: CompiledPrograms
     params: Any
     head: Any
     state: DeviceState | None
     counts: StepCounts = field(default_factory=StepCounts)
+    table_CV: Any = None
+
+    @property
+    def token_params(self) -> Any:
+        """The parameters of programs of tokens: all but the tower's."""
+        return self.params if self.table_CV is None else without_tower(self.params)
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Call a program. Its numpy arguments are what the step moves to the device on purpose: a compiled program

@@ -38,6 +38,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import features_of
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.context_split import split_contexts
+from jaxpaged.worker.encoder_spec import encoder_spec
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
@@ -96,6 +97,9 @@ class EngineSpec:
         self.config, self.model, self.mesh, self.stage = config, model, mesh, stage
         balance = config.parallel.expert_balance
         self.whole = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
+        self.encoder = None
+        if self.whole.vision is not None:
+            self.encoder = encoder_spec(config, model, self.whole.vision, self.platform)
         self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
@@ -115,13 +119,17 @@ class EngineSpec:
 
     def _settled[C: DecoderConfig](self, decoder: C) -> C:
         """A description as the options want the model."""
-        config = self.config
+        config, vision = self.config, decoder.vision
+        if vision is not None:
+            by_items = config.multimodal.mm_encoder_tp_mode == "data"
+            vision = replace(vision, dtype=config.model.dtype, splits_items=by_items)
         return replace(
             decoder,
             max_model_len=config.model.max_model_len,
             dtype=config.model.dtype,
             deterministic=config.compile.deterministic,
             matmul_backend=self._matmul_backend,
+            vision=vision,
         )
 
     @property
@@ -295,6 +303,7 @@ class EngineSpec:
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
             "kv_offload": str(self.config.cache.offload and self.page_form),
+            "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 

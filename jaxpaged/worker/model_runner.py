@@ -19,6 +19,7 @@ import numpy as np
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
 from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.encoder import Encoder
 from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.programs.declare import SHARED_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
@@ -163,8 +164,11 @@ class ModelRunner:
         output_stage: OutputStage,
         drafter: Drafter | None = None,
         after_step: Callable[[], None] | None = None,
+        encoder: Encoder | None = None,
     ):
-        """`after_step`: what to do when a step was dispatched, before the next one."""
+        """`after_step`: what to do when a step was dispatched, before the next one. `encoder`: of an engine that sees,
+        where there is one rank."""
+        self.encoder = encoder
         self.after_step = after_step
         self.device, self.ranks, self.layouts, self.output_stage = device, ranks, layouts, output_stage
         self.drafter = drafter
@@ -182,6 +186,10 @@ class ModelRunner:
             if part.new_requests or part.removed_request_ids or any(part.new_block_ids):
                 updates[rank], refused_here = self._update_rows(rank, part)
                 refused |= refused_here
+        encoded: Sequence[Reading] = ()
+        if self.encoder is not None and (scheduled.encoder_pages or scheduled.encoder_inputs):
+            refused_here, encoded = self.encoder.dispatch(device, scheduled)
+            refused |= refused_here
         if not scheduled.request_ids:
             return PendingStep(scheduled.step_id, refused=refused)
         activity = device.programs.activity if device.programs.num_workers else None
@@ -200,7 +208,7 @@ class ModelRunner:
         if programs.multi_step is None:
             state = device.state
             state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(
-                program, device.params, state.kv, state.tables, state.rows, state.hidden, packed
+                program, device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
             )
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             device.counts.add(num_tokens, key.size, len(requests))
@@ -210,7 +218,8 @@ class ModelRunner:
             self.after_step()
         waited = device.programs.seconds_waited - waited_before
         buckets = StepBuckets(len(parts) * key.size, output.sample_bucket, output.full_sampler, waited)
-        pending = PendingStep(scheduled.step_id, output.readings, refused, buckets, activity, drafted)
+        readings = (*encoded, *output.readings) if encoded else output.readings
+        pending = PendingStep(scheduled.step_id, readings, refused, buckets, activity, drafted)
         if scheduled.masked:
             self._unsampled = step, pending
         return pending
@@ -222,7 +231,7 @@ class ModelRunner:
         readings, sample_bucket, full_sampler = self.output_stage.dispatch(self.device, step, masks_NW)
         assert begun.buckets is not None
         buckets = msgspec.structs.replace(begun.buckets, sample_bucket=sample_bucket, full_sampler=full_sampler)
-        return begun._replace(readings=readings, buckets=buckets)
+        return begun._replace(readings=(*begun.readings, *readings), buckets=buckets)
 
     def _update_rows(self, rank: int, scheduled: SchedulerOutput) -> tuple[Updates, dict[str, str]]:
         """Take rows and give rows of a rank -> (block table entries that the step brings, requests that are refused and

@@ -25,6 +25,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters import LookupDrafter, ModelDrafter
+from jaxpaged.worker.encoder import Encoder
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
@@ -52,6 +53,7 @@ from jaxpaged.worker.step.functions import RESULT_TYPES
 from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
 from jaxpaged.worker.step.zero_pages import has_zero_pages
+from jaxpaged.worker.visual_rows import VisualRows
 from jaxpaged.worker.weights import free, return_freed_pages, weights_of
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ class Worker:
                 params = self.weights.bring_back()
             with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
                 self.device = Device(self.programs, params, self._head(params), self.new_state())
+                self.device.table_CV = self._pixel_table()
             self.balancer = self._make_balancer()
             self.runner = self._make_runner()
             seconds = time.monotonic() - begin
@@ -176,8 +179,9 @@ class Worker:
         attended = [group.spec.is_attended for group in cache.groups]
         units = [(size, unit if each else NEVER_SHARED * size) for (size, unit), each in zip(units, attended)]
         shared = lambda: [SharedBlocks(*each) for each in units]
+        visual = self._visual_rows()
         rows = [
-            RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared())
+            RequestRows(self.config.scheduler.max_num_seqs, len(cache.groups), shared(), visual)
             for _ in range(self.config.parallel.num_ranks)
         ]
         output_stage: OutputStage = Pooler()
@@ -191,7 +195,24 @@ class Worker:
             elif self.engine_spec.num_drafts:
                 drafter = LookupDrafter(self.config.scheduler.max_num_seqs)
         after_step = self.balancer.step_dispatched if self.balancer is not None else None
-        return ModelRunner(self.device, rows, programs.layouts, output_stage, drafter, after_step)
+        encoder = None
+        if (spec := self.engine_spec.encoder) is not None:
+            encoder = Encoder(spec, programs.encode_layouts, rows[0])
+        return ModelRunner(self.device, rows, programs.layouts, output_stage, drafter, after_step, encoder)
+
+    def _visual_rows(self) -> VisualRows | None:
+        """What steps say of pictures, in an engine that sees: then there is one attention rank."""
+        if (spec := self.engine_spec.encoder) is None:
+            return None
+        max_num_seqs, vision = self.config.scheduler.max_num_seqs, spec.vision
+        return VisualRows(max_num_seqs, spec.cache.page_size, vision.bidirectional, vision.rope_offsets)
+
+    def _pixel_table(self) -> Any:
+        """What values of pixels become, on the devices of an engine that sees."""
+        if (spec := self.engine_spec.encoder) is None:
+            return None
+        assert spec.vision.processor is not None, "its table says what pixels are"
+        return jax.device_put(spec.vision.processor.table_CV, self.step_programs.functions.replicated)
 
     def _make_balancer(self) -> ExpertBalancer | None:
         """What moves experts between devices, if they are to be moved."""

@@ -1,5 +1,7 @@
 """What rows with pictures bring to steps: the same for every way in which a prompt is cut."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -37,7 +39,7 @@ def rows_with(features, prompt=PROMPT, pages=PAGES):
 
 
 def parts_of(rows, ids, tokens, computed):
-    layout = step_layout(16, 4, [4], has_visible_ends=True, has_rope_offsets=True)
+    layout = replace(step_layout(16, 4, [4]), has_visible_ends=True, has_rope_offsets=True)
     output = SchedulerOutput(1, [], [], ids, tokens, computed, [1] * len(ids), [None] * len(ids), sum(tokens))
     return layout.split(pack_step(layout, StepReader(rows).read(output), rows, []))
 

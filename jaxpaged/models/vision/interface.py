@@ -33,6 +33,8 @@ import numpy as np
 from flax import struct
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxpaged.multimodal.processors.base import Processor
+
 Grid = tuple[int, int, int]
 """Items, rows and columns of a picture's embeddings."""
 Picture = tuple[np.ndarray, Grid]
@@ -151,6 +153,7 @@ class Vision:
         position to get its three rope positions, and to those of all tokens behind the prompt. Host code. None: plain
         positions.
     `bidirectional`: whether the tokens of a run see each other both ways (visible ends).
+    `processor`: of the checkpoint, once that is read: what makes pixels of pictures for this tower.
     """
 
     config_from_hf: Callable[[dict[str, Any]], VisionConfig | None]
@@ -160,6 +163,7 @@ class Vision:
     encode: Callable[[Any, Any, EncoderBatch], jax.Array]
     rope_offsets: Callable[[Features, int], tuple[np.ndarray, int]] | None = None
     bidirectional: bool = False
+    processor: Processor | None = None
 
 
 def encode_sizes(config: VisionConfig, largest: int) -> tuple[int, ...]:

@@ -11,11 +11,13 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.messages import ProgramKey, SchedulerOutput, StepPrograms
+from jaxpaged.messages import EncoderInput, ProgramKey, SchedulerOutput, StepPrograms
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra
+from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.programs.declare import DECODE_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
+from jaxpaged.worker.step.encoding import batches_of
 
 DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before a multi-step program is wanted for them where compiling takes
@@ -77,6 +79,7 @@ class StepSizes(NamedTuple):
     verify: Mapping[ProgramKind, ProgramKind] = MappingProxyType({})
     small_prompt: int = 1
     decodes_that_pay: int = DECODES_THAT_PAY
+    encoder: EncoderSpec | None = None
 
 
 def sizes_of(programs: EnginePrograms, keys: Iterable[ProgramKey]) -> StepSizes:
@@ -91,6 +94,7 @@ def sizes_of(programs: EnginePrograms, keys: Iterable[ProgramKey]) -> StepSizes:
         verify=VERIFY_KINDS if engine_spec.num_drafts else {},
         small_prompt=SMALL_PROMPT,
         decodes_that_pay=DECODES_THAT_PAY if engine_spec.platform == "cpu" else 1,
+        encoder=engine_spec.encoder,
     )
 
 
@@ -122,6 +126,11 @@ class ProgramChoice:
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
             return StepPrograms()
+        if scheduled.encoder_inputs:
+            return self._choose_for_tokens(scheduled, parts)._replace(encode=self._encode(scheduled.encoder_inputs))
+        return self._choose_for_tokens(scheduled, parts)
+
+    def _choose_for_tokens(self, scheduled: SchedulerOutput, parts: Sequence[SchedulerOutput]) -> StepPrograms:
         num_sampling = max([len(part.max_sampled_tokens) - part.max_sampled_tokens.count(0) for part in parts])
         multi_step = self._multi_step(scheduled, num_sampling)
         if multi_step is not None:
@@ -137,6 +146,22 @@ class ProgramChoice:
         if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
             return StepPrograms(self._smallest(ProgramKind.DRAFT, num_sampling, self._sizes.samples), forward, output)
         return StepPrograms(forward=forward, finish=output)
+
+    def _encode(self, inputs: Sequence[EncoderInput]) -> tuple[ProgramKey, ...]:
+        """The programs of batches of pictures."""
+        encoder = self._sizes.encoder
+        assert encoder is not None, "an engine that encodes pictures sees"
+        keys: list[ProgramKey] = []
+
+        def bucket_for(size: int) -> int:
+            if encoder.config.is_fixed:  # what is left over fills a smaller one
+                size = max([each for each in encoder.sizes if each <= size], default=encoder.sizes[0])
+            keys.append(self._smallest(ProgramKind.ENCODE, size, encoder.sizes))
+            return keys[-1].size
+
+        sizes = [encoder.config.size_of(each.feature.grid) for each in inputs]
+        batches_of(sizes, encoder.config.is_fixed, encoder.sizes[-1], bucket_for)
+        return tuple(keys)
 
     def max_step_tokens(self) -> int:
         """See `Executor`."""
@@ -169,6 +194,9 @@ class ProgramChoice:
             return self._widest(ProgramKind.SAMPLE_MASKED)
         if extra is Extra.PROMPT_LOGPROBS:
             return (ProgramKey(ProgramKind.PROMPT_LOGPROBS),)
+        if extra is Extra.PICTURES:
+            sizes = () if self._sizes.encoder is None else self._sizes.encoder.sizes
+            return tuple(ProgramKey(ProgramKind.ENCODE, size) for size in sizes)
         return (
             ProgramKey(ProgramKind.LOAD_ROW),
             ProgramKey(ProgramKind.LOAD_TOKENS),

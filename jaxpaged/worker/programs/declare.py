@@ -6,6 +6,9 @@ which some request asks for them; `sample_masked` takes masks of grammars beside
 several steps at once, and single steps in which all requests decode. An engine that pools has `pool` in place of
 `sample`. With drafts a step begins with `draft`, and `verify` draws in place of `sample`.
 
+An engine that sees has `encode`, which makes embeddings of pictures
+before a step whose `forward` takes them.
+
 Each kind has one program for every bucket of its axis: the buckets of two axes add up instead of multiplying. A kind
 behind whose name stands `_shared` reads once what rows share, where the ordinary one launches nothing for it.
 
@@ -26,7 +29,7 @@ from jaxpaged.sampling.state import load_row, load_tokens
 from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.compiler_options import LAYERS, OTHERS
-from jaxpaged.worker.step import decode_loop, lookup
+from jaxpaged.worker.step import decode_loop, encoding, lookup
 from jaxpaged.worker.step.expert_moves import move_experts
 from jaxpaged.worker.step.functions import StepFunctions, write_table_chunk
 from jaxpaged.worker.step.prompt_sums import accumulate
@@ -63,6 +66,7 @@ class ProgramKind(StrEnum):
     KV_SCATTER = "kv_scatter"
     EXPERT_LOAD = "expert_load"
     MOVE_EXPERTS = "move_experts"
+    ENCODE = "encode"
 
 
 Kind = ProgramKind
@@ -100,6 +104,7 @@ class Axis(Enum):
     SHARED_FULL_MULTI_STEPS = auto()
     DRAFT_MULTI_STEPS = auto()  # rows for which a model or a head drafts; the `MultiStepLayout`
     COPIES = auto()  # pieces of a copy, for each KV pool; the `BlockCopy`
+    PICTURES = auto()  # items or patches of a batch of pictures; its `EncodeLayout`
     PARTS = auto()  # arrays of experts of another shape, counted from 1; the array's shape
 
 
@@ -115,8 +120,16 @@ def everywhere(engine: EngineSpec) -> bool:
     return True
 
 
+def sees(engine: EngineSpec) -> bool:
+    return engine.encoder is not None
+
+
 def is_whole(engine: EngineSpec) -> bool:
     return engine.stage is None
+
+
+def sees_nothing(engine: EngineSpec) -> bool:
+    return is_whole(engine) and not sees(engine)
 
 
 def is_last_stage(engine: EngineSpec) -> bool:
@@ -206,6 +219,8 @@ def copy_key(kind: ProgramKind, pool_idx: int, size: int) -> ProgramKey:
 
 zeros = lambda f, state: partial(zeros_like, f.attention.mesh, state)
 forward = lambda f, layout: partial(f.forward, layout)
+see = lambda f, layout: partial(f.forward_seeing, layout)
+encode = lambda f, layout: partial(encoding.encode, f.encoder, f.attention.mesh, layout)
 forward_of_stage = lambda f, layout: partial(f.forward_of_stage, layout)
 sample = lambda f, size: partial(f.sample, size)
 check = lambda f, _: partial(verify, f)
@@ -219,6 +234,7 @@ move = lambda f, part: partial(move_experts, f.attention.mesh, part)
 its = lambda function: lambda f, _: function
 
 STEP = "params *kv *tables *rows *hidden step -> kv tables rows hidden sampled"
+SEEING_STEP = "params *kv *tables *rows *hidden step encoded -> kv tables rows hidden sampled"
 LAST_STAGE = "params *kv *tables *rows *hidden step given -> kv tables rows hidden sampled"
 EARLIER_STAGE = "params *kv *tables *rows step given -> kv tables rows stream"
 STEPS = "params head *kv *tables *rows _ first_step multi_step_lines -> kv tables rows _ tokens _"
@@ -233,14 +249,15 @@ VERIFY_FULL = "head hidden *rows *row_state verify_lines -> rows tokens row_stat
 VERIFY_MASKED = "head hidden *rows *row_state verify_lines verify_masks -> rows tokens row_state logprobs num_drafts"
 
 PAYS, ON_DEMAND = When.ONCE_IT_PAYS, When.ON_DEMAND
-FULL, MASKS, SCORES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS
+FULL, MASKS, SCORES, PICTURES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS, Extra.PICTURES
 with_layers, simple = partial(Program, options=LAYERS), partial(Program, options=None, by_rank=False)
 
 PROGRAMS = (
     # The device state of an engine that has computed nothing, for `Worker.new_state`.
     simple(Kind.ZEROS, Axis.STATE, zeros, "-> state", everywhere),
     # Forward passes, for the model runner. A stage takes the result of the one before.
-    with_layers(Kind.FORWARD, Axis.TOKENS, forward, STEP, is_whole),
+    with_layers(Kind.FORWARD, Axis.TOKENS, forward, STEP, sees_nothing),
+    with_layers(Kind.FORWARD, Axis.TOKENS, see, SEEING_STEP, sees),
     with_layers(Kind.FORWARD, Axis.TOKENS, forward, LAST_STAGE, is_last_stage),
     with_layers(Kind.FORWARD, Axis.TOKENS, forward_of_stage, EARLIER_STAGE, is_earlier_stage),
     # Sums of prompts, for the output stage of an engine that pools.
@@ -273,9 +290,14 @@ PROGRAMS = (
     with_layers(Kind.DECODE, Axis.MULTI_STEPS, decode, STEPS, when=PAYS),
     with_layers(Kind.DECODE_FULL, Axis.FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
     # The same programs for steps in which rows share blocks: taken by the model runner in place of the ordinary ones.
-    with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, STEP, is_whole, ON_DEMAND),
+    with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, STEP, sees_nothing, ON_DEMAND),
+    with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, see, SEEING_STEP, sees, ON_DEMAND),
     with_layers(Kind.DECODE_SHARED, Axis.SHARED_MULTI_STEPS, decode, STEPS, when=ON_DEMAND),
     with_layers(Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
+    # Embeddings of pictures into the encoder cache, for the encoder.
+    Program(
+        Kind.ENCODE, Axis.PICTURES, encode, "tower table *encoded pictures -> encoded finite", sees, PICTURES, LAYERS
+    ),
     # Counts of the experts' tokens, and experts on their way to other devices, for the expert balancer.
     simple(Kind.EXPERT_LOAD, Axis.ONE, its(jnp.copy), "expert_counts -> counts", moves_experts),
     simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),

@@ -21,6 +21,7 @@ from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.engine_spec import MIN_BUCKET, EngineSpec
 from jaxpaged.worker.kv_transfer.programs import copies_of
 from jaxpaged.worker.programs.declare import PROGRAMS, Axis, Program, ProgramKind, When
+from jaxpaged.worker.step.encoding import EncodeLayout, encode_layout
 from jaxpaged.worker.step.expert_moves import load_structs, parts_to_move
 from jaxpaged.worker.step.functions import StepFunctions
 from jaxpaged.worker.step.packed import MultiStepLayout, StepLayout, step_layout
@@ -58,7 +59,17 @@ class EnginePrograms:
         """Of a step with so many tokens."""
         max_num_seqs, backend = self.engine_spec.config.scheduler.max_num_seqs, self.engine_spec.attention.backend
         sizes, slots = self.kv_cache.block_sizes, self.kv_cache.device_slots
-        return step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
+        layout = step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
+        if (encoder := self.engine_spec.encoder) is None:
+            return layout
+        has_offsets = encoder.vision.rope_offsets is not None
+        return replace(layout, has_visible_ends=encoder.vision.bidirectional, has_rope_offsets=has_offsets)
+
+    @cached_property
+    def encode_layouts(self) -> dict[int, EncodeLayout]:
+        """The same of encode programs, in an engine that sees."""
+        encoder = self.engine_spec.encoder
+        return {} if encoder is None else {size: encode_layout(encoder, size) for size in encoder.sizes}
 
     @cached_property
     def multi_step_layouts(self) -> dict[int, MultiStepLayout]:
@@ -114,6 +125,7 @@ class EnginePrograms:
             is_first=engine_spec.stage is None or engine_spec.stage.is_first,
             speculation=engine_spec.speculation,
             pooling_type=engine_spec.pooling_type,
+            encoder=engine_spec.encoder,
         )
         if (draft := engine_spec.draft) is None:
             return functions
@@ -192,6 +204,8 @@ class EnginePrograms:
                 return [Bucket(size, each) for size, each in multi_step.items() if self._has_two_programs(each.step)]
             case Axis.DRAFT_MULTI_STEPS:
                 return [Bucket(size, each) for size, each in self.draft_multi_step_layouts.items()]
+            case Axis.PICTURES:
+                return [Bucket(size, layout) for size, layout in self.encode_layouts.items()]
             case Axis.COPIES:
                 return self._copies()
             case Axis.PARTS:
@@ -225,8 +239,10 @@ class EnginePrograms:
     @property
     def rare(self) -> frozenset[ProgramKey]:
         """Programs that no ordinary request of this engine needs. Where there are custom logits processors, any request
-        may need the full sampler."""
+        may need the full sampler. On a CPU text is ordinary, and pictures are not."""
         ordinary = {When.START, When.ONCE_IT_PAYS}
+        if self.engine_spec.platform != "cpu":  # there compiling takes the cores that compute
+            ordinary.add(Extra.PICTURES)
         if self.engine_spec.custom.processors:
             ordinary.add(Extra.FULL_SAMPLER)
         return frozenset(key for key, (program, _) in self._declared.items() if program.when not in ordinary)

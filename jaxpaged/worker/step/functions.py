@@ -34,6 +34,7 @@ from jaxpaged.sampling.rows import placed_lines
 from jaxpaged.sampling.sampler import sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState
 from jaxpaged.worker.cache.kinds import kind_of
+from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import (
     Answers,
@@ -63,7 +64,7 @@ class StepFunctions:
     `first_layer`: where the layers of `model` begin among those that cache. Another model's may come before.
     `is_first`: there is no stage before; of any other, what the one before made of the tokens is the last argument.
     `speculation`: how tokens are drafted, and `drafting` the step of the model that does, if one does.
-    `pooling_type`: of an engine that pools.
+    `pooling_type`: of an engine that pools. `encoder`: of one that sees.
     """
 
     model: Model
@@ -81,6 +82,7 @@ class StepFunctions:
     speculation: Speculation | None = None
     drafting: "StepFunctions | None" = None
     pooling_type: str = ""
+    encoder: EncoderSpec | None = None
 
     @property
     def replicated(self) -> NamedSharding:
@@ -113,6 +115,20 @@ class StepFunctions:
         sampled_RD = hidden_TD[parts.sample_idxs_R]
         sampled_SD = jnp.pad(sampled_RD, ((0, self.num_sampled - layout.num_rows), (0, 0)))
         return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), sampled_SD
+
+    def forward_seeing(
+        self,
+        layout: StepLayout,
+        params: Any,
+        kv: Any,
+        tables_GRM: Any,
+        rows: RowTokens,
+        hidden_LD: Any,
+        packed: Any,
+        encoded_SE: Any,
+    ):
+        """The same in an engine that sees."""
+        return self.forward(layout, params, kv, tables_GRM, rows, hidden_LD, packed, encoded_SE=encoded_SE)
 
     def forward_of_stage(
         self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, packed: Any, given: Any

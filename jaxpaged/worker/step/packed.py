@@ -122,8 +122,6 @@ def step_layout(
     block_sizes: Sequence[int],
     backend: str | None = None,
     device_slots: Sequence[int] | None = None,
-    has_visible_ends: bool = False,
-    has_rope_offsets: bool = False,
 ) -> StepLayout:
     """The layout of the forward bucket of `num_tokens`, with a block table for each of `block_sizes`. `backend`: that
     of attention, which may read once what rows share. `device_slots`: of each block, the slots that a device has,
@@ -135,11 +133,4 @@ def step_layout(
     num_rows = min(num_tokens, max_num_seqs)
     works = [backend and shared_work(backend, num_tokens, size) for size in device_slots or block_sizes]
     num_updates = sum(num_tokens // size + num_rows for size in block_sizes)
-    return StepLayout(
-        num_tokens,
-        num_rows,
-        num_updates,
-        tuple(works) if all(works) else (),
-        has_visible_ends=has_visible_ends,
-        has_rope_offsets=has_rope_offsets,
-    )
+    return StepLayout(num_tokens, num_rows, num_updates, tuple(works) if all(works) else ())

@@ -123,7 +123,7 @@ class Sampler:
         is_full = key.kind not in PLAIN_KINDS
         donated = state.kv, state.tables, state.rows, state.row_state if is_full else None
         state.kv, state.tables, state.rows, kept, tokens, logprobs = device.call(
-            step.program, device.params, device.head, *donated, step.packed, lines_SC
+            step.program, device.token_params, device.head, *donated, step.packed, lines_SC
         )
         if is_full:
             state.row_state = kept
@@ -174,7 +174,7 @@ class DrawnTokens:
         if not good_SI.all():
             output.sampled_token_ids = [tokens_I[good_I].tolist() for tokens_I, good_I in zip(tokens_SI, good_SI)]
             corrupted_S = (tokens_SI == CORRUPTED).any(axis=1)
-            output.corrupted = [request_ids[place] for place in np.flatnonzero(corrupted_S)]
+            output.corrupted += [request_ids[place] for place in np.flatnonzero(corrupted_S)]
             for place in np.flatnonzero(((tokens_SI < 0) & (tokens_SI != NOT_COMPUTED)).any(axis=1)):
                 reason = NOT_NUMBERS if corrupted_S[place] else NOTHING_TO_DRAW
                 output.failed.setdefault(request_ids[place], reason)

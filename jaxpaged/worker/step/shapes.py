@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpaged.models.seeing import tower_of, without_tower
 from jaxpaged.params.sharding import num_ranks
 from jaxpaged.sampling.rows import NUM_COLUMNS
 from jaxpaged.sampling.state import CHUNK as TOKENS_CHUNK
 from jaxpaged.sampling.state import TOKENS_HEADER, StateLayout
 from jaxpaged.worker.kv_transfer.programs import BlockCopy
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
+from jaxpaged.worker.step.encoding import EncodeLayout
 from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE, TABLE_CHUNK, StepFunctions
 from jaxpaged.worker.step.lookup import CHUNK, HEADER
 from jaxpaged.worker.step.packed import MultiStepLayout, StepLayout
@@ -42,7 +44,9 @@ class Shapes:
         max_tokens: int,
         max_model_len: int,
     ):
-        self.functions, self.params, self.kv, self._row_layout = functions, params, kv, row_state
+        encoder = functions.encoder
+        self.functions, self.kv, self._row_layout = functions, kv, row_state
+        self.params = params if encoder is None else without_tower(params)
         self.num_ranks = num_ranks(functions.attention.mesh)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
@@ -56,6 +60,10 @@ class Shapes:
             self.row_state = jax.tree.map(lambda leaf: self._array(leaf.shape, leaf.dtype), abstract)
             self.hidden = self.hidden_states(max_tokens)  # of all tokens of a step
             self.state += (self.row_state, self.hidden)
+        if encoder is not None:
+            self.tower = tower_of(params)
+            self.encoded = self._array(encoder.cache_shape, jnp.dtype(functions.config.dtype))
+            self.state += (self.encoded,)
 
     def _row_tokens(self, rows: int, max_model_len: int) -> RowTokens:
         tokens = RowTokens(self._array((rows,), jnp.int32), self._array((rows,), jnp.int32))
@@ -181,6 +189,16 @@ class Shapes:
     def ended_row(self) -> jax.ShapeDtypeStruct:
         """A row, and the number of tokens of its prompt."""
         return self._packed(2)
+
+    # ---- of pictures ---------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> jax.ShapeDtypeStruct:
+        """The number that each value of each channel of a pixel becomes."""
+        return self._array((3, 256), jnp.float32)
+
+    def pictures(self, layout: EncodeLayout) -> jax.ShapeDtypeStruct:
+        return self._packed(layout.num_words)
 
     # ---- of copies of blocks, and of experts that move -----------------------------------------------
 

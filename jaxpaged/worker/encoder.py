@@ -1,0 +1,137 @@
+"""The encoder of an engine on the host: it brings a step's pictures to encode programs, and tells rows where their
+embeddings lie.
+
+Each batch is one upload and one call, before the forward pass of the step; which programs these are the step says. The
+embeddings are not waited for: whether all are numbers is read with the step's result, and a picture of which some are
+not fails the requests that have it, and no others.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from jaxpaged.messages import EncoderInput, ModelRunnerOutput, ProgramKey, SchedulerOutput
+from jaxpaged.models.seeing import tower_of
+from jaxpaged.models.vision.interface import Picture
+from jaxpaged.worker.device import Device, start_copy
+from jaxpaged.worker.encoder_spec import EncoderSpec
+from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.step.encoding import EncodeLayout, PicturePart, batches_of
+from jaxpaged.worker.visual_rows import slots_of
+
+NOT_NUMBERS = (
+    "the embeddings of the picture at token {} of the prompt are not finite numbers. Other requests are unharmed."
+)
+
+
+@dataclass
+class EncodedPicture:
+    """What lies in pages of the encoder cache. `is_finite`: as far as the host has heard."""
+
+    is_finite: bool = True
+
+
+class Use(NamedTuple):
+    """A request of a step has a picture, which begins at token `offset` of its prompt."""
+
+    request_id: str
+    offset: int
+
+
+class EncodedStep(NamedTuple):
+    """What the encoder has done for a step: requests that cannot be computed, and why; whether embeddings are finite,
+    which is on its way to the host."""
+
+    refused: Mapping[str, str]
+    readings: Sequence["FiniteReading"]
+
+
+class Encoder:
+    """Of one engine, whose requests have `rows`. `layouts`: those of encode programs, by bucket."""
+
+    def __init__(self, spec: EncoderSpec, layouts: Mapping[int, EncodeLayout], rows: RequestRows):
+        self.spec, self.layouts, self.rows = spec, layouts, rows
+        self._pictures: dict[int, EncodedPicture] = {}  # by their first page
+
+    def dispatch(self, device: Device, scheduled: SchedulerOutput) -> EncodedStep:
+        """Compute a step's pictures, and tell rows where those lie that the step needs."""
+        batches = self._encode(device, scheduled.programs.encode, scheduled.encoder_inputs)
+        uses: dict[int, list[Use]] = {}
+        refused = {}
+        for request_id, index, page_ids in scheduled.encoder_pages:
+            row = self.rows.row_of[request_id]
+            self.rows.visual.place(row, index, page_ids)
+            use = Use(request_id, self.rows.visual.feature(row, index).offset)
+            picture = self._pictures.setdefault(page_ids[0], EncodedPicture())
+            uses.setdefault(id(picture), []).append(use)
+            if not picture.is_finite:
+                refused[request_id] = NOT_NUMBERS.format(use.offset)
+        return EncodedStep(refused, [FiniteReading(*batch, uses) for batch in batches])
+
+    def _encode(
+        self, device: Device, keys: Sequence[ProgramKey], inputs: Sequence[EncoderInput]
+    ) -> list[tuple[list[tuple[EncodedPicture, int]], Any]]:
+        """Dispatch the batches of a step -> for each, its pictures with the number of their embeddings in it, and
+        which embeddings are finite."""
+        config, page_size = self.spec.config, self.spec.cache.page_size
+        sizes = [config.size_of(each.feature.grid) for each in inputs]
+        slots = [slots_of(each.page_ids, page_size, each.feature.num_embeds) for each in inputs]
+        pictures = [EncodedPicture() for _ in inputs]
+        for each, picture in zip(inputs, pictures):
+            self._pictures[each.page_ids[0]] = picture
+        buckets, encoded = iter(keys), []
+        for bucket, parts in batches_of(sizes, config.is_fixed, self.spec.sizes[-1], lambda _: next(buckets).size):
+            packed = self._pack(self.layouts[bucket], parts, inputs, slots)
+            key, state = ProgramKey(keys[0].kind, bucket), device.state
+            tower = tower_of(device.params)
+            state.encoded, finite_E = device.call(key, tower, device.table_CV, state.encoded, packed)
+            counts = [(pictures[part.index], config.num_embeds(part.stop - part.start)) for part in parts]
+            encoded.append((counts, start_copy(finite_E)))
+        return encoded
+
+    def _pack(
+        self,
+        layout: EncodeLayout,
+        parts: Sequence[PicturePart],
+        inputs: Sequence[EncoderInput],
+        slots: Sequence[np.ndarray],
+    ) -> np.ndarray:
+        config, own_slots = self.spec.config, []
+        pictures: list[Picture] = []
+        for index, start, stop in parts:
+            feature = inputs[index].feature
+            assert feature.pixels is not None, "a picture that is encoded has pixels"
+            own_slots.append(slots[index][config.num_embeds(start) : config.num_embeds(stop)])
+            _, rows, columns = feature.grid
+            grid = (stop - start, rows, columns) if config.is_fixed else feature.grid
+            pictures.append((feature.pixels[start:stop], grid))
+        arrays = self.spec.vision.pack(config, pictures, layout.size)
+        num_slots, _ = self.spec.cache_shape
+        return layout.pack(np.concatenate(own_slots), arrays, no_slot=num_slots)
+
+
+@dataclass
+class FiniteReading:
+    """Which embeddings of a batch are numbers. `uses`: of the pictures of the step, by their identity."""
+
+    pictures: Sequence[tuple[EncodedPicture, int]]
+    finite_E: Any
+    uses: Mapping[int, Sequence[Use]]
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        finite_E, first = np.asarray(self.finite_E), 0
+        if output.buckets is not None:
+            num_encoded = output.buckets.num_encoded + sum(count for _, count in self.pictures)
+            output.buckets = msgspec.structs.replace(
+                output.buckets, num_encoded=num_encoded, encoded_at=time.perf_counter()
+            )
+        for picture, count in self.pictures:
+            if not finite_E[first : first + count].all():
+                picture.is_finite = False
+                for request_id, offset in self.uses.get(id(picture), ()):
+                    output.failed.setdefault(request_id, NOT_NUMBERS.format(offset))
+            first += count

@@ -1,0 +1,63 @@
+"""The encoder of an engine that sees, as far as options and a model's description say: no weight, no device memory."""
+
+import math
+from dataclasses import dataclass
+
+from jaxpaged.config import EngineConfig, settled
+from jaxpaged.errors import ConfigError
+from jaxpaged.kv_cache_spec import EncoderCacheConfig
+from jaxpaged.models.interface import Model
+from jaxpaged.models.vision.interface import Grid, Vision, VisionConfig, encode_sizes
+
+PAGE_EMBEDS = 64
+"""Embeddings in a page of the encoder cache, where pictures have any number of them. Where all items have the same, a
+page is an item."""
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """`vision` is the tower's family and `config` its description, as the options want it. `sizes`: the buckets of
+    encode programs. `largest`: the grid of the largest picture that the engine takes."""
+
+    vision: Vision
+    config: VisionConfig
+    cache: EncoderCacheConfig
+    sizes: tuple[int, ...]
+    largest: Grid
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """Slots, and numbers of an embedding."""
+        return self.cache.num_pages * self.cache.page_size, self.config.embed_numbers
+
+
+def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platform: str) -> EncoderSpec:
+    """The encoder of a model that has a tower. Raises ConfigError for options that contradict the model."""
+    vision, options = model.vision, config.multimodal
+    assert vision is not None and vision.processor is not None, "a model that sees has a processor of pictures"
+    largest = vision.processor.largest_grid
+    tokens = settled(config.scheduler.max_num_batched_tokens)
+    num_embeds = min(math.prod(largest), config.max_model_len)
+    most = options.max_num_encoder_input_tokens or max(tokens, num_embeds)
+    num_cached = options.encoder_cache_size or max(tokens, num_embeds)
+    whole_spans = vision.bidirectional or options.disable_chunked_mm_input
+    span = tower.embeds_per_item if tower.is_fixed else num_embeds
+    if whole_spans and span > tokens:
+        why = "which see each other both ways" if vision.bidirectional else "and disable_chunked_mm_input is set"
+        raise ConfigError(
+            f"max_num_batched_tokens is {tokens}, but a picture has {span} tokens in a row, {why}, so that they are "
+            "computed in one step. Raise it, or leave the tower out (language_model_only)."
+        )
+    page_size = tower.embeds_per_item if tower.is_fixed else PAGE_EMBEDS
+    cache = EncoderCacheConfig(-(-num_cached // page_size), page_size, most, whole_spans)
+    fits = min(num_embeds, most, cache.num_pages * page_size)
+    if tower.is_fixed:
+        if fits < tower.embeds_per_item:
+            raise ConfigError(
+                f"max_num_encoder_input_tokens or encoder_cache_size is {fits}, and a picture has "
+                f"{tower.embeds_per_item} embeddings. Raise it."
+            )
+        most_items = most // tower.embeds_per_item
+        sizes = (1,) if platform == "cpu" else encode_sizes(tower, most_items)  # cores have enough to do with one
+        return EncoderSpec(vision, tower, cache, sizes, (fits // tower.embeds_per_item, *largest[1:]))
+    return EncoderSpec(vision, tower, cache, encode_sizes(tower, tower.size_of((1, 1, fits))), (1, 1, fits))

@@ -1,0 +1,135 @@
+"""The function of encode programs, and how pictures become their one array: a program computes a batch of pictures
+and writes their embeddings into the encoder cache.
+
+What goes to the device for a batch is one upload: the slots of its embeddings, the pixels as they are, and what the
+tower's family computes for patches. Nothing here knows requests, nor who may use which slot.
+
+Letters: E embeddings of a batch, X numbers of one, C channels, V values of a pixel; in `encoded_SX` S are slots of the
+encoder cache.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.models.vision.interface import Shape, batch_of
+from jaxpaged.worker.encoder_spec import EncoderSpec
+from jaxpaged.worker.step.packed import slices_of
+
+WORD = 4
+"""Bytes of what a batch is packed into, int32."""
+
+
+class PicturePart(NamedTuple):
+    """Items or patches `start` to `stop` of the picture with this index."""
+
+    index: int
+    start: int
+    stop: int
+
+
+Batches = Sequence[tuple[int, Sequence[PicturePart]]]
+"""The bucket of each batch, and what is in it."""
+
+
+@dataclass(frozen=True)
+class EncodeLayout:
+    """Where the parts of a batch lie, of so many items or patches: slots of `num_embeds`, then arrays of the tower's
+    family, by name."""
+
+    size: int
+    num_embeds: int
+    shapes: tuple[tuple[str, Shape], ...]
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        num_bytes = (np.dtype(dtype).itemsize * int(np.prod(shape)) for _, (shape, dtype) in self.shapes)
+        return slices_of([self.num_embeds, *(-(-count // WORD) for count in num_bytes)])
+
+    @property
+    def num_words(self) -> int:
+        return self.slices[-1].stop
+
+    def pack(self, slots: np.ndarray, arrays: Mapping[str, np.ndarray], no_slot: int) -> np.ndarray:
+        """The upload of a batch. Embeddings behind the last one of `slots` go nowhere, to `no_slot`."""
+        packed = np.zeros(self.num_words, np.int32)
+        packed[: len(slots)], packed[len(slots) : self.num_embeds] = slots, no_slot
+        for (name, (shape, dtype)), words in zip(self.shapes, self.slices[1:], strict=True):
+            array = arrays[name]
+            assert array.shape == shape and array.dtype == dtype, f"{name} is {array.dtype} {array.shape}"
+            packed[words].view(np.uint8)[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return packed
+
+    def split(self, packed: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(Slots, arrays), in a program."""
+        parts = zip(self.shapes, self.slices[1:], strict=True)
+        return packed[self.slices[0]], {name: unpacked(packed[words], *shape) for (name, shape), words in parts}
+
+
+def unpacked(words: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """An array of this shape and type, of words in which its bytes lie one behind the other."""
+    kind = np.dtype(np.uint8) if dtype == "bool" else np.dtype(dtype)
+    assert kind.itemsize in (1, WORD), f"nothing of type {dtype} is sent to towers"
+    return jax.lax.bitcast_convert_type(words, kind).reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(dtype)
+
+
+def encode_layout(encoder: EncoderSpec, size: int) -> EncodeLayout:
+    """Of the bucket of so many items or patches."""
+    shapes = encoder.vision.shapes(encoder.config, size)
+    return EncodeLayout(size, encoder.config.num_embeds(size), tuple(shapes.items()))
+
+
+def encode(
+    encoder: EncoderSpec, mesh: Any, layout: EncodeLayout, params: Any, table_CV: Any, encoded_SX: Any, packed: Any
+) -> tuple[Any, Any]:
+    """The embeddings of a batch -> (encoded_SX with them, which of the [E] embeddings are finite numbers)."""
+    slots_E, arrays = layout.split(packed)
+    batch = batch_of(arrays, table_CV, mesh if encoder.config.splits_items else None)
+    embeds_EX = encoder.vision.encode(params, encoder.config, batch)
+    encoded_SX = encoded_SX.at[slots_E].set(embeds_EX.astype(encoded_SX.dtype), mode="drop")
+    return encoded_SX, jnp.isfinite(embeds_EX).all(axis=1)
+
+
+def batches_of(sizes: Sequence[int], is_fixed: bool, largest: int, bucket_for: Callable[[int], int]) -> Batches:
+    """Pictures of these sizes, in items or patches, in batches. `bucket_for`: the bucket to take for a size up to
+    `largest`, which is at least as large; asked in the order of the batches.
+
+    A batch of items is one that they fill, where there is such a bucket: an item of padding costs as much as any.
+    """
+    if not is_fixed:
+        return batches_of_patches(sizes, largest, bucket_for)
+    items = [PicturePart(index, item, item + 1) for index, size in enumerate(sizes) for item in range(size)]
+    batches = []
+    while items:
+        bucket = bucket_for(min(len(items), largest))
+        batches.append((bucket, joined(items[:bucket])))
+        items = items[bucket:]
+    return batches
+
+
+def batches_of_patches(sizes: Sequence[int], largest: int, bucket_for: Callable[[int], int]) -> Batches:
+    """As many whole pictures as fit into a batch."""
+    batches, parts, total = [], list[PicturePart](), 0
+    for index, size in enumerate(sizes):
+        if parts and total + size > largest:
+            batches.append((bucket_for(total), parts))
+            parts, total = [], 0
+        parts.append(PicturePart(index, 0, size))
+        total += size
+    return [*batches, (bucket_for(total), parts)] if parts else batches
+
+
+def joined(items: Sequence[PicturePart]) -> list[PicturePart]:
+    """Items of one picture, one behind the other, as one part."""
+    parts: list[PicturePart] = []
+    for item in items:
+        if parts and parts[-1].index == item.index:
+            parts[-1] = parts[-1]._replace(stop=item.stop)
+        else:
+            parts.append(item)
+    return parts
