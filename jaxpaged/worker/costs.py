@@ -55,7 +55,7 @@ class Work:
 
 def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
     """What a token costs on one device. `waited_share`: of what collectives send, while nothing else runs."""
-    decoder, params, shards = spec.decoder, spec.param_shapes, spec.num_shards
+    decoder, params, shards = spec.decoder, spec.token_params, spec.num_shards
     table_rows, head = looked_up(spec), head_leaves(spec)
     read = [leaf for leaf in jax.tree.leaves(params) if not any(leaf is other for other in table_rows)]
     experts, share = expert_weights(params), decoder.share_of_experts
@@ -63,7 +63,7 @@ def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
     return Work(
         num_shards=shards,
         num_ranks=num_ranks(spec.mesh),
-        weight_bytes=spec.weight_bytes - sum(bytes_on_device(leaf) for leaf in table_rows),
+        weight_bytes=sum(map(bytes_on_device, jax.tree.leaves(params))) - sum(map(bytes_on_device, table_rows)),
         params=sum(map(elements_on_device, read)) - sum(map(elements_on_device, experts)) + met,
         expert_params=met,
         expert_bytes=sum(map(bytes_on_device, experts)),

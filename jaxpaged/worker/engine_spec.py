@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jaxpaged.layers.linear import XLA, choose_matmul_backend, takes_one_row
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
+from jaxpaged.models.seeing import without_tower
 from jaxpaged.models.stages import Stage, deal_layers, decoder_of, params_of
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
@@ -122,7 +124,7 @@ class EngineSpec:
         config, vision = self.config, decoder.vision
         if vision is not None:
             by_items = config.multimodal.mm_encoder_tp_mode == "data"
-            vision = replace(vision, dtype=config.model.dtype, splits_items=by_items)
+            vision = replace(vision, splits_items=by_items)
         return replace(
             decoder,
             max_model_len=config.model.max_model_len,
@@ -277,6 +279,11 @@ class EngineSpec:
     def division(self) -> Division:
         """How memory for KV blocks is divided."""
         return Division(self.kv_groups, self.demand, self.num_shards)
+
+    @property
+    def token_params(self) -> Any:
+        """Shapes of the parameters of programs of tokens: all but the tower's."""
+        return self.param_shapes if self.encoder is None else without_tower(self.param_shapes)
 
     @property
     def weight_bytes(self) -> int:

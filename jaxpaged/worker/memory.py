@@ -94,6 +94,8 @@ def looked_up(spec: EngineSpec) -> list[Any]:
     params: Any = spec.param_shapes
     pools = spec.config.model.runner == "pooling"
     decoder = params.decoder if pools or spec.draft is not None else params
+    if spec.encoder is not None:
+        decoder = decoder.decoder
     tables = [decoder.embed_tokens] if pools or not (spec.decoder.tie_embeddings and spec.is_last) else []
     if spec.draft is not None:
         tables += [params.draft.embed_tokens, params.draft.lm_head]

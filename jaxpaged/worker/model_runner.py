@@ -207,9 +207,10 @@ class ModelRunner:
             program = self._sharing(key, packed)
         if programs.multi_step is None:
             state = device.state
-            state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(
-                program, device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
-            )
+            arguments = device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
+            if self.encoder is not None:
+                arguments = *arguments, state.encoded
+            state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(program, *arguments)
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             device.counts.add(num_tokens, key.size, len(requests))
         step = Step(scheduled, list(map(RankStep, parts, requests)), packed, hidden_SD, program)

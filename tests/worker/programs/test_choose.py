@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpaged.errors import EngineError, RequestError
-from jaxpaged.messages import NewRequestData, ProgramKey, SchedulerOutput
+from jaxpaged.kv_cache_spec import EncoderCacheConfig
+from jaxpaged.messages import EncoderInput, MultiModalFeature, NewRequestData, ProgramKey, SchedulerOutput
+from jaxpaged.models.vision.interface import VisionConfig
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra, features_of
+from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.programs.choose import DECODES_THAT_PAY, MULTI_STEP_SAVES_SECONDS, ProgramChoice, StepSizes
 from jaxpaged.worker.programs.compiled import CompiledPrograms
 
@@ -18,18 +21,36 @@ EVERY = [
     ProgramKey("prompt_logprobs"),
     ProgramKey("load_row"),
     ProgramKey("load_tokens"),
+    ProgramKey("encode", 1),
+    ProgramKey("encode", 4),
     *RUNS,
 ]
 NEEDED = {
     Extra.MASKS: {("sample_masked", 16)},
     Extra.PROMPT_LOGPROBS: {("prompt_logprobs", 0)},
     Extra.FULL_SAMPLER: {("sample_full", 16), ("load_row", 0), ("load_tokens", 0)},
+    Extra.PICTURES: {("encode", 1), ("encode", 4)},
 }
+TOWER = VisionConfig(
+    family="drawn",
+    width=8,
+    num_layers=1,
+    num_heads=1,
+    head_dim=8,
+    columns=8,
+    patch=2,
+    out_width=8,
+    norm_eps=1e-6,
+    activation="gelu",
+    item_pixels=(4, 4, 3),
+    embeds_per_item=4,
+)
+ENCODER = EncoderSpec(None, TOWER, EncoderCacheConfig(8, 4, 32), sizes=(1, 4), largest=(1, 2, 2))
 
 
 def choice_with(builders, **sizes):
     programs = CompiledPrograms(builders, num_threads=1, on_demand=list(builders))
-    given = {"output": "sample", "multi_steps": RUNS, "needs_full": features_of, **sizes}
+    given = {"output": "sample", "multi_steps": RUNS, "needs_full": features_of, "encoder": ENCODER, **sizes}
     return programs, ProgramChoice(programs, StepSizes(tokens=SIZES, samples=SIZES, **given))
 
 
@@ -64,7 +85,7 @@ def test_steps_can_run_once_the_programs_for_any_number_of_requests_are_there(ex
         pass
     assert set(programs.wait_all()) == NEEDED[extra], "others, and narrower ones, wait until a step could use them"
     for kind, size in NEEDED[extra]:
-        assert not size or programs.smallest_ready(kind, 1, SIZES) == 16
+        assert not size or kind == "encode" or programs.smallest_ready(kind, 1, SIZES) == 16
 
 
 @pytest.mark.parametrize("extra", Extra)
@@ -209,3 +230,27 @@ def test_where_compiling_takes_no_cores_a_step_in_which_all_decode_has_its_own_p
     assert programs[ProgramKey("decode_full", 2)] == ("decode_full", 2)
     assert chosen(choice, step(["a", "f"], [1, 1], [1, 1])) == (("decode_full", 2),)
     assert chosen(choice, step(["a"], [1], [1])) == (("decode", 2),), "who needs the full sampler is not in it"
+
+
+@pytest.mark.parametrize(
+    ("ready", "items", "buckets"),
+    [
+        ((1, 4), [1], [1]),
+        ((1, 4), [1, 3], [4]),
+        ((1, 4), [2, 1], [1, 1, 1]),
+        ((1, 4), [5, 1], [4, 1, 1]),
+        ((4,), [2], [4]),
+    ],
+)
+def test_pictures_fill_the_programs_that_there_are(ready, items, buckets):
+    keys = [*EVERY[:3], *(ProgramKey("encode", size) for size in ready)]
+    _, choice = compiled([*keys, ProgramKey("sample", 2)])
+    scheduled = step(["a"], [2], [1])
+    scheduled.encoder_inputs = [
+        EncoderInput(MultiModalFeature(b"k" * 32, "image", 0, 4 * n, [(0, 4 * n)], (n, 2, 2)), []) for n in items
+    ]
+    programs = choice.choose(scheduled)
+    assert [key.size for key in programs.encode] == buckets and programs.forward == ProgramKey("forward", 2)
+    assert programs.keys == [*programs.encode, programs.forward, programs.finish]
+    scheduled.encoder_inputs = []
+    assert not choice.choose(scheduled).encode
