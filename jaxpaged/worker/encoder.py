@@ -36,18 +36,11 @@ class EncodedPicture:
 
 
 class Use(NamedTuple):
-    """A request of a step has a picture, which begins at token `offset` of its prompt."""
+    """A request has a picture, which begins at token `offset` of its prompt."""
 
     request_id: str
     offset: int
-
-
-class EncodedStep(NamedTuple):
-    """What the encoder has done for a step: requests that cannot be computed, and why; whether embeddings are finite,
-    which is on its way to the host."""
-
-    refused: Mapping[str, str]
-    readings: Sequence["FiniteReading"]
+    picture: EncodedPicture
 
 
 class Encoder:
@@ -57,26 +50,21 @@ class Encoder:
         self.spec, self.layouts, self.rows = spec, layouts, rows
         self._pictures: dict[int, EncodedPicture] = {}  # by their first page
 
-    def dispatch(self, device: Device, scheduled: SchedulerOutput) -> EncodedStep:
+    def dispatch(self, device: Device, scheduled: SchedulerOutput) -> list["FiniteReading | UsesReading"]:
         """Compute a step's pictures, and tell rows where those lie that the step needs."""
         batches = self._encode(device, scheduled.programs.encode, scheduled.encoder_inputs)
-        uses: dict[int, list[Use]] = {}
-        refused = {}
+        uses = []
         for request_id, index, page_ids in scheduled.encoder_pages:
             row = self.rows.row_of[request_id]
             self.rows.visual.place(row, index, page_ids)
-            use = Use(request_id, self.rows.visual.feature(row, index).offset)
             picture = self._pictures.setdefault(page_ids[0], EncodedPicture())
-            uses.setdefault(id(picture), []).append(use)
-            if not picture.is_finite:
-                refused[request_id] = NOT_NUMBERS.format(use.offset)
-        return EncodedStep(refused, [FiniteReading(*batch, uses) for batch in batches])
+            uses.append(Use(request_id, self.rows.visual.feature(row, index).offset, picture))
+        return [*batches, UsesReading(uses)]
 
     def _encode(
         self, device: Device, keys: Sequence[ProgramKey], inputs: Sequence[EncoderInput]
-    ) -> list[tuple[list[tuple[EncodedPicture, int]], Any]]:
-        """Dispatch the batches of a step -> for each, its pictures with the number of their embeddings in it, and
-        which embeddings are finite."""
+    ) -> list["FiniteReading"]:
+        """Dispatch the batches of a step."""
         config, page_size = self.spec.config, self.spec.cache.page_size
         sizes = [config.size_of(each.feature.grid) for each in inputs]
         slots = [slots_of(each.page_ids, page_size, each.feature.num_embeds) for each in inputs]
@@ -90,7 +78,7 @@ class Encoder:
             tower = tower_of(device.params)
             state.encoded, finite_E = device.call(key, tower, device.table_CV, state.encoded, packed)
             counts = [(pictures[part.index], config.num_embeds(part.stop - part.start)) for part in parts]
-            encoded.append((counts, start_copy(finite_E)))
+            encoded.append(FiniteReading(counts, start_copy(finite_E)))
         return encoded
 
     def _pack(
@@ -116,22 +104,30 @@ class Encoder:
 
 @dataclass
 class FiniteReading:
-    """Which embeddings of a batch are numbers. `uses`: of the pictures of the step, by their identity."""
+    """Which embeddings of a batch are numbers: its pictures, and how many embeddings of each are in it."""
 
     pictures: Sequence[tuple[EncodedPicture, int]]
     finite_E: Any
-    uses: Mapping[int, Sequence[Use]]
 
     def read(self, output: ModelRunnerOutput) -> None:
         finite_E, first = np.asarray(self.finite_E), 0
-        if output.buckets is not None:
-            num_encoded = output.buckets.num_encoded + sum(count for _, count in self.pictures)
-            output.buckets = msgspec.structs.replace(
-                output.buckets, num_encoded=num_encoded, encoded_at=time.perf_counter()
-            )
         for picture, count in self.pictures:
-            if not finite_E[first : first + count].all():
-                picture.is_finite = False
-                for request_id, offset in self.uses.get(id(picture), ()):
-                    output.failed.setdefault(request_id, NOT_NUMBERS.format(offset))
+            picture.is_finite &= bool(finite_E[first : first + count].all())
             first += count
+        if (buckets := output.buckets) is not None:
+            now, num_encoded = time.perf_counter(), buckets.num_encoded + first
+            output.buckets = msgspec.structs.replace(buckets, num_encoded=num_encoded, encoded_at=now)
+
+
+@dataclass
+class UsesReading:
+    """The requests that take pictures from this step on. Steps are read in their order, so whether these are numbers is
+    known, whichever step has encoded them."""
+
+    uses: Sequence[Use]
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        for use in self.uses:
+            if not use.picture.is_finite:
+                output.failed.setdefault(use.request_id, NOT_NUMBERS.format(use.offset))
+                output.corrupted.append(use.request_id)

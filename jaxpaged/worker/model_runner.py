@@ -188,8 +188,7 @@ class ModelRunner:
                 refused |= refused_here
         encoded: Sequence[Reading] = ()
         if self.encoder is not None and (scheduled.encoder_pages or scheduled.encoder_inputs):
-            refused_here, encoded = self.encoder.dispatch(device, scheduled)
-            refused |= refused_here
+            encoded = self.encoder.dispatch(device, scheduled)
         if not scheduled.request_ids:
             return PendingStep(scheduled.step_id, refused=refused)
         activity = device.programs.activity if device.programs.num_workers else None

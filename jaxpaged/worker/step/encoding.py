@@ -87,12 +87,16 @@ def encode_layout(encoder: EncoderSpec, size: int) -> EncodeLayout:
 def encode(
     encoder: EncoderSpec, mesh: Any, layout: EncodeLayout, params: Any, table_CV: Any, encoded_SX: Any, packed: Any
 ) -> tuple[Any, Any]:
-    """The embeddings of a batch -> (encoded_SX with them, which of the [E] embeddings are finite numbers)."""
+    """The embeddings of a batch -> (encoded_SX with them, which of the [E] embeddings are finite numbers).
+
+    Zeros stand in place of the others, so that whatever a step computes for other requests stays numbers.
+    """
     slots_E, arrays = layout.split(packed)
     batch = batch_of(arrays, table_CV, mesh if encoder.config.splits_items else None)
     embeds_EX = encoder.vision.encode(params, encoder.config, batch)
-    encoded_SX = encoded_SX.at[slots_E].set(embeds_EX.astype(encoded_SX.dtype), mode="drop")
-    return encoded_SX, jnp.isfinite(embeds_EX).all(axis=1)
+    finite_E = jnp.isfinite(embeds_EX).all(axis=1)
+    embeds_EX = jnp.where(finite_E[:, None], embeds_EX, 0).astype(encoded_SX.dtype)
+    return encoded_SX.at[slots_E].set(embeds_EX, mode="drop"), finite_E
 
 
 def batches_of(sizes: Sequence[int], is_fixed: bool, largest: int, bucket_for: Callable[[int], int]) -> Batches:
