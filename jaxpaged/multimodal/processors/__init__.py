@@ -4,17 +4,19 @@ To add a family: a module with a class as `base.Processor` describes it, and its
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError, shown
 from jaxpaged.multimodal.processors.base import BadSetting, Processor
 from jaxpaged.multimodal.processors.gemma3 import Gemma3Processor
+from jaxpaged.multimodal.processors.pixtral import PixtralProcessor
 from jaxpaged.multimodal.processors.qwen_vl import QwenVLProcessor
 
-FAMILIES: dict[str, type[Gemma3Processor] | type[QwenVLProcessor]] = {
+FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Processor]] = {
     "gemma3": Gemma3Processor,
+    "mistral3": PixtralProcessor,
     "qwen2_5_vl": QwenVLProcessor,
     "qwen3_vl": QwenVLProcessor,
     "qwen3_vl_moe": QwenVLProcessor,

@@ -1,7 +1,8 @@
 """What processors share: the layout of a picture, settings read from JSON, resizing, and the table that normalises.
 
 A processor stops at uint8: a quarter of the bytes to move, and `normalisation_table` makes float32 of them on the
-device, with the bits that transformers' processors give. Letters: H rows, W columns, C channels (3), V values (256).
+device, with the bits that transformers' processors give. Letters: H rows, W columns, C channels (3), V values (256), P
+patches.
 """
 
 import math
@@ -66,6 +67,12 @@ class Processor(Protocol):
 
     def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
         """RGB pixels, uint8, to what the encoder takes. Raises RequestError as `layout` does."""
+
+
+BICUBIC = 3
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Of the pictures that CLIP was trained with, which other models took over."""
 
 
 class BadSetting(Exception):
@@ -147,3 +154,12 @@ def resized(pixels_HWC: np.ndarray, width: int, height: int, resample: int) -> n
 
     image = Image.fromarray(np.ascontiguousarray(pixels_HWC))
     return np.asarray(image.resize((width, height), resample=Image.Resampling(resample)))
+
+
+def merged_patches(pixels_HWC: np.ndarray, side: int, merge: int) -> np.ndarray:
+    """[P, 3 * side * side] of a picture whose sides are multiples of `side * merge`, a patch in the order channel, row,
+    column. The patches that become one token follow one another; tokens come row by row."""
+    height, width, _ = pixels_HWC.shape
+    rows, columns = height // (side * merge), width // (side * merge)
+    cells = pixels_HWC.reshape(rows, merge, side, columns, merge, side, 3)
+    return cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns * merge**2, 3 * side**2)

@@ -12,18 +12,19 @@ import numpy as np
 
 from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.processors.base import (
+    BICUBIC,
+    CLIP_MEAN,
+    CLIP_STD,
     BadSetting,
     PictureLayout,
     ProcessedPicture,
     Settings,
     changed,
+    merged_patches,
     normalisation_table,
     resized,
 )
 
-BICUBIC = 3
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 REQUEST_OPTIONS = ("min_pixels", "max_pixels", "size")
 MOST_PIXELS = 1 << 26
 MOST_RATIO = 200
@@ -123,9 +124,5 @@ class QwenVLProcessor:
     def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
         height, width, _ = pixels_HWC.shape
         layout = self.layout(width, height, field)
-        side, merge = self.patch, self.merge
-        rows, columns = layout.rows, layout.columns
-        new_HWC = resized(pixels_HWC, columns * self.factor, rows * self.factor, self.resample)
-        cells = new_HWC.reshape(rows, merge, side, columns, merge, side, 3)
-        patches = cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(layout.pixels_shape)
-        return ProcessedPicture(patches, layout)
+        new_HWC = resized(pixels_HWC, layout.columns * self.factor, layout.rows * self.factor, self.resample)
+        return ProcessedPicture(merged_patches(new_HWC, self.patch, self.merge), layout)
