@@ -137,8 +137,10 @@ def seen(name: str, folder: Path) -> dict[str, Any]:
     pictures, embeds, prompts = seeing.pictures_of(name), [], []
     with torch.no_grad():
         for picture in pictures:
-            found = model.get_image_features(**tensors_of(seeing.features_of(name, [picture]))).pooler_output
-            found = torch.cat(list(found)) if isinstance(found, list | tuple) else found.flatten(0, -2)
+            output = model.get_image_features(**tensors_of(seeing.features_of(name, [picture])))
+            levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+            joined = [torch.cat(list(x)) if isinstance(x, list | tuple) else x.flatten(0, -2) for x in levels]
+            found = torch.cat(joined, dim=-1)
             embeds.append({"sums": rounded(found.double().sum(-1)), "first": rounded(found[:, 0])})
         for prompt, numbers in zip(seeing.prompts_of(name), seeing.pictures_of_prompts(), strict=True):
             inputs = tensors_of(seeing.inputs_of(name, prompt, [pictures[number] for number in numbers]))

@@ -30,6 +30,7 @@ from jaxpaged.models.phi3 import PHI3
 from jaxpaged.models.qwen2 import QWEN2
 from jaxpaged.models.qwen3 import QWEN3
 from jaxpaged.models.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from jaxpaged.models.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from jaxpaged.models.seed_oss import SEED_OSS
 from jaxpaged.models.seeing import seeing_model
 from jaxpaged.models.smollm3 import SMOLLM3
@@ -45,6 +46,10 @@ MODELS: dict[str, Model] = {
         QWEN3,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN2_VL,
+        QWEN2_5_VL,
+        QWEN3_VL,
+        QWEN3_VL_MOE,
         MIMO,
         GEMMA2,
         GEMMA3,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.models import qwen_vl_checkpoints as qwen
 from tests.models.checkpoints import GEMMA3, random_tensors, seed_of
 from tests.models.tensor_shapes import tensor_shapes
 
@@ -50,6 +51,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "vision_config": {**SIGLIP, "image_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
         "mm_tokens_per_image": 9,
     },
+    **qwen.QWEN_VL,
 }
 """Name of a checkpoint -> its config.json."""
 
@@ -58,6 +60,8 @@ def pictures_of(name: str) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
     """Processed pictures: uint8 pixels as processors give them, and (items, rows, columns) of embeddings. The second
     one has two items where the tower takes items."""
     hf, rng = SEEING[name], np.random.default_rng(seed_of(name) + 2)
+    if name in qwen.QWEN_VL:
+        return qwen.drawn(rng)
     size, side = hf["vision_config"]["image_size"], int(hf["mm_tokens_per_image"] ** 0.5)
     draw = lambda items: rng.integers(0, 256, (items, size, size, 3)).astype(np.uint8)
     return [(draw(items), (items, side, side)) for items in (1, 2, 1)]
@@ -70,7 +74,7 @@ PROMPTS = ([("picture", 0), ("text", 6), ("picture", 1), ("text", 5)], [("text",
 def prompts_of(name: str) -> list[list[int]]:
     """Token ids; between the items of a picture stands a token."""
     rng, pictures = np.random.default_rng(seed_of(name) + 3), pictures_of(name)
-    vocabulary = SEEING[name]["text_config"]["vocab_size"]
+    vocabulary = SEEING[name].get("text_config", SEEING[name])["vocab_size"]
 
     def ids(kind: str, number: int) -> list[int]:
         if kind == "text":
@@ -86,8 +90,15 @@ def pictures_of_prompts() -> list[list[int]]:
     return [[number for kind, number in prompt if kind == "picture"] for prompt in PROMPTS]
 
 
+def preprocessor_config_of(name: str) -> dict[str, Any]:
+    """preprocessor_config.json, where it says more than config.json."""
+    return {"patch_size": qwen.PATCH, "merge_size": qwen.MERGE} if name in qwen.QWEN_VL else {}
+
+
 def features_of(name: str, pictures: list[tuple[np.ndarray, tuple[int, int, int]]]) -> dict[str, np.ndarray]:
     """What transformers' model takes of pictures: normalised as its processor does."""
+    if name in qwen.QWEN_VL:
+        return qwen.features_of(pictures)
     pixels = np.concatenate([pixels for pixels, _ in pictures]).transpose(0, 3, 1, 2)
     return {"pixel_values": ((pixels * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)}
 
@@ -97,7 +108,7 @@ def inputs_of(name: str, prompt: list[int], pictures: list[tuple[np.ndarray, tup
     ids = np.array([prompt])
     return {
         "input_ids": ids,
-        "token_type_ids": (ids == IMAGE_TOKEN).astype(np.int64),
+        ("mm_" if name in qwen.QWEN_VL else "") + "token_type_ids": (ids == IMAGE_TOKEN).astype(np.int64),
         **features_of(name, pictures),
     }
 
@@ -138,11 +149,20 @@ def gemma3_tower_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def make_seeing_tensors(name: str) -> dict[str, np.ndarray]:
     """Float32 weights. The norms of towers multiply by numbers around one."""
+    if name in qwen.QWEN_VL:
+        return qwen_vl_tensors(name)
     tensors = random_tensors(shapes_of(name), SEEING[name]["text_config"], seed_of(name))
     for tensor, array in tensors.items():
         if ".layer_norm" in tensor or ".post_layernorm" in tensor:
             array += np.float32(tensor.endswith("weight"))
     return tensors
+
+
+def qwen_vl_tensors(name: str) -> dict[str, np.ndarray]:
+    text = qwen.text_config(SEEING[name])
+    tensors = random_tensors(tensor_shapes(text), text, seed_of(name))
+    inside = {tensor.replace("model.", "model.language_model.", 1): array for tensor, array in tensors.items()}
+    return qwen.with_stacked_experts(inside) | qwen.tower_tensors(SEEING[name], seed_of(name) + 1)
 
 
 def write_seeing_checkpoint(name: str, folder: Path) -> Path:

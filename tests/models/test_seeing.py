@@ -5,25 +5,31 @@ import pytest
 
 from jaxpaged.multimodal.processors import processor_of
 from tests.models.paged import golden_of
+from tests.models.qwen_vl_checkpoints import QWEN_VL
 from tests.models.seeing import SeeingModel, runs_of
 from tests.models.seeing_checkpoints import (
     SEEING,
     pictures_of,
     pictures_of_prompts,
+    preprocessor_config_of,
     prompts_of,
     write_seeing_checkpoint,
 )
 
-SIZE = 4
-
 
 def load(name, folder, num_shards=1):
-    return SeeingModel(write_seeing_checkpoint(name, folder), processor_of(SEEING[name], {}).table_CV, num_shards)
+    table_CV = processor_of(SEEING[name], preprocessor_config_of(name)).table_CV
+    return SeeingModel(write_seeing_checkpoint(name, folder), table_CV, num_shards)
+
+
+def size_of(name):
+    """A bucket that all pictures of a prompt fit into."""
+    return 128 if name in QWEN_VL else 4
 
 
 def logits_of(model, name, number, chunks=None):
     pictures = [pictures_of(name)[i] for i in pictures_of_prompts()[number]]
-    return model.prompt_logits(prompts_of(name)[number], pictures, SIZE, chunks)
+    return model.prompt_logits(prompts_of(name)[number], pictures, size_of(name), chunks)
 
 
 def check(logits, golden):
@@ -48,7 +54,16 @@ def test_chunks_end_anywhere_but_inside_of_pictures_that_see_both_ways(name, tmp
     assert np.abs(cut_within.sum(axis=1) - golden["sums"])[-5:].max() > 0.01
 
 
-@pytest.mark.parametrize("num_shards", [2, 8])
-def test_devices_give_the_logits_of_one(num_shards, tmp_path):
-    name = "gemma3_seeing"
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_chunks_end_anywhere_where_tokens_see_backwards(name, tmp_path):
+    model, golden, prompt = load(name, tmp_path), golden_of(name)["prompts"][0], prompts_of(name)[0]
+    for length in (1, 4, 11, len(prompt) - 1):
+        check(logits_of(model, name, 0, [min(length, len(prompt) - i) for i in range(0, len(prompt), length)]), golden)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_shards"),
+    [("gemma3_seeing", 2), ("gemma3_seeing", 8), ("qwen2_5_vl", 2), ("qwen3_vl_moe", 4), ("qwen3_vl", 8)],
+)
+def test_devices_give_the_logits_of_one(name, num_shards, tmp_path):
     check(logits_of(load(name, tmp_path, num_shards), name, 0), golden_of(name)["prompts"][0])

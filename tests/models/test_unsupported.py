@@ -123,33 +123,15 @@ SEEING = {
         "images",
         "MistralForCausalLM",
     ),
-    "qwen 2 vl": (
+    "qwen 2.5 omni": (
         {
-            **CONFIGS["qwen2"],
-            "architectures": ["Qwen2VLForConditionalGeneration"],
-            "model_type": "qwen2_vl",
+            "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+            "text_config": {"model_type": "qwen2_5_omni_text"},
             "vision_config": {"a": 1},
+            "audio_config": {"a": 1},
         },
-        "images",
+        "images and audio",
         "Qwen2ForCausalLM",
-    ),
-    "qwen 2.5 vl": (
-        {
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "text_config": {"model_type": "qwen2_5_vl_text"},
-            "vision_config": {"a": 1},
-        },
-        "images",
-        "Qwen2ForCausalLM",
-    ),
-    "qwen 3 vl": (
-        {
-            "architectures": ["Qwen3VLForConditionalGeneration"],
-            "text_config": {"model_type": "qwen3_vl_text"},
-            "vision_config": {"a": 1},
-        },
-        "images",
-        "Qwen3ForCausalLM",
     ),
     "llava": (
         {

@@ -12,50 +12,18 @@ from safetensors.numpy import save_file
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
-from jaxpaged.models.vision.interface import batch_of, encode_sizes
-from jaxpaged.multimodal.processors import processor_of
+from jaxpaged.models.vision.interface import encode_sizes
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.quantized import quantized_specs
-from tests.models.paged import golden_of
+from tests.models.seeing import SeeingTower, golden_embeds
 from tests.models.seeing_checkpoints import (
     SEEING,
     SIGLIP,
     make_seeing_tensors,
     pictures_of,
-    write_seeing_checkpoint,
 )
 
 NAMES = ["gemma3_seeing", "gemma3_seeing_long_window"]
-
-
-class SeeingTower:
-    """The tower of a checkpoint on `num_shards` devices."""
-
-    def __init__(self, name, folder, num_shards=1, splits_items=False, dtype=jnp.float32):
-        hf = SEEING[name]
-        self.model, mesh = model_for(hf), make_mesh(num_shards)
-        config = self.model.config_from_hf(hf)
-        vision = dataclasses.replace(config.vision, splits_items=splits_items)
-        self.config = dataclasses.replace(config, vision=vision)
-        specs = self.model.param_specs(self.config, num_shards)
-        self.params = load_params(specs, self.config, write_seeing_checkpoint(name, folder), mesh, dtype)
-        self.table_CV = processor_of(hf, {}).table_CV
-        self.mesh = mesh if splits_items else None
-        self.encode = jax.jit(self._encode)
-
-    def __call__(self, pictures, size):
-        packed = self.model.vision.pack(self.config.vision, pictures, size)
-        for name, (shape, dtype) in self.model.vision.shapes(self.config.vision, size).items():
-            assert (packed[name].shape, packed[name].dtype.name) == (shape, dtype)
-        return np.asarray(self.encode(self.params.vision, packed), np.float32)
-
-    def _encode(self, params, packed):
-        return self.model.vision.encode(params, self.config.vision, batch_of(packed, self.table_CV, self.mesh))
-
-
-def golden_embeds(name):
-    embeds = golden_of(name)["embeds"]
-    return {part: np.concatenate([np.array(of_picture[part]) for of_picture in embeds]) for part in ("sums", "first")}
 
 
 @pytest.mark.parametrize("name", NAMES)
