@@ -1,6 +1,7 @@
 """Random arrivals, aborts, steps and outputs in any order: everything is accounted for, every answer is right."""
 
 import random
+import re
 
 import pytest
 from hypothesis import settings
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxpaged.errors import RequestError
-from jaxpaged.kv_cache_spec import AttentionSpec
-from tests.core.simulation import EOS, STOP, Engine, latents, needs_of, prompt_of, states
+from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig
+from tests.core.simulation import EOS, STOP, Engine, illustrated, latents, needs_of, prompt_of, states
 
 # Beginnings that prompts share, of whole blocks and not, with and without a common beginning of their own.
 PREFIXES = [prompt_of(n, seed) for n, seed in ((0, 0), (4, 0), (9, 0), (16, 0), (12, 1), (7, 2))]
@@ -19,6 +20,14 @@ WINDOWS = [(None,), (5,), (None, 6), (None, 1), (9, 4), (None, 3, 8)]
 MIXED = [(None, latents(6)), (latents(2), 5, states(8)), (None, states(4)), (latents(3), states(6)), (states(4),)]
 MIXED += [(None, AttentionSpec(4, 1, 8, 4, chunk=8))]
 MAX_MODEL_LEN = 40
+# Encoder caches with whole runs and without, that have room for one picture or some, and none.
+ENCODERS = [
+    None,
+    EncoderCacheConfig(3, 2, 6, whole_spans=True),
+    EncoderCacheConfig(9, 1, 9),
+    EncoderCacheConfig(8, 2, 20),
+]
+PICTURES = [(), (), (("x", (3,)),), (("y", (4,)),), (("x", (3,)), ("z", (1, 2))), (("y", (4,)), ("x", (3,)))]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -37,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 6]),
         stages=st.sampled_from([1, 1, 2, 3]),
         kept=st.sampled_from([0, 0, 1, 2]),
+        encoder=st.sampled_from(ENCODERS),
     )
     def start(
         self,
@@ -52,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts,
         stages,
         kept,
+        encoder,
     ):
         self.engine = Engine(
             num_blocks=tuple(1 + most // 2 + spare_blocks for most in needs_of(windows, MAX_MODEL_LEN, budget)),
@@ -64,7 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_steps=max_steps,
             stingy=stingy and random.Random(stingy),
             most_drafts=drafts,
-            num_stages=stages,
+            num_stages=1 if encoder else stages,
+            encoder=encoder,
             scheduling_policy=policy,
             long_prefill_token_threshold=threshold,
             num_short_request_rows=kept,
@@ -80,11 +92,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "salt"]),
         again=st.booleans(),
         goes_on=st.booleans(),
+        pictures=st.sampled_from(PICTURES),
+        place=st.integers(0, 20),
     )
-    def add(self, prefix, tail, max_tokens, priority, ignore_eos, salt, again, goes_on):
-        ended = list(self.engine.ends)
+    def add(self, prefix, tail, max_tokens, priority, ignore_eos, salt, again, goes_on, pictures, place):
+        ended, features = list(self.engine.ends), []
         if goes_on and ended:  # the next turn of a chat, of which the cache has almost all
             before = self.engine.requests[ended[-1]]
+            features = before.mm_features
             prefix = [*before.prompt_token_ids, *self.engine.tokens[ended[-1]]][: MAX_MODEL_LEN - 7]
         if again and ended:
             self.engine.check_answers()
@@ -92,11 +107,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             request_id = f"r{self.num_added}"
         self.num_added += 1
+        prompt = prefix + tail
+        if pictures and self.engine.runner.encoder and not goes_on:
+            prompt, features = illustrated(prompt, *[(min(place, len(prefix)), *each) for each in pictures])
+            prompt = prompt[: MAX_MODEL_LEN - 1]
         options = {"max_tokens": max_tokens, "priority": priority, "ignore_eos": ignore_eos, "cache_salt": salt}
         try:
-            self.engine.add(request_id, prefix + tail, float(self.num_added), **options)
+            self.engine.add(request_id, prompt, float(self.num_added), mm_features=features, **options)
         except RequestError as error:
-            if "KV blocks" not in str(error):
+            if not re.search("KV blocks|must be computed in one step|does not fit its prompt", str(error)):
                 raise
 
     @rule(data=st.data())

@@ -15,9 +15,12 @@ Nothing here knows where a block is, or whether it is cached.
 """
 
 import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 
 from jaxpaged.core.request import Request
 from jaxpaged.encoding.cbor import encode_cbor, item_start
+from jaxpaged.messages import MultiModalFeature
 
 ExtraKeys = tuple[tuple[str | int, ...], ...]
 
@@ -73,6 +76,12 @@ class BlockHasher:
             hashes.append(parent)
 
 
+def features_between(features: Sequence[MultiModalFeature], start: int, end: int) -> Sequence[MultiModalFeature]:
+    """Those that have any token from `start` on before `end`."""
+    first = bisect_right(features, start, key=lambda feature: feature.offset + feature.length)
+    return features[first : bisect_left(features, end, first, key=lambda feature: feature.offset)]
+
+
 def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys | None:
     """What changes the content of a block besides its tokens and those before; None when nothing does."""
     if request.has_only_tokens:
@@ -81,9 +90,8 @@ def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys |
     start = block_idx * block_size
     if request.lora_name is not None:
         keys.append(("lora", request.lora_name))
-    for feature in request.mm_features:
-        if feature.offset < start + block_size and start < feature.offset + feature.length:
-            keys.append(("mm", feature.key.hex(), feature.offset - start))
+    for feature in features_between(request.mm_features, start, start + block_size):
+        keys.append(("mm", feature.key.hex(), feature.offset - start))
     if request.cache_salt is not None and block_idx == 0:
         keys.append(("cache_salt", request.cache_salt))
     return tuple(keys) or None

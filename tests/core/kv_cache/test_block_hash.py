@@ -101,6 +101,22 @@ def test_an_image_is_named_in_every_block_that_it_touches():
     ]
 
 
+@given(st.lists(st.integers(0, 9), max_size=12), st.sampled_from([1, 4, 16, 30]))
+def test_each_block_finds_the_pictures_that_it_has_tokens_of(gaps, block_size):
+    features, end = [], 0
+    for number, gap in enumerate(gaps):
+        features.append(picture(str(number), end + gap, 1 + (gap * 7) % 23))
+        end = features[-1].offset + features[-1].length
+    request = make_request([0] * (end + 9), mm_features=features)
+    for block_idx in range((end + 9) // block_size + 1):
+        block = range(block_idx * block_size, (block_idx + 1) * block_size)
+        touching = [
+            each for each in features if any(place in block for place in range(each.offset, each.offset + each.length))
+        ]
+        expected = tuple(("mm", each.key.hex(), each.offset - block.start) for each in touching)
+        assert extra_keys(request, block_idx, block_size) == (expected or None)
+
+
 def test_blocks_without_extra_keys_have_none():
     assert extra_keys(make_request([0] * 8, mm_features=[picture("image", 0, 4)]), 1, 4) is None
     assert extra_keys(make_request([0] * 8, cache_salt="s"), 1, 4) is None

@@ -2,9 +2,10 @@
 
 import pytest
 
+from jaxpaged.kv_cache_spec import EncoderCacheConfig
 from jaxpaged.kv_connector.base import KVConnectorBase
 from tests.core.kv_transfer.test_pieces import ENDLESS, PAGE, Sharing
-from tests.core.simulation import prompt_of
+from tests.core.simulation import illustrated, prompt_of
 
 SIZE = 32
 
@@ -15,10 +16,10 @@ class Tiers:
     chunk_tokens = SIZE
 
     def __init__(self):
-        self.wanted, self.came = {}, {}
+        self.wanted, self.came, self.introduced = {}, {}, False
 
     def introduce(self, token_ids, hashes, end):
-        pass
+        self.introduced = True
 
     def collect(self, token_ids, hashes, end):
         pages = set(hashes[(end - SIZE) // PAGE : end // PAGE])
@@ -77,3 +78,13 @@ def test_a_chunk_that_shares_its_beginning_with_another_is_saved_whole():
     first, second = prompt_of(48, 1), [*prompt_of(48, 1)[:40], *prompt_of(40, 2)]
     engine.answers([first, second], max_tokens=3, **ENDLESS)
     assert engine.whole() >= {32, 64}
+
+
+def test_chunks_know_tokens_only_so_nobody_looks_for_those_of_pictures_nor_saves_them():
+    engine = Chunked((None,), encoder=EncoderCacheConfig(20, 2, 40))
+    prompt, features = illustrated(prompt_of(60), (40, "x", (20,)))
+    engine.add("a", prompt, mm_features=features, **ENDLESS)
+    engine.run()
+    assert not engine.tiers.wanted and not engine.tiers.introduced
+    engine.answers([prompt_of(70, 5)])
+    assert engine.whole() >= {32, 64} and engine.tiers.introduced

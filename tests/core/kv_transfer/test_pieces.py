@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.pieces import MOST_PAGES, Pieces
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup, StateSpec, pool_layouts
+from jaxpaged.kv_cache_spec import (
+    AttentionSpec,
+    EncoderCacheConfig,
+    KVCacheConfig,
+    KVCacheGroup,
+    StateSpec,
+    pool_layouts,
+)
 from jaxpaged.kv_connector.base import (
     FinishedFetch,
     KVCacheLayout,
@@ -21,7 +28,7 @@ from jaxpaged.kv_connector.base import (
 from jaxpaged.kv_store.pieces import Piece, page_tokens_of
 from jaxpaged.kv_store.tier import Lookup
 from tests.core.kv_cache.test_block_hash import make_request
-from tests.core.simulation import Engine, expected_output, picture, prompt_of, states
+from tests.core.simulation import Engine, expected_output, illustrated, picture, prompt_of, states
 
 PAGE = 8
 SIZES = (4, 8, 16, 32)
@@ -154,6 +161,35 @@ def test_engines_with_little_memory_share_whatever_they_preempt_and_forget(promp
             assert engine.tokens[name] == expected_output(request, engine.max_model_len)[0]
     for page, held in store.values():
         assert len(page.token_ids) == len(held) == PAGE
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.sampled_from("xyz"), st.integers(1, 20)), min_size=1, max_size=4),
+    st.lists(st.sampled_from(SIZES), min_size=2, max_size=3),
+    st.booleans(),
+)
+def test_keys_of_pages_name_the_pictures_in_them(prompts, sizes, whole):
+    """Requests of the same tokens with other pictures, in engines whose encoder caches have room for one."""
+    store = {}
+    for size in sizes:
+        engine = Sharing(store, size, encoder=EncoderCacheConfig(10, 2, 20, whole))
+        for number, (place, name, length) in enumerate(prompts):
+            prompt, features = illustrated(prompt_of(40), (place, name, (length,)), (35, "w", (3,)))
+            engine.add(f"{number}", prompt, mm_features=features, max_tokens=12, **ENDLESS)
+        engine.run()
+        for name, request in engine.requests.items():
+            assert engine.tokens[name] == expected_output(request, engine.max_model_len)[0]
+
+
+def test_pictures_of_a_loaded_beginning_are_not_encoded():
+    store, sees = {}, EncoderCacheConfig(20, 2, 40)
+    prompt, features = illustrated(prompt_of(40), (3, "x", (20,)), (30, "y", (9,)))
+    for block_size, num_encoded, num_loaded in ((8, 2, 0), (32, 0, 64)):
+        engine = Sharing(store, block_size, encoder=sees)
+        engine.add("a", prompt, mm_features=features, max_tokens=2, **ENDLESS)
+        engine.run()
+        assert engine.runner.num_encoded == num_encoded and engine.half.num_hits == num_loaded
 
 
 def snapshots_of(length, block_size):
