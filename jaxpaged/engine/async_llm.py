@@ -22,9 +22,11 @@ from jaxpaged.engine.core_client import CHILDREN_AT_ONCE, CoreClient, CoreClient
 from jaxpaged.engine.early_leases import lease_kept_meanwhile, let_go
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
+from jaxpaged.engine.input.picture_parts import has_pictures
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
-from jaxpaged.engine.input.prompts import takes_long
+from jaxpaged.engine.input.prompts import carries_pictures, takes_long
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
+from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.engine.observability.throughput_log import log_arrival
 from jaxpaged.engine.observability.tracing import request_tracer
@@ -155,6 +157,8 @@ class AsyncLLM(AsyncEngineControl):
             **tokenization_options(tokenization_kwargs),
         }
         await self._cores.until_ready(data_parallel_rank)
+        if carries_pictures(prompt):
+            prompt = await self._with_processed_pictures(prompt, tokenization)
         request, text = await self._processed(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time, **tokenization
         )
@@ -199,6 +203,10 @@ class AsyncLLM(AsyncEngineControl):
     async def chat_prompt(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
         """`InputProcessor.chat_prompt` in a thread: a template is a program, and a conversation may be long."""
         self._cores.open()
+        pictures = self.input_processor.pictures
+        if pictures is not None and has_pictures(messages):
+            work = functools.partial(self.input_processor.chat_prompt, messages, **options)
+            return await asyncio.get_running_loop().run_in_executor(pictures.threads, work)
         return await self._in_thread(self.input_processor.chat_prompt, messages, **options)
 
     def suitable_core(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
@@ -254,6 +262,15 @@ class AsyncLLM(AsyncEngineControl):
         if takes_long(prompt, params):
             return await self._in_thread(work)
         return work()
+
+    async def _with_processed_pictures(self, prompt: Any, tokenization: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A prompt whose pictures were read in a thread of their own: they may wait long, and texts must not."""
+        pictures = self.input_processor.pictures
+        if pictures is None or isinstance(prompt, str):
+            return prompt  # it is refused with the reason
+        truncation = Truncation(tokenization["truncate_prompt_tokens"])
+        work = functools.partial(self.input_processor.prepared, prompt, tokenization["add_special_tokens"], truncation)
+        return await asyncio.get_running_loop().run_in_executor(pictures.threads, work)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **options))
@@ -322,7 +339,7 @@ class AsyncLLM(AsyncEngineControl):
         """End the cores' processes, if this front end started them. Requests under way raise EngineDeadError."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
-        self.input_processor.grammar_checker.close()
+        self.input_processor.close()
         for core in self._cores.all:
             core.link.close()
         if self._tracer is not None:

@@ -315,7 +315,8 @@ def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
 
 def build_input_processor(config: EngineConfig, decoder: DecoderConfig, folder: Path) -> InputProcessor:
     """The front end of a model in `folder`. `config` is resolved."""
-    return load_input_processor(config, decoder.vocab_size, folder, find_tokenizer_folder(config, folder))
+    tokenizer_folder = find_tokenizer_folder(config, folder)
+    return load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder, local_files=True)
 
 
 def find_tokenizer_folder(config: EngineConfig, folder: Path) -> Path:

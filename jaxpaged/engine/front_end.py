@@ -5,17 +5,21 @@ not know how a model's name becomes a folder.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.input.chat_template import load_chat_templates
 from jaxpaged.engine.input.generation_config import load_generation_defaults
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer
-from jaxpaged.engine.input.processor import InputProcessor
+from jaxpaged.engine.input.processor import TEXT_ONLY, InputProcessor
 from jaxpaged.engine.input.tokenizer import check_vocabulary, load_tokenizer
 from jaxpaged.engine.pooling.pooler import load_pooler
 from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError
+from jaxpaged.multimodal.checkpoint import model_identity, picture_configs
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.input.pictures import PictureIntake
 
 
 def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
@@ -26,9 +30,10 @@ def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
 
 
 def load_input_processor(
-    config: EngineConfig, vocab_size: int, model_folder: Path, tokenizer_folder: Path
+    config: EngineConfig, vocab_size: int, model_folder: Path, tokenizer_folder: Path, *, local_files: bool = False
 ) -> InputProcessor:
-    """`config` is resolved; `vocab_size` is the model's. Raises CheckpointError or ConfigError."""
+    """`config` is resolved; `vocab_size` is the model's. `local_files`: whoever calls may name pictures by their paths.
+    Raises CheckpointError or ConfigError."""
     options = config.model
     tokenizer: Any  # `NoTokenizer` refuses whatever it is asked
     if options.skip_tokenizer_init:
@@ -39,6 +44,7 @@ def load_input_processor(
         tokenizer = load_tokenizer(tokenizer_folder)
         check_vocabulary(tokenizer, vocab_size)
         templates = load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template)
+    pictures, why_none = load_pictures(config, tokenizer, model_folder, local_files)
     return InputProcessor(
         tokenizer,
         vocab_size=vocab_size,
@@ -51,4 +57,32 @@ def load_input_processor(
         pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,
         chat_templates=templates,
         kv_peers=(config.cache.role, config.cache.kv_peers),
+        pictures=pictures,
+        why_no_pictures=why_none,
     )
+
+
+def load_pictures(
+    config: EngineConfig, tokenizer: Any, folder: Path, local_files: bool
+) -> "tuple[PictureIntake | None, str]":
+    """What processes pictures for a model that sees, or None, and why there can be none. Raises CheckpointError for a
+    processor that cannot be read, ConfigError for options that it does not take."""
+    if config.model.runner == "pooling":
+        return None, "pictures are not pooled"
+    configs = picture_configs(folder, config.model.hf_overrides)
+    if configs is None:
+        return None, TEXT_ONLY
+    why = None
+    if config.multimodal.language_model_only:
+        why = "the engine was started with language_model_only"
+    elif config.model.skip_tokenizer_init:
+        why = "the engine was started with skip_tokenizer_init"
+    if why is not None:
+        return None, why
+    from jaxpaged.engine.input.pictures import PictureIntake  # with all that fetches and decodes
+
+    identity = model_identity(folder, configs)
+    intake = PictureIntake(
+        tokenizer, config.multimodal, identity, configs.model, configs.processor, local_files=local_files
+    )
+    return intake, ""

@@ -80,13 +80,14 @@ class LLMEngine(EngineControl):
         """
         if lora_request is not None:
             check_arguments(lora_request=lora_request)
-        with self._lease_kept(params) if getattr(params, "extra_args", None) else nullcontext():
+        with self._lease_kept(params) if isinstance(getattr(params, "extra_args", None), dict) else nullcontext():
             request, text = self.input_processor.process(
                 request_id,
                 prompt,
                 params,
                 arrival_time=arrival_time,
                 priority=priority,
+                make_room=self._make_room,
                 **tokenization_options(tokenization_kwargs),
             )
         with held_interrupts():
@@ -96,6 +97,14 @@ class LLMEngine(EngineControl):
             except Exception:
                 self._core.abort_requests(self._output_processor.discard(request_id))
                 raise
+
+    def _make_room(self) -> bool:
+        """Go on with the requests under way, whose pictures take the memory that those of a new one need. False: there
+        are none, or the engine sleeps."""
+        if not len(self._output_processor) or self.is_sleeping():
+            return False
+        self._unreturned = self.step()
+        return True
 
     def _lease_kept(self, params: SamplingParams | PoolingParams | None) -> AbstractContextManager[None]:
         """While a request with `extra_args` is checked: another engine may lend what it needs."""
@@ -157,7 +166,7 @@ class LLMEngine(EngineControl):
         """Release the devices. Requests under way are lost."""
         self._core.shutdown()
         self._output_processor.shutdown()
-        self.input_processor.grammar_checker.close()
+        self.input_processor.close()
 
     def __enter__(self) -> Self:
         return self

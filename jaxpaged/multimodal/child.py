@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from jaxpaged.errors import UsageError
-from jaxpaged.multimodal.decoding import PictureLimits
+from jaxpaged.multimodal.decoding import WHITE, PictureLimits
 from jaxpaged.multimodal.identity import picture_key, source_digest
 from jaxpaged.multimodal.pictures import picture_pixels
 from jaxpaged.multimodal.processors import processor_of
@@ -41,6 +41,7 @@ class Job(msgspec.Struct):
     options: dict[str, Any]
     options_field: str
     shape: tuple[int, ...] | None
+    background: tuple[int, int, int]
     num_bytes: int
 
 
@@ -65,12 +66,15 @@ def answer(job: Job, data: bytes, setup: Setup, processor: Processor) -> list[An
     try:
         chosen = processor.with_options(job.options, job.options_field) if job.options else processor
         source = data if job.shape is None else np.frombuffer(data, np.uint8).reshape(job.shape)
-        picture = chosen.process(picture_pixels(source, job.field, setup.limits), job.field)
+        picture = chosen.process(picture_pixels(source, job.field, setup.limits, job.background), job.field)
     except UsageError as error:
         return message(Done(str(error), getattr(error, "parameter", None)))
     except MemoryError:
         return message(Done(f"{job.field} needs more memory than a picture may. Scale it down.", job.field))
-    key = picture_key(setup.model, "image", chosen.options, picture.layout, source_digest(source))
+    options = dict(chosen.options)
+    if job.background != WHITE:
+        options["background"] = list(job.background)
+    key = picture_key(setup.model, "image", options, picture.layout, source_digest(source))
     return message(Done(key=key, layout=picture.layout, num_bytes=picture.pixels.nbytes), picture.pixels.data.cast("B"))
 
 

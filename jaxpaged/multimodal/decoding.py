@@ -4,7 +4,8 @@ What is decided here:
 * Only PNG, JPEG, WebP and GIF are decoded, whatever else Pillow can do. The bytes decide, not a name or media type.
 * Of an animation the first frame counts, as in vLLM.
 * EXIF orientation is applied: the model sees what a person sees. transformers' processors ignore it.
-* Transparent pixels are laid on white. 16 bits become 8 by their upper half. Colour profiles are ignored.
+* Transparent pixels are laid on white, or on another colour that is asked for. 16 bits become 8 by their upper half.
+  Colour profiles are ignored.
 
 No error repeats words of Pillow, which may hold addresses of memory. Letters: H rows, W columns, C channels (3).
 """
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIF_ORIENTATION = 0x0112
+Colour = tuple[int, int, int]
+WHITE: Colour = (255, 255, 255)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class PictureLimits:
             )
 
 
-def decode_picture(data: bytes, field: str, limits: PictureLimits) -> np.ndarray:
+def decode_picture(data: bytes, field: str, limits: PictureLimits, background: Colour = WHITE) -> np.ndarray:
     """The pixels of a file: uint8 [H, W, 3], contiguous. Raises RequestError that names `field`."""
     header = checked_header(data, field, limits)
     from PIL import Image
@@ -67,7 +70,7 @@ def decode_picture(data: bytes, field: str, limits: PictureLimits) -> np.ndarray
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.size == (header.width, header.height):  # a GIF's frame may be larger than its header says
-                return rgb_of_image(image)
+                return rgb_of_image(image, background)
     except MemoryError:
         raise
     except Exception as error:  # what decoders raise is not limited to OSError
@@ -109,8 +112,8 @@ def damaged(header: Header, field: str) -> RequestError:
     return RequestError(f"{field} is a damaged or incomplete {name}: it cannot be decoded. Send it whole.", field)
 
 
-def rgb_of_image(image: "Image.Image") -> np.ndarray:
-    """uint8 [H, W, 3] of the first frame, turned as its EXIF says, on white. Raises whatever Pillow raises."""
+def rgb_of_image(image: "Image.Image", background: Colour = WHITE) -> np.ndarray:
+    """uint8 [H, W, 3] of the first frame, turned as its EXIF says, on a colour. Raises whatever Pillow raises."""
     from PIL import Image
 
     orientation = orientation_of(image)
@@ -118,7 +121,7 @@ def rgb_of_image(image: "Image.Image") -> np.ndarray:
         image = eight_bits(image)
     if image.has_transparency_data:
         front = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", front.size, "white"), front)
+        image = Image.alpha_composite(Image.new("RGBA", front.size, (*background, 255)), front)
     image = image.convert("RGB")
     if orientation != 1:
         turn = Image.Transpose

@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import RequestError, shown
-from jaxpaged.multimodal.decoding import PictureLimits, decode_picture, rgb_of_image
+from jaxpaged.multimodal.decoding import WHITE, Colour, PictureLimits, decode_picture, rgb_of_image
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 
 
-def picture_pixels(picture: Any, field: str, limits: PictureLimits) -> np.ndarray:
+def picture_pixels(picture: Any, field: str, limits: PictureLimits, background: Colour = WHITE) -> np.ndarray:
     """uint8 [H, W, 3] of bytes, a data URL, an array or an image of Pillow. Raises RequestError that names `field`."""
     if isinstance(picture, bytes | bytearray | memoryview):
-        return decode_picture(bytes(picture), field, limits)
+        return decode_picture(bytes(picture), field, limits, background)
     if isinstance(picture, str):
-        return decode_picture(data_url_bytes(picture, field, limits), field, limits)
+        return decode_picture(data_url_bytes(picture, field, limits), field, limits, background)
     if isinstance(picture, np.ndarray):
-        return array_pixels(picture, field, limits)
+        return array_pixels(picture, field, limits, background)
     pillow = sys.modules.get("PIL.Image")  # without it nobody can have made an image
     if pillow is not None and isinstance(picture, pillow.Image):
-        return image_pixels(picture, field, limits)
+        return image_pixels(picture, field, limits, background)
     raise RequestError(
         f"{field} is of type {type(picture).__name__}, no picture. "
         "Give a PIL image, an array, a file's bytes or a data URL.",
@@ -36,7 +36,7 @@ def picture_pixels(picture: Any, field: str, limits: PictureLimits) -> np.ndarra
     )
 
 
-def array_pixels(array: np.ndarray, field: str, limits: PictureLimits) -> np.ndarray:
+def array_pixels(array: np.ndarray, field: str, limits: PictureLimits, background: Colour = WHITE) -> np.ndarray:
     """Grey [H, W] or [H, W, 1], RGB [H, W, 3] and RGBA [H, W, 4], all of uint8, to uint8 [H, W, 3]."""
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         raise RequestError(
@@ -49,17 +49,17 @@ def array_pixels(array: np.ndarray, field: str, limits: PictureLimits) -> np.nda
     if channels.shape[2] == 4:
         from PIL import Image
 
-        return rgb_of_image(Image.fromarray(np.ascontiguousarray(channels), "RGBA"))
+        return rgb_of_image(Image.fromarray(np.ascontiguousarray(channels), "RGBA"), background)
     return np.ascontiguousarray(np.broadcast_to(channels, (*channels.shape[:2], 3)))
 
 
-def image_pixels(image: Any, field: str, limits: PictureLimits) -> np.ndarray:
+def image_pixels(image: Any, field: str, limits: PictureLimits, background: Colour = WHITE) -> np.ndarray:
     """The pixels of an image of Pillow, which may not have been read from its file yet."""
     limits.check_size(image.width, image.height, field)
     if image.mode in ("F", "I"):
         raise RequestError(f"{field} is an image of mode {image.mode}, without a range. Convert it to RGB.", field)
     try:
-        return rgb_of_image(image)
+        return rgb_of_image(image, background)
     except Exception:
         raise RequestError(
             f"{field} is an image of mode {shown(image.mode)} that cannot be read as RGB. Convert it to RGB.", field

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.multimodal.child import Done, Job, Setup, message
-from jaxpaged.multimodal.decoding import PictureLimits
+from jaxpaged.multimodal.decoding import WHITE, Colour, PictureLimits
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout
 
@@ -86,10 +86,12 @@ class PictureProcesses:
         field: str,
         options: Mapping[str, Any] | None = None,
         options_field: str = "mm_processor_kwargs",
+        background: Colour = WHITE,
     ) -> KeyedPicture:
         """A file's bytes or an array of uint8 to what the encoder takes. Blocks while all children are busy.
 
-        `options` are those of the request, `mm_processor_kwargs`. Raises RequestError that names the field at fault.
+        `options` are those of the request, `mm_processor_kwargs`; `background` is what transparent pixels are laid on.
+        The pixels own their memory. Raises RequestError that names the field at fault.
         """
         data, shape = memoryview(b""), None
         if isinstance(picture, np.ndarray):
@@ -100,7 +102,7 @@ class PictureProcesses:
                 data = memoryview(np.ascontiguousarray(picture)).cast("B")
         else:
             data = memoryview(picture)
-        job = Job(field, dict(options or {}), options_field, shape, data.nbytes)
+        job = Job(field, dict(options or {}), options_field, shape, background, data.nbytes)
         with self._places:
             child = self._take()
             try:
@@ -119,7 +121,7 @@ class PictureProcesses:
             self._keep(child)
         if done.problem is not None or done.layout is None:
             raise RequestError(done.problem or f"{field} cannot be decoded.", done.parameter)
-        return KeyedPicture(done.key, done.layout, np.frombuffer(pixels, np.uint8).reshape(done.layout.pixels_shape))
+        return KeyedPicture(done.key, done.layout, pixels)
 
     def close(self) -> None:
         """End all children. Pictures under way fail with EngineDeadError, and so do later ones."""
@@ -179,7 +181,7 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, parts: list[Any]) -> tuple[Done, bytes]:
+    def ask(self, parts: list[Any]) -> tuple[Done, np.ndarray]:
         """The answer to one job. Raises ChildLost."""
         parts, self._pending = [*self._pending, *parts], []
         for part in parts:
@@ -191,10 +193,14 @@ class Child:
             done = msgspec.msgpack.decode(self._read(head_bytes), type=Done)
         except msgspec.MsgspecError:
             raise ChildLost from None
-        expected = int(np.prod(done.layout.pixels_shape)) if done.layout else 0
-        if done.num_bytes != expected:
+        try:
+            pixels = np.empty(done.layout.pixels_shape if done.layout else 0, np.uint8)
+        except (ValueError, MemoryError):
+            raise ChildLost from None
+        if done.num_bytes != pixels.nbytes:
             raise ChildLost
-        return done, self._read(expected)
+        self._read_into(pixels.reshape(-1).data)
+        return done, pixels
 
     def _write(self, data: memoryview) -> None:
         while data:
@@ -207,14 +213,17 @@ class Child:
                 raise ChildLost from None
 
     def _read(self, num_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < num_bytes:
-            self._wait([self._stdout], [])
-            piece = os.read(self._stdout, min(num_bytes - len(data), PIECE))
-            if not piece:
-                raise ChildLost
-            data += piece
+        data = bytearray(num_bytes)
+        self._read_into(memoryview(data))
         return bytes(data)
+
+    def _read_into(self, rest: memoryview) -> None:
+        while rest:
+            self._wait([self._stdout], [])
+            num_bytes = os.readv(self._stdout, [rest[:PIECE]])
+            if not num_bytes:
+                raise ChildLost
+            rest = rest[num_bytes:]
 
     def _wait(self, readable: list[int], writable: list[int]) -> None:
         """Until it has something to say, or listens. A busy machine is waited for: what counts is that it computes."""

@@ -41,7 +41,7 @@ class ChatTemplate:
 
     def __init__(self, source: str):
         self.source = source
-        self._takes_parts = LOOPS_OVER_CONTENT.search(source) is not None
+        self.takes_parts = LOOPS_OVER_CONTENT.search(source) is not None
         try:
             self._compiled = environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -115,7 +115,7 @@ class ChatTemplate:
         prepared = copy.deepcopy(dict(message))
         parse_tool_calls(prepared)
         content = prepared.get("content")
-        if isinstance(content, list) and not self._takes_parts:
+        if isinstance(content, list) and not self.takes_parts:
             prepared["content"] = "\n".join(part_text(part) for part in content)
         return prepared
 

@@ -10,26 +10,35 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpaged.engine.input.chat_template import OWN_VARIABLES, ChatTemplates, Message
+from jaxpaged.engine.input.chat_template import OWN_VARIABLES, ChatTemplates, Message, check_messages
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
-from jaxpaged.engine.input.prompts import Prompt
+from jaxpaged.engine.input.picture_parts import PictureOptions, check_not_cut, refuse_pictures
+from jaxpaged.engine.input.prompts import ChatWithPictures, Prompt
 from jaxpaged.engine.input.tokenizer import Tokenizer, Truncation, checked_length, enough_text
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
 from jaxpaged.errors import RequestError, check_unicode, did_you_mean, shown
 from jaxpaged.kv_store.transfer_params import check_request
-from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.messages import EngineCoreRequest, MultiModalFeature
+from jaxpaged.multimodal.budget import MakeRoom
+from jaxpaged.multimodal.sources import PictureSource
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 from jaxpaged.sampling_params.checks import check_bool, check_int, checked_float, nothing_to_draw
 from jaxpaged.sampling_params.limits import MAX_MASKED_STOP_IDS
 
+if TYPE_CHECKING:
+    from jaxpaged.engine.input.picture_prompts import PicturePrompts, SeenPrompt
+    from jaxpaged.engine.input.pictures import PictureIntake
+
 WHOLE = Truncation()
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority", "ending")
+PICTURE_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "mm_features")
+TEXT_ONLY = "this model takes text only"
 TOKENIZATION_KEYS = ("add_special_tokens", "truncate_prompt_tokens")
 MAX_CACHE_SALT_LENGTH = 128
 NO_POOLING = "this model was started to generate, and gives no embeddings or scores. Start it with runner='pooling'."
@@ -45,6 +54,7 @@ class ParsedPrompt:
     cache_salt: str | None = None
     priority: int | None = None
     ending: str | None = None  # of a chat: what its template wrote behind the last message
+    mm_features: tuple[MultiModalFeature, ...] = ()
 
 
 class InputProcessor:
@@ -71,8 +81,18 @@ class InputProcessor:
         grammar_checker: GrammarChecker | None = None,
         pooler: Pooler | None = None,
         kv_peers: tuple[str | None, str] = (None, ""),
+        pictures: "PictureIntake | None" = None,
+        why_no_pictures: str = TEXT_ONLY,
     ):
-        """`kv_peers`: the engine's role, and the other engines that requests may name."""
+        """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
+        none, and why, in the second half of a sentence."""
+        self.pictures = pictures
+        self._why_no_pictures = why_no_pictures
+        self._picture_prompts: PicturePrompts | None = None
+        if pictures is not None:
+            from jaxpaged.engine.input import picture_prompts  # with what processes pictures, which text does without
+
+            self._picture_prompts = picture_prompts.PicturePrompts(pictures, max_model_len)
         self._kv_peers = kv_peers
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -92,6 +112,12 @@ class InputProcessor:
         if self.eos_token_id is None and self.eos_token_ids:
             self.eos_token_id = self.eos_token_ids[0]
 
+    def close(self) -> None:
+        """End the processes that check grammars and decode pictures."""
+        self.grammar_checker.close()
+        if self.pictures is not None:
+            self.pictures.close()
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether requests may have text."""
@@ -107,12 +133,14 @@ class InputProcessor:
         arrival_time: float | None = None,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        make_room: MakeRoom | None = None,
     ) -> tuple[EngineCoreRequest, str | None]:
         """The complete request, and the prompt's text if it was given as text.
 
         `params` None means the model's own defaults. `truncate_prompt_tokens` keeps that many of the prompt's last
         tokens; -1 keeps as many as leave room for one new token. With `PoolingParams` it keeps the first ones, special
-        tokens included, and -1 is as many as the model takes. Raises RequestError.
+        tokens included, and -1 is as many as the model takes. `make_room` is called where pictures would wait for
+        memory that only the caller can free. Raises RequestError.
         """
         check_identity(request_id, arrival_time, add_special_tokens)
         params = self._checked_kind(params)
@@ -122,7 +150,7 @@ class InputProcessor:
             parsed = self._parse_for_pooling(prompt, keep, add_special_tokens)
         else:
             pooling_params, sampling_params = None, params
-            parsed = self.parse(prompt, add_special_tokens, Truncation(truncate_prompt_tokens))
+            parsed = self.parse(prompt, add_special_tokens, Truncation(truncate_prompt_tokens), make_room=make_room)
         token_ids = parsed.token_ids
         if parsed.priority is not None:
             priority = parsed.priority
@@ -140,6 +168,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=parsed.cache_salt,
             pooling_params=pooling_params,
+            mm_features=list(parsed.mm_features),
         )
         return request, parsed.text
 
@@ -157,7 +186,12 @@ class InputProcessor:
     # ---- prompts
 
     def parse(
-        self, prompt: Prompt, add_special_tokens: bool = True, truncation: Truncation = WHOLE, most: int | None = None
+        self,
+        prompt: Prompt,
+        add_special_tokens: bool = True,
+        truncation: Truncation = WHOLE,
+        most: int | None = None,
+        make_room: MakeRoom | None = None,
     ) -> ParsedPrompt:
         """Bring a prompt into one form, cut as `truncation` says.
 
@@ -165,10 +199,17 @@ class InputProcessor:
         `max_model_len`, is refused before. Raises RequestError for that, and when a prompt is empty or none at all.
         """
         if isinstance(prompt, Mapping):
-            return self._parse_dict(prompt, add_special_tokens, truncation)
+            return self._parse_dict(prompt, add_special_tokens, truncation, make_room)
         if isinstance(prompt, str):
             return ParsedPrompt(self._encode(prompt, add_special_tokens, truncation, most), prompt)
         return ParsedPrompt(self._checked_ids(prompt, truncation))
+
+    def prepared(self, prompt: Mapping[str, Any], add_special_tokens: bool, truncation: Truncation) -> dict[str, Any]:
+        """A prompt with pictures as one whose pictures are processed. It may wait for long. Raises RequestError."""
+        parsed = self.parse(prompt, add_special_tokens, truncation)
+        fields = {"prompt": parsed.text, "prompt_token_ids": parsed.token_ids, "mm_features": parsed.mm_features}
+        others = {"cache_salt": parsed.cache_salt, "priority": parsed.priority, "ending": parsed.ending}
+        return fields | {name: value for name, value in others.items() if value is not None}
 
     def _parse_for_pooling(self, prompt: Prompt, keep: int | None, add_special_tokens: bool) -> ParsedPrompt:
         """The same, of which the first `keep` tokens are left; those that the tokenizer adds are always there."""
@@ -180,24 +221,45 @@ class InputProcessor:
         first = self.parse(prompt, add_special_tokens, Truncation(1, from_right=True))
         return replace(first, token_ids=text_ids(self.tokenizer, (text,), keep, add_special_tokens))
 
-    def _parse_dict(self, prompt: Mapping[str, Any], add_special_tokens: bool, truncation: Truncation) -> ParsedPrompt:
+    def _parse_dict(
+        self, prompt: Mapping[str, Any], add_special_tokens: bool, truncation: Truncation, make_room: MakeRoom | None
+    ) -> ParsedPrompt:
+        if isinstance(chat := prompt.get("chat"), ChatWithPictures):
+            prompt = self.chat_prompt(chat.messages, make_room=make_room, **chat.options)
         for key in prompt:
-            if key not in PROMPT_KEYS:
+            if key not in PROMPT_KEYS and key not in PICTURE_KEYS:
                 near = did_you_mean(str(key), PROMPT_KEYS)
                 raise RequestError(f"a prompt has the unknown key {shown(key)}.{near}", "prompt")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"the key 'prompt' holds {shown(text)}; it must be a text.", "prompt")
-        if ids is not None:
-            token_ids = self._checked_ids(ids, truncation)
-        elif text is not None:
-            token_ids = self._encode(text, add_special_tokens, truncation)
-        else:
+        if text is None and ids is None:
             raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'; it has neither.", "prompt")
         salt, ending = checked_cache_salt(prompt.get("cache_salt")), prompt.get("ending")
+        features: tuple[MultiModalFeature, ...] = tuple(prompt.get("mm_features") or ())
+        if prompt.get("multi_modal_data") or prompt.get("multi_modal_uuids"):
+            seen = self._seen(prompt, add_special_tokens, make_room)
+            token_ids, text, features = seen.token_ids, seen.text, seen.features
+            check_not_cut(token_ids, truncation, self.max_model_len - 1)
+        elif ids is not None:
+            token_ids = self._checked_ids(ids, WHOLE if features else truncation, has_pictures=bool(features))
+        else:
+            token_ids = self._encode(text or "", add_special_tokens, truncation)
         if ending is not None and not isinstance(ending, str):
             raise RequestError(f"the key 'ending' holds {shown(ending)}; it must be a text.", "prompt")
-        return ParsedPrompt(token_ids, text, salt, prompt.get("priority"), ending)
+        return ParsedPrompt(token_ids, text, salt, prompt.get("priority"), ending, features)
+
+    def _seen(self, prompt: Mapping[str, Any], add_special_tokens: bool, make_room: MakeRoom | None) -> "SeenPrompt":
+        """A prompt with `multi_modal_data`. Raises RequestError."""
+        if self._picture_prompts is None:
+            why = f"multi_modal_data is given, but {self._why_no_pictures}. Leave it out."
+            raise RequestError(why, "multi_modal_data")
+        if prompt.get("prompt_token_ids") is not None:
+            ids = self._checked_ids(prompt["prompt_token_ids"], has_pictures=True)
+            prompt = {**prompt, "prompt_token_ids": ids}
+        elif not self.has_tokenizer:
+            refuse("a prompt as text", "prompt")
+        return self._picture_prompts.of_dict(prompt, add_special_tokens, make_room)
 
     def _encode(
         self, text: str, add_special_tokens: bool, truncation: Truncation = WHOLE, most: int | None = None
@@ -212,13 +274,22 @@ class InputProcessor:
         else:
             text = enough_text(self.tokenizer, text, keep, from_end=not truncation.from_right)
         check_unicode("prompt", text)
-        ids = self.tokenizer.encode(text, add_special_tokens)
+        if self._picture_prompts is None:
+            ids = self.tokenizer.encode(text, add_special_tokens)
+        else:
+            ids = self._picture_prompts.words(text, add_special_tokens)
         if not ids:
             raise RequestError(f"the prompt {text[:40]!r} has no tokens. Give it at least one.", "prompt")
         return truncation.cut(ids, self.max_model_len - 1)
 
-    def _checked_ids(self, ids: Any, truncation: Truncation = WHOLE) -> list[int]:
+    def _checked_ids(self, ids: Any, truncation: Truncation = WHOLE, *, has_pictures: bool = False) -> list[int]:
         """Ids as a list of plain ints within the model's vocabulary; those that are cut off are not looked at."""
+        checked = self._ids_of_vocabulary(ids, truncation)
+        if self._picture_prompts is not None and not has_pictures:
+            self._picture_prompts.check_no_placeholders(checked)
+        return checked
+
+    def _ids_of_vocabulary(self, ids: Any, truncation: Truncation) -> list[int]:
         if hasattr(ids, "tolist"):  # numpy and other arrays
             ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
@@ -268,6 +339,10 @@ class InputProcessor:
         truncation: Truncation = WHOLE,
         most: int | None = None,
         thinking_markers: Sequence[str] = (),
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+        make_room: MakeRoom | None = None,
     ) -> dict[str, Any]:
         """A conversation as a prompt dict, cut and limited as in `parse`. Templates write special tokens themselves, so
         none are added unless `add_special_tokens` says so.
@@ -275,7 +350,10 @@ class InputProcessor:
         Where the prompt holds one of `thinking_markers`, or one that the vocabulary has a token for, the dict has the
         key "ending": the part that the template wrote behind the last message. In it alone a marker means that the
         model thinks, or does not; all before are words of users, or of earlier answers.
-        Raises RequestError when the messages or the template are at fault.
+
+        Messages may have pictures: then this may wait for long, and the dict has the key "mm_features", the pictures
+        once they are processed as `mm_processor_kwargs` and `media_io_kwargs` say. Their uuids belong to `cache_salt`.
+        `make_room`: see `process`. Raises RequestError when the messages or the template are at fault.
         """
         if not self.has_tokenizer:
             refuse("a chat", "messages")
@@ -293,14 +371,30 @@ class InputProcessor:
             **self.tokenizer.named_tokens,
             **variables,
         }
+        sources: list[PictureSource] = []
+        if self._picture_prompts is None:
+            refuse_pictures(messages, self._why_no_pictures)
+        else:
+            check_messages(messages, add_generation_prompt, continue_final_message)
+            messages, sources = self._picture_prompts.opened(messages, template.takes_parts)
+            given["tools"] = self._picture_prompts.placeholders.guarded_value(tools)
         text = template.render(messages, **given)
         check_unicode("messages", text)
-        token_ids = self._encode(text, add_special_tokens, truncation, most)
-        prompt = {"prompt": text, "prompt_token_ids": token_ids}
+        if sources and self._picture_prompts is not None:
+            options = PictureOptions(mm_processor_kwargs, media_io_kwargs, cache_salt, make_room)
+            prompt = self._picture_prompts.of_chat(text, sources, options, add_special_tokens, most)
+            check_not_cut(prompt["prompt_token_ids"], truncation, self.max_model_len - 1)
+        else:
+            token_ids = self._encode(text, add_special_tokens, truncation, most)
+            prompt = {"prompt": self._shown(text), "prompt_token_ids": token_ids}
         may_think = any(marker in text for marker in thinking_markers)
-        if may_think or not set(self.thinking_token_ids or ()).isdisjoint(token_ids):
-            prompt["ending"] = template.ending(messages, **given)
+        if may_think or not set(self.thinking_token_ids or ()).isdisjoint(prompt["prompt_token_ids"]):
+            prompt["ending"] = self._shown(template.ending(messages, **given))
         return prompt
+
+    def _shown(self, text: str) -> str:
+        """What a template gave, as a user would write it."""
+        return text if self._picture_prompts is None else self._picture_prompts.placeholders.shown(text)
 
     # ---- sampling parameters
 

@@ -41,24 +41,42 @@ def processor_of(config: Mapping[str, Any], preprocessor_config: Mapping[str, An
 
 
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
+PROCESSOR_CONFIG = "processor_config.json"
+"""What newer releases of transformers write, with the same under a key of it."""
 
 
 def load_processor(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Processor:
     """The processor of the model in `folder`, whose config.json is `config`. `options`: `mm_processor_kwargs`.
 
-    Without a preprocessor_config.json all is as the family has it. Raises CheckpointError for one that cannot be used,
-    and ConfigError for options.
+    Raises CheckpointError for files that cannot be used, and ConfigError for options.
     """
-    path, values = folder / PREPROCESSOR_CONFIG, {}
-    try:
-        if path.exists():
-            values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}. Download it again.") from None
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"{path} is not a JSON object. Download it again.")
-    processor = processor_of(config, values)
+    processor = processor_of(config, load_settings(folder))
     try:
         return processor.with_options(options, "mm_processor_kwargs") if options else processor
     except RequestError as error:
         raise ConfigError(str(error)) from None
+
+
+def load_settings(folder: Path) -> dict[str, Any]:
+    """What a model's folder says of its processor; nothing where all is as the family has it. Raises
+    CheckpointError."""
+    settings = read_object(folder / PREPROCESSOR_CONFIG)
+    if settings is None:
+        whole = read_object(folder / PROCESSOR_CONFIG) or {}
+        settings = whole.get("image_processor") or {}
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{folder / PROCESSOR_CONFIG} has an image_processor that is no JSON object.")
+    return settings
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object of a file; None: there is no such file. Raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}. Download it again.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object. Download it again.")
+    return value

@@ -45,7 +45,11 @@ class Processor(Protocol):
     """One model's way with pictures. It has no state: processes and threads may share it."""
 
     mark: str
-    """How a chat template says that here is a picture."""
+    """How a chat template says that here is a picture: a text in what it writes."""
+    written_mark: str
+    """What a chat template writes around it, for templates that know only texts."""
+    other_marks: tuple[str, ...]
+    """Further tokens that only templates and processors write."""
     placeholder_token: str
     """The token that stands once per token of the encoder's output."""
     table_CV: np.ndarray

@@ -34,9 +34,10 @@ Box = tuple[int, int, int, int]
 class Gemma3Processor:
     """See `base.Processor`. Pixels are uint8 [I, H, W, C]: the whole picture, then its crops."""
 
-    mark = "<start_of_image>"
+    mark = written_mark = "<start_of_image>"
     placeholder_token = "<image_soft_token>"
     end = "<end_of_image>"
+    other_marks: tuple[str, ...] = (end,)
 
     def __init__(self, config: Mapping[str, Any], preprocessor_config: Mapping[str, Any]):
         self._config, self._values = config, preprocessor_config

@@ -31,10 +31,10 @@ REQUEST_OPTIONS = ("size",)
 class PixtralProcessor:
     """See `base.Processor`. Pixels are uint8 [P, 3 * patch * patch], a patch in the order channel, row, column."""
 
-    mark = "[IMG]"
-    placeholder_token = "[IMG]"
+    mark = written_mark = placeholder_token = "[IMG]"
     row_break = "[IMG_BREAK]"
     end = "[IMG_END]"
+    other_marks: tuple[str, ...] = (row_break, end)
 
     def __init__(self, config: Mapping[str, Any], preprocessor_config: Mapping[str, Any]):
         self._config, self._values = config, preprocessor_config

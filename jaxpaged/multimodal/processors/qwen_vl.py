@@ -33,8 +33,9 @@ MOST_RATIO = 200
 class QwenVLProcessor:
     """See `base.Processor`. Pixels are uint8 [P, 3 * patch * patch], a patch in the order channel, row, column."""
 
-    mark = "<|image_pad|>"
-    placeholder_token = "<|image_pad|>"
+    mark = placeholder_token = "<|image_pad|>"
+    written_mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    other_marks: tuple[str, ...] = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|video_pad|>")
 
     def __init__(self, config: Mapping[str, Any], preprocessor_config: Mapping[str, Any]):
         self._config, self._values = config, preprocessor_config

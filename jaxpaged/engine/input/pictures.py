@@ -1,0 +1,290 @@
+"""Pictures of prompts, from what callers give to what the engine core takes: found, checked, processed, cached, placed.
+
+Blocking calls, for threads: they wait for room in the budget of bytes, for remote servers, and for the processes that
+decode. An event loop gives them to `threads`. This module knows neither samplers nor schedulers.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.config.multimodal import MultiModalConfig, background_of
+from jaxpaged.engine.input.picture_parts import PictureOptions
+from jaxpaged.engine.input.placeholders import Placed, Placeholders
+from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.errors import ConfigError, RequestError, shown
+from jaxpaged.messages import MultiModalFeature
+from jaxpaged.multimodal.budget import ByteBudget
+from jaxpaged.multimodal.decoding import PictureLimits, picture_size
+from jaxpaged.multimodal.fetching import FetchLimits, MediaFetcher
+from jaxpaged.multimodal.headers import read_header
+from jaxpaged.multimodal.identity import source_digest
+from jaxpaged.multimodal.pictures import data_url_bytes, image_pixels
+from jaxpaged.multimodal.processes import KeyedPicture, PictureProcesses
+from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
+from jaxpaged.multimodal.processors import processor_of
+from jaxpaged.multimodal.processors.base import PictureLayout, Processor
+from jaxpaged.multimodal.sources import PictureSource
+
+GIB = 1 << 30
+THREADS_PER_PROCESS = 8
+"""Threads that wait: for bytes in flight, for remote servers, for a process that decodes."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A picture whose bytes are here, and their digest."""
+
+    source: PictureSource
+    content: bytes | np.ndarray
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a request's pictures are processed: the options for a process, all that decides the pixels, and the salt."""
+
+    kwargs: Mapping[str, Any]
+    chosen: Mapping[str, Any]
+    background: tuple[int, int, int]
+    salt: str | None
+
+
+class PictureIntake:
+    """The pictures of one model. `local_files`: callers are of this process, and may name files by their paths.
+
+    Raises CheckpointError for a processor that cannot be read, ConfigError for options that it does not take.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: MultiModalConfig,
+        identity: str,
+        hf_config: Mapping[str, Any],
+        preprocessor_config: Mapping[str, Any],
+        *,
+        local_files: bool = False,
+    ):
+        self.config = config
+        self.local_files = local_files
+        self.limits = PictureLimits()
+        self._base: Processor = processor_of(hf_config, preprocessor_config)
+        self.processor = self._with_engine_options()
+        self.placeholders = Placeholders(tokenizer, self.processor)
+        self.cache = ProcessorCache(int(config.mm_processor_cache_gb * GIB))
+        self.budget = ByteBudget(int(config.mm_bytes_in_flight_gb * GIB), self.cache.evict)
+        self._fetcher = MediaFetcher(
+            config.allowed_media_domains, config.allowed_local_media_path, FetchLimits(self.limits.max_bytes)
+        )
+        self._processes = PictureProcesses(
+            identity, hf_config, preprocessor_config, config.num_media_processes, self.limits
+        )
+        num_threads = THREADS_PER_PROCESS * config.num_media_processes
+        self.threads = ThreadPoolExecutor(num_threads, "pictures")
+        """For whole calls of this class."""
+        self._workers = ThreadPoolExecutor(config.num_media_processes, "decoding")
+        largest = self.processor.layout(4096, 4096, "a picture")
+        self._processed_bytes = int(np.prod(largest.pixels_shape))  # as a rule, the most
+        self._under_way: dict[bytes, Future[KeyedPicture]] = {}
+        self._lock = threading.Lock()
+
+    def _with_engine_options(self) -> Processor:
+        if not self.config.mm_processor_kwargs:
+            return self._base
+        try:
+            return self._base.with_options(self.config.mm_processor_kwargs, "mm_processor_kwargs")
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether pictures are taken."""
+        return self.config.max_pictures > 0
+
+    def check_number(self, sources: Sequence[PictureSource]) -> None:
+        """Raise RequestError for pictures that are not taken, or too many of them."""
+        most = self.config.max_pictures
+        if sources and not most:
+            field = sources[0].field
+            raise RequestError(f"{field} is a picture, but limit_mm_per_prompt is 0 for images. Leave it out.", field)
+        if len(sources) > most:
+            raise RequestError(
+                f"the prompt has {len(sources)} pictures, and may have {most} (limit_mm_per_prompt). Send fewer.",
+                sources[most].field,
+            )
+
+    def items(self, sources: Sequence[PictureSource], options: PictureOptions) -> list[KeyedPicture]:
+        """The processed pictures, in order. Raises RequestError that names the field at fault, or FetchError."""
+        self.check_number(sources)
+        wanted = self._wanted(options)
+        found = [self._named(source, wanted) for source in sources]
+        missing = [self._opened(source) for source, item in zip(sources, found, strict=True) if item is None]
+        if not missing:
+            return [item for item in found if item is not None]
+        need = sum(self._need(source) for source in missing)
+        with self.budget.reserve(need, missing[0].field, options.make_room):
+            made = iter(self._made(missing, wanted))
+            return [next(made) if item is None else item for item in found]
+
+    def _wanted(self, options: PictureOptions) -> "Wanted":
+        """How the pictures of a request are processed. Raises RequestError."""
+        kwargs = {**self.config.mm_processor_kwargs, **(options.processor_kwargs or {})}
+        processor = self.processor
+        if options.processor_kwargs:
+            processor = self._base.with_options(kwargs, "mm_processor_kwargs")
+        try:
+            background = background_of(options.io_kwargs) if options.io_kwargs else self.config.background
+        except ConfigError as error:
+            raise RequestError(str(error), "media_io_kwargs") from None
+        return Wanted(kwargs, {**processor.options, "background": list(background)}, background, options.salt)
+
+    def inspect(
+        self, data: bytes, field: str, processor_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[int, int, PictureLayout]:
+        """Width, height and layout of a file's picture, from its header alone. Raises RequestError."""
+        processor = self.processor
+        if processor_kwargs:
+            kwargs = {**self.config.mm_processor_kwargs, **processor_kwargs}
+            processor = self._base.with_options(kwargs, "mm_processor_kwargs")
+        width, height = picture_size(data, field, self.limits)
+        return width, height, processor.layout(width, height, field)
+
+    def close(self) -> None:
+        """End the processes and threads. Pictures under way fail."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self.budget.close()
+        self._processes.close()
+
+    # ---- one picture
+
+    def _named(self, source: PictureSource, wanted: "Wanted") -> KeyedPicture | None:
+        """A picture that only its name is given of, from the cache. None: it is there, and has to be read.
+
+        Raises RequestError where the cache lacks it.
+        """
+        if source.embeddings is not None:
+            raise RequestError(
+                f"{source.field} has embeddings, which are not taken yet. Give the picture.", source.field
+            )
+        if source.is_given or source.uuid is None:
+            return None
+        digest = self.cache.named(source.uuid, wanted.salt)
+        item = None if digest is None else self.cache.get(item_digest(digest, wanted.chosen))
+        if item is None:
+            raise RequestError(
+                f"{source.field} has only a uuid, and no picture of that name is in the cache. Send it again.",
+                source.field,
+            )
+        return item
+
+    def _opened(self, source: PictureSource) -> PictureSource:
+        """A data URL as the bytes that it holds: they take less than it. Raises RequestError."""
+        if source.url is None or source.url[:5].lower() != "data:":
+            return source
+        return replace(source, url=None, data=data_url_bytes(source.url, source.field, self.limits))
+
+    def _need(self, source: PictureSource) -> int:
+        """Bytes that a picture takes at most while it is read, decoded and processed. Raises RequestError."""
+        num_bytes, size = self.limits.max_bytes, None
+        if source.data is not None:
+            self.limits.check_bytes(len(source.data), source.field)
+            header = read_header(source.data)
+            num_bytes, size = len(source.data), (header.width, header.height) if header else (0, 0)
+        elif source.array is not None:
+            num_bytes, size = source.array.nbytes, source.array.shape[1::-1] if source.array.ndim >= 2 else (0, 0)
+        elif source.image is not None:
+            num_bytes, size = 0, source.image.size
+        if size is not None and min(size) > 0:
+            self.limits.check_size(*size, source.field)
+        num_pixels = self.limits.max_pixels if size is None else size[0] * size[1]
+        return num_bytes + 3 * num_pixels + self._processed_bytes
+
+    def _made(self, sources: Sequence[PictureSource], wanted: "Wanted") -> list[KeyedPicture]:
+        """Pictures that have to be read, of which several may be under way at a time."""
+        loaded = [self._loaded(source, wanted) for source in sources]
+        for each in loaded:
+            if each.source.uuid is not None:
+                self.cache.bind(each.source.uuid, wanted.salt, each.digest, each.source.field)
+        started = [self._started(each, wanted) for each in loaded]
+        items = []
+        for each, (future, is_own) in zip(loaded, started, strict=True):
+            try:
+                items.append(future.result())
+            except RequestError:
+                if is_own:
+                    raise
+                items.append(self._started(each, wanted)[0].result())  # another's error names another's field
+        return items
+
+    def _loaded(self, source: PictureSource, wanted: "Wanted") -> Loaded:
+        content: bytes | np.ndarray | None
+        if source.url is not None:
+            content = self._fetcher.fetch(source.url, source.field)
+        elif source.path is not None:
+            content = read_path(source.path, source.field, self.limits)
+        elif source.image is not None:
+            content = image_pixels(source.image, source.field, self.limits, wanted.background)
+        else:
+            content = source.data if source.data is not None else source.array
+        assert content is not None, f"{source.field} has nothing in it"
+        return Loaded(source, content, source_digest(content))
+
+    def _started(self, loaded: Loaded, wanted: "Wanted") -> "tuple[Future[KeyedPicture], bool]":
+        """A picture from the cache, from somebody who has it processed now, or from a process; whether it is that."""
+        digest = item_digest(loaded.digest, wanted.chosen)
+        with self._lock:
+            if (under_way := self._under_way.get(digest)) is not None:
+                return under_way, False
+            if (item := self.cache.get(digest)) is not None:
+                future: Future[KeyedPicture] = Future()
+                future.set_result(item)
+                return future, True
+            future = self._workers.submit(self._process, loaded, wanted, digest)
+            self._under_way[digest] = future
+        future.add_done_callback(lambda _: self._under_way.pop(digest, None))
+        return future, True
+
+    def _process(self, loaded: Loaded, wanted: "Wanted", digest: bytes) -> KeyedPicture:
+        field = loaded.source.field
+        item = self._processes.process(loaded.content, field, wanted.kwargs, background=wanted.background)
+        self.budget.hold(item.pixels)
+        self.cache.put(digest, item)
+        return item
+
+
+def read_path(path: str, field: str, limits: PictureLimits) -> bytes:
+    """The bytes of a file that the caller names. Raises RequestError that names `field`."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return file.read(limits.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no path"
+        raise RequestError(
+            f"{field} is {shown(path)}, which cannot be read: {reason}. Check the path.", field
+        ) from None
+
+
+# ---- features ------------------------------------------------------------------------------------
+
+
+def features_of(items: Sequence[KeyedPicture], places: Sequence[Placed]) -> tuple[MultiModalFeature, ...]:
+    """What the engine core is told of the pictures of a prompt."""
+    return tuple(
+        MultiModalFeature(
+            key=item.key,
+            modality="image",
+            offset=place.offset,
+            length=place.length,
+            runs=place.runs,
+            grid=(item.layout.num_items, item.layout.rows, item.layout.columns),
+            pixels=item.pixels,
+        )
+        for item, place in zip(items, places, strict=True)
+    )

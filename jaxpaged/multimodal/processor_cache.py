@@ -1,0 +1,97 @@
+"""Processed pictures by what they were made of, so that a repeated one is not decoded again, and clients' names.
+
+A picture is found by the digest of its source and of the options. A client's uuid is only a name for that digest: it
+belongs to the cache salt that it came with, and to the bytes that it was first given for. This module neither decodes
+nor counts memory: `ByteBudget` does, and asks it to let go.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpaged.encoding.cbor import encode_cbor
+from jaxpaged.errors import RequestError, shown
+from jaxpaged.multimodal.processes import KeyedPicture
+
+MOST_NAMES = 1 << 16
+"""Names of clients that are remembered: about 20 MB."""
+
+
+def item_digest(source: bytes, options: Mapping[str, Any]) -> bytes:
+    """Of a source's digest and all that a request says of how it is processed."""
+    return hashlib.sha256(source + encode_cbor(options)).digest()
+
+
+class ProcessorCache:
+    """At most `capacity_bytes` of processed pictures, the one that was used last goes last. For several threads."""
+
+    def __init__(self, capacity_bytes: int):
+        self.capacity_bytes = capacity_bytes
+        self.queries = self.hits = self.num_bytes = 0
+        self._items: OrderedDict[bytes, KeyedPicture] = OrderedDict()
+        self._names: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()
+        self._lock = threading.RLock()  # an array may be freed at any time, and then others of these are called
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, digest: bytes) -> KeyedPicture | None:
+        """By `item_digest`."""
+        with self._lock:
+            self.queries += 1
+            found = self._items.get(digest)
+            if found is not None:
+                self.hits += 1
+                self._items.move_to_end(digest)
+            return found
+
+    def put(self, digest: bytes, item: KeyedPicture) -> None:
+        """Keep an item, unless it alone is larger than the cache."""
+        num_bytes = item.pixels.nbytes
+        with self._lock:
+            if digest in self._items or num_bytes > self.capacity_bytes:
+                return
+            self._items[digest] = item
+            self.num_bytes += num_bytes
+            self._shrink_to(self.capacity_bytes)
+
+    def evict(self, num_bytes: int) -> None:
+        """Let go of so many bytes, the oldest first. What a request holds is freed only with it."""
+        with self._lock:
+            self._shrink_to(self.num_bytes - num_bytes)
+
+    def clear(self) -> None:
+        """Forget all items. Names stay bound to their bytes."""
+        with self._lock:
+            self._shrink_to(0)
+
+    def _shrink_to(self, num_bytes: int) -> None:
+        while self._items and self.num_bytes > num_bytes:
+            _, item = self._items.popitem(last=False)
+            self.num_bytes -= item.pixels.nbytes
+
+    # ---- names that clients give
+
+    def bind(self, uuid: str, salt: str | None, digest: bytes, field: str) -> None:
+        """Let a name stand for the source with this digest. Raises RequestError when it stands for another."""
+        with self._lock:
+            bound = self._names.setdefault((salt, uuid), digest)
+            self._names.move_to_end((salt, uuid))
+            if len(self._names) > MOST_NAMES:
+                self._names.popitem(last=False)
+        if bound != digest:
+            raise RequestError(
+                f"{field} has the uuid {shown(uuid)}, under which another picture was given before. Give it a uuid of "
+                "its own.",
+                field,
+            )
+
+    def named(self, uuid: str, salt: str | None) -> bytes | None:
+        """The digest of the source that a name stands for."""
+        with self._lock:
+            digest = self._names.get((salt, uuid))
+            if digest is not None:
+                self._names.move_to_end((salt, uuid))
+            return digest

@@ -1,0 +1,201 @@
+"""What callers give as a picture, each brought into one form: where it comes from, its name, and the field it is in.
+
+Parts of messages in the forms of several APIs, and the values of `multi_modal_data`. Nothing is fetched or decoded
+here, and no other process is asked. Letters: E embeddings, D numbers of each.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.errors import RequestError, check_unicode, shown
+
+URL_SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
+MOST_UUID_LETTERS = 256
+KEYS = {"image": "image", "image_url": "image_url", "input_image": "image_url", "image_pil": "image_pil"}
+"""Types of parts with a picture -> the key that holds it."""
+OTHER_MEDIA = (
+    *("image_embeds", "video", "video_url", "input_video", "audio", "audio_url", "input_audio", "audio_embeds"),
+    *("vision_chunk", "file", "input_file"),
+)
+"""Further types of parts that are no text."""
+OTHER_KEYS = ("url", "path", "base64")
+"""Where a part of type image may have its picture, too, as in chats of transformers."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """[E, D] in place of a picture: what an encoder would give for it."""
+
+    values: Any
+
+
+@dataclass(frozen=True)
+class PictureSource:
+    """One picture as a caller gave it. Exactly one of these is the case: `data`, a file's bytes; `array`, uint8 in
+    one of the shapes of `pictures.array_pixels`; `image`, one of Pillow; `url`, http, https, file or data; `path`, a
+    file of this machine; `embeddings`; or none of them, and the picture is known by its `uuid`.
+
+    `field` is what errors name.
+    """
+
+    field: str
+    uuid: str | None = None
+    data: bytes | None = None
+    array: np.ndarray | None = None
+    image: Any = None
+    url: str | None = None
+    path: str | None = None
+    embeddings: Embeddings | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is anything but a name."""
+        given = (self.data, self.array, self.image, self.url, self.path, self.embeddings)
+        return any(each is not None for each in given)
+
+
+def source_of(value: Any, field: str, uuid: Any = None, *, local_files: bool = False) -> PictureSource:
+    """Any value that stands for a picture; None with a `uuid`. `local_files`: texts that are no URLs are paths.
+
+    Raises RequestError that names `field`.
+    """
+    uuid = checked_uuid(uuid, field)
+    if value is None:
+        if uuid is None:
+            raise RequestError(f"{field} is empty. Give a picture, or the uuid of one that was given before.", field)
+        return PictureSource(field, uuid)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return PictureSource(field, uuid, data=bytes(value))
+    if isinstance(value, str):
+        check_unicode(field, value)
+        if value[:5].lower() == "data:" or URL_SCHEME.match(value):
+            return PictureSource(field, uuid, url=value)
+        if local_files:
+            return PictureSource(field, uuid, path=value)
+        raise RequestError(
+            f"{field} is {shown(value[:40])}, no URL that begins with data:, https:, http: or file:. Send the picture "
+            "as a data URL.",
+            field,
+        )
+    if isinstance(value, os.PathLike):
+        return PictureSource(field, uuid, path=os.fspath(value))
+    if isinstance(value, Embeddings):
+        return PictureSource(field, uuid, embeddings=value)
+    if isinstance(value, Mapping) and "image_embeds" in value:
+        return PictureSource(field, uuid, embeddings=Embeddings(value["image_embeds"]))
+    pillow = sys.modules.get("PIL.Image")  # without it nobody can have made an image
+    if pillow is not None and isinstance(value, pillow.Image):
+        return PictureSource(field, uuid, image=value)
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind == "f" and value.ndim in (2, 3):
+            return PictureSource(field, uuid, embeddings=Embeddings(value))
+        return PictureSource(field, uuid, array=value)
+    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor of torch
+        return source_of(value.detach().cpu().numpy(), field, uuid)
+    raise RequestError(
+        f"{field} is of type {type(value).__name__}, no picture. Give a PIL image, an array, a file's bytes, a path or "
+        "a data URL.",
+        field,
+    )
+
+
+def checked_uuid(uuid: Any, field: str) -> str | None:
+    """A picture's name as a client gives it. Raises RequestError that names `field`."""
+    if uuid is None:
+        return None
+    if not isinstance(uuid, str) or not 1 <= len(uuid) <= MOST_UUID_LETTERS:
+        raise RequestError(
+            f"{field} has the uuid {shown(uuid)}; it must be a text of 1 to {MOST_UUID_LETTERS} characters.", field
+        )
+    check_unicode(field, uuid)
+    return uuid
+
+
+# ---- parts of messages ---------------------------------------------------------------------------
+
+
+def is_picture_part(part: Any) -> bool:
+    """Whether it is a picture, or another medium, by its type, or by its keys where it says none."""
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    if kind is None:
+        return any(key in part for key in KEYS)
+    return isinstance(kind, str) and (kind in KEYS or kind in OTHER_MEDIA)
+
+
+def source_of_part(part: Mapping[str, Any], place: str, *, local_files: bool = False) -> PictureSource:
+    """The picture of a part that is one; `place` is where it stands, such as `messages[0].content[1]`.
+
+    Raises RequestError for a part of another kind.
+    """
+    kind = part.get("type") or next((key for key in KEYS if key in part), None)
+    given_field = part.get("field")
+    uuid = part.get("uuid")
+    if kind == "image_embeds":
+        field = given_field or f"{place}.image_embeds"
+        if part.get("image_embeds") is None:
+            return source_of(None, field, uuid)
+        return PictureSource(field, checked_uuid(uuid, field), embeddings=Embeddings(part["image_embeds"]))
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise RequestError(
+            f"{place} is a part of type {shown(kind)}; texts and pictures are taken. Leave it out.", f"{place}.type"
+        )
+    key = next((name for name in (KEYS[kind], *OTHER_KEYS) if part.get(name) is not None), KEYS[kind])
+    value, field = part.get(key), f"{place}.{key}"
+    if key == "image_url" and isinstance(value, Mapping):
+        value, field = value.get("url"), f"{field}.url"
+    if key == "base64" and isinstance(value, str):
+        value = value if value[:5].lower() == "data:" else f"data:image/png;base64,{value}"
+    if key in ("image_url", "url") and value is not None and not isinstance(value, str):
+        raise RequestError(f"{field} is {shown(value)}; it must be a URL.", given_field or field)
+    return source_of(value, given_field or field, uuid, local_files=local_files)
+
+
+# ---- multi_modal_data ----------------------------------------------------------------------------
+
+
+def sources_of_data(data: Any, uuids: Any = None, *, local_files: bool = False) -> list[PictureSource]:
+    """The pictures of vLLM's `multi_modal_data` and `multi_modal_uuids`, in order. Raises RequestError."""
+    images = images_of(data, "multi_modal_data")
+    names = images_of(uuids, "multi_modal_uuids")
+    if images is None:
+        images = [None] * len(names or ())
+    if names is None:
+        names = [None] * len(images)
+    if len(names) != len(images):
+        raise RequestError(
+            f"multi_modal_uuids has {len(names)} names for {len(images)} pictures. Give one for each, or None.",
+            "multi_modal_uuids",
+        )
+    if len(images) == 1:
+        fields: Iterator[str] = iter(["multi_modal_data.image"])
+    else:
+        fields = (f"multi_modal_data.image[{number}]" for number in range(len(images)))
+    return [
+        source_of(image, field, name, local_files=local_files)
+        for image, field, name in zip(images, fields, names, strict=False)
+    ]
+
+
+def images_of(data: Any, parameter: str) -> list[Any] | None:
+    """The list under the key `image`; None: it is not there. Other modalities are refused by name."""
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise RequestError(f"{parameter} is {shown(data)}; it must be a dict such as {{'image': ...}}.", parameter)
+    for modality, value in data.items():
+        if modality != "image" and value is not None and not (isinstance(value, Sequence) and not value):
+            raise RequestError(
+                f"{parameter} has the key {shown(modality)}; only 'image' is taken. Leave it out.", parameter
+            )
+    images = data.get("image")
+    if images is None:
+        return None if "image" not in data else [None]
+    return list(images) if isinstance(images, list | tuple) else [images]
