@@ -330,6 +330,8 @@ class StepRecord(msgspec.Struct, gc=False):
     program_wait: float = 0.0  # seconds between schedule_end and dispatch_end until programs were compiled
     pages_saved: int = 0  # blocks whose copies off the device were dispatched since the record before
     pages_loaded: int = 0  # whose copies to the device were
+    num_encoded: int = 0  # embeddings of pictures that were computed before its tokens
+    encoded_at: float = 0.0  # when the host heard that they were; 0: there were none
 
 
 FREE, CACHED, SHARED = -1, -2, -3

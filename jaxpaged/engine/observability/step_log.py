@@ -56,6 +56,8 @@ class StepLog:
             time.perf_counter(),
             num_steps,
             buckets.program_wait,
+            num_encoded=buckets.num_encoded,
+            encoded_at=buckets.encoded_at,
         )
         self._put_away()
         self._num_added += 1

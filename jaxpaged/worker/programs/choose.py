@@ -113,6 +113,7 @@ class ProgramChoice:
         """Nobody has a row."""
         self._live: defaultdict[int, set[str]] = defaultdict(set)  # by attention rank
         self._full: set[str] = set()  # of them, those that need the full sampler
+        self._ending_in_picture: set[str] = set()  # whose first token follows an embedding, which no decode step takes
 
     def choose(self, scheduled: SchedulerOutput) -> StepPrograms:
         """The programs of the next step; none for a step without requests."""
@@ -121,7 +122,10 @@ class ProgramChoice:
             self._live[rank].difference_update(part.removed_request_ids)
             self._live[rank].update([request.request_id for request in part.new_requests])
         self._full.difference_update(scheduled.removed_request_ids)
+        self._ending_in_picture.difference_update(scheduled.removed_request_ids)
         for request in scheduled.new_requests:
+            if request.mm_features and sum(request.mm_features[-1].runs[-1]) == request.num_prompt_tokens:
+                self._ending_in_picture.add(request.request_id)
             if self._needs_full(request.sampling_params):
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
@@ -174,6 +178,8 @@ class ProgramChoice:
 
     def max_decode_steps(self) -> int:
         """See `Executor`."""
+        if self._ending_in_picture:
+            return 1
         most = max(map(len, self._live.values()), default=0)
         bucket = next((size for size in self._multi_step_buckets if size >= most), 0)
         key = ProgramKey(ProgramKind.DECODE_FULL if self._full else ProgramKind.DECODE, bucket)
@@ -227,6 +233,8 @@ class ProgramChoice:
             return self._smallest(kind, num_sampling, self._multi_step_buckets)
         one_each = scheduled.total_num_scheduled_tokens == len(scheduled.request_ids)
         if not (one_each and all(scheduled.max_sampled_tokens)) or scheduled.masked:
+            return None
+        if self._ending_in_picture and not self._ending_in_picture.isdisjoint(scheduled.request_ids):
             return None
         place = bisect_left(self._multi_step_buckets, num_sampling)
         if place == len(self._multi_step_buckets):

@@ -254,3 +254,16 @@ def test_pictures_fill_the_programs_that_there_are(ready, items, buckets):
     assert programs.keys == [*programs.encode, programs.forward, programs.finish]
     scheduled.encoder_inputs = []
     assert not choice.choose(scheduled).encode
+
+
+def test_a_prompt_that_ends_in_a_picture_takes_no_decode_program():
+    _, choice = compiled()
+    scheduled = step(["a", "b"], [1, 1], [1, 1], new=[("a", PLAIN), ("b", PLAIN)])
+    scheduled.new_requests[1].mm_features = [MultiModalFeature(b"k" * 32, "image", 0, 1, [(0, 1)], (1, 1, 1))]
+    for _ in range(DECODES_THAT_PAY + 1):
+        assert not choice.choose(scheduled).multi_step and choice.max_decode_steps() == 1
+        scheduled.new_requests = []
+    scheduled = step(["a"], [1], [1], removed=["b"])
+    for _ in range(DECODES_THAT_PAY + 1):
+        multi_step = choice.choose(scheduled).multi_step
+    assert multi_step and choice.max_decode_steps() > 1
