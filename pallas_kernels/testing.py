@@ -121,12 +121,12 @@ def visible_ends(case: Any) -> np.ndarray:
 
 
 def spans_of_step(case: Any, block_tables_RM: np.ndarray) -> np.ndarray:
-    """What `sharing.fill_spans` finds in a step whose rows share what they have cached; two are enough to share."""
+    """What `sharing.fill_spans` finds in a step whose rows share blocks; two are enough to share."""
     work = SharedWork(item_and_chunk_slots(case.block_size)[0], tile=10**6, break_even=1)
     unit_blocks = work.unit // case.block_size
     keys = []
-    for (cached, _), table_M in zip(case.rows, block_tables_RM.tolist()):
-        num_units = cached // work.unit
+    for (cached, new), table_M in zip(case.rows, block_tables_RM.tolist()):
+        num_units = (cached + new) // work.unit
         keys.append([tuple(table_M[i * unit_blocks : (i + 1) * unit_blocks]) for i in range(num_units)])
     places = sorted(range(len(keys)), key=keys.__getitem__)
     equal = lambda pair: pair[0] == pair[1]

@@ -112,7 +112,12 @@ BOTH_WAYS_CASES = (
         sinks=True,
     ),
     Case("both ways, far behind", ((1500, 40), (90, 1)), both_ways=((0, 1505, 1540),), window=100, head_dim=64),
-    Case("both ways, rows that share beginnings", _TREE, shared=_HELD, both_ways=((1, 100, 130), (5, 265, 350))),
+    Case(
+        "both ways, rows that share what one of them computes",
+        ((0, 140), (128, 20), (130, 1)),
+        shared=((1, 0, 8), (2, 0, 8)),
+        both_ways=((0, 30, 110), (0, 121, 140), (1, 121, 140)),
+    ),
 )
 
 

@@ -20,11 +20,13 @@ from pallas_kernels.token_places import first_visible, pick, token_places
 
 class SharedQueries(NamedTuple):
     """token_Y: the token at each place, anything behind the last. position_Y: where it stands. before_R1: queries
-    before those of the r-th row of the order, then their number."""
+    before those of the r-th row of the order, then their number. end_Y: one past the last position that each sees, if
+    that is not its own."""
 
     token_Y: jax.Array
     position_Y: jax.Array
     before_R1: jax.Array
+    end_Y: jax.Array | None = None
 
 
 class Runs(NamedTuple):
@@ -47,7 +49,12 @@ class Runs(NamedTuple):
 
 
 def shared_queries(
-    shared_6R: jax.Array, query_start_loc_R1: jax.Array, seq_lens_R: jax.Array, num_tokens: int, query_tile: int
+    shared_6R: jax.Array,
+    query_start_loc_R1: jax.Array,
+    seq_lens_R: jax.Array,
+    num_tokens: int,
+    query_tile: int,
+    visible_end_T: jax.Array | None = None,
 ) -> SharedQueries:
     """The order of the queries of a step of `num_tokens`, padding included."""
     rows_R = shared_6R[sharing.ROWS]
@@ -58,7 +65,9 @@ def shared_queries(
     sorted_Y = jnp.sum(before_R1[1:] <= place_Y[:, None], axis=-1)
     token_Y = pick(start_R - before_R1[:-1], sorted_Y) + place_Y
     _, position_T, _ = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
-    return SharedQueries(token_Y, position_T.at[token_Y].get(mode="clip"), before_R1)
+    position_Y = position_T.at[token_Y].get(mode="clip")
+    end_Y = None if visible_end_T is None else visible_end_T.at[token_Y].get(mode="clip")
+    return SharedQueries(token_Y, position_Y, before_R1, end_Y)
 
 
 def place_of_rows(shared_6R: jax.Array, before_R1: jax.Array) -> jax.Array:
@@ -104,6 +113,9 @@ def runs_of(shared_6R: jax.Array, queries: SharedQueries, query_tile: int, windo
     mine_ZQ = (query_Q >= first_Z[:, None]) & (query_Q < end_Z[:, None])
     least_Z = jnp.where(mine_ZQ, position_JQ[tile_Z], 2**30).min(axis=-1)
     last_Z = jnp.where(mine_ZQ, position_JQ[tile_Z], -1).max(axis=-1)
+    seen_Z = None
+    if queries.end_Y is not None:
+        seen_Z = jnp.where(mine_ZQ, queries.end_Y.reshape(-1, Q)[tile_Z], 0).max(axis=-1)
     begin_Z, row_L = pick(shared_6R[sharing.BEGIN], span_Z), pick(shared_6R[sharing.ROWS], shared_6R[sharing.FIRST])
     return Runs(
         used_Z=used_Z,
@@ -114,5 +126,5 @@ def runs_of(shared_6R: jax.Array, queries: SharedQueries, query_tile: int, windo
         least_Z=least_Z,
         last_Z=last_Z,
         begin_Z=jnp.maximum(begin_Z, first_visible(least_Z, window)),
-        end_Z=jnp.minimum(pick(shared_6R[sharing.END], span_Z), last_Z + 1),
+        end_Z=jnp.minimum(pick(shared_6R[sharing.END], span_Z), last_Z + 1 if seen_Z is None else seen_Z),
     )

@@ -12,7 +12,7 @@ neither the prompts' kernel nor what orders tokens for it. Spans that rows share
 kernel over tiles of the queries of all rows that hold them, whatever their number of new tokens, leaves a softmax for
 each query, with which both kernels begin that read what is a row's own. In a step without spans a branch passes it by.
 
-Skipping: blocks behind the last query or before its window are neither fetched nor looked up, pieces of context
+Skipping: blocks behind all that queries see or before their window are neither fetched nor looked up, pieces of context
 without such blocks are not worked on, chunks that all queries of a tile see whole are not masked.
 
 Requires: bfloat16 or float32 queries; a cache of these or of int8, float8_e4m3fn, float8_e5m2; blocks of multiples of
@@ -55,6 +55,7 @@ from pallas_kernels.ragged_paged_attention.tpu.lanes import (
     NUM_LANES,
     LanesLayout,
     join,
+    over_lanes,
     pad_lanes,
     round_up,
     sublane_tile,
@@ -188,7 +189,8 @@ class _Layer:
 
         def attend() -> Begun:
             q_KGYD = q_TKGD.at[spans.token_Y].get(mode="clip").transpose(1, 2, 0, 3)
-            begun_KGY = spans_attention(*self._in_tiles(spans.segments, q_KGYD, spans.position_YL), **self.settings)
+            operands, shape = self._in_tiles(spans.segments, q_KGYD, spans.position_YL, spans.end_YL)
+            begun_KGY = spans_attention(operands, shape, **self.settings)
             begun_TKG = jax.tree.map(lambda x: x.transpose(2, 0, 1, 3).at[spans.place_T].get(mode="clip"), begun_KGY)
             shares_T = spans.shares_T[:, None, None, None]
             alone_KGL = LOWEST if self.sinks_KG is None else self.sinks_KG[..., None]
@@ -226,15 +228,15 @@ class _Layer:
         T, tile = len(q_TKGD), self.plan.query_tile
         in_tiles = lambda x_TKGD: _pad_axis(x_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, tile))
         q_KGYD, begun_KGY = jax.tree.map(in_tiles, (q_TKGD, begun_TKG))
-        operands, shape = self._in_tiles(self.plan.prefill, q_KGYD, begun=begun_KGY)
+        operands, shape = self._in_tiles(self.plan.prefill, q_KGYD, end_YL=self.plan.end_YL, begun=begun_KGY)
         return prefill_attention(operands, shape, **self.settings)[:, :, :T].transpose(2, 0, 1, 3)
 
-    def _in_tiles(self, segments: Segments, q_KGYD: jax.Array, *more: Any, **begun: Any) -> tuple[Any, PrefillShape]:
+    def _in_tiles(self, segments: Segments, q_KGYD: jax.Array, *more: Any, **named: Any) -> tuple[Any, PrefillShape]:
         """What the prefill kernel takes."""
         problem, tile = self.problem, self.plan.query_tile
         fetch = self._fetch(1, tiles.prefill_heads(problem, tile), CHUNK_SLOTS)
         groups = tiles.tile_groups(problem.group_size, tile)
-        operands = self._operands(segments, q_KGYD, problem.group_size, *more, **begun)
+        operands = self._operands(segments, q_KGYD, problem.group_size, *more, **named)
         return operands, PrefillShape(fetch, problem.lanes, self.rule, self.window, tile, groups)
 
     def _operands(
@@ -243,16 +245,18 @@ class _Layer:
         q: jax.Array,
         sink_rows: int,
         position_YL: jax.Array | None = None,
+        end_YL: jax.Array | None = None,
         begun: Begun | None = None,
     ) -> Operands:
         kind = kind_of(self.scales)
         return Operands(
             segments=segments,
             q=q,
-            sinks=None if self.sinks_KG is None else _over_lanes(_pad_axis(self.sinks_KG, 1, sink_rows)),
+            sinks=None if self.sinks_KG is None else over_lanes(_pad_axis(self.sinks_KG, 1, sink_rows)),
             position_YL=position_YL,
+            end_YL=end_YL,
             begun=begun,
-            head_scales_K2L=_over_lanes(jnp.stack(self.scales, axis=1)) if kind == "head" else None,
+            head_scales_K2L=over_lanes(jnp.stack(self.scales, axis=1)) if kind == "head" else None,
             tables=self.plan.tables,
             kv_BKSW=self.kv_BKSW,
             token_scales_BK2L=self.scales[0] if kind == "token" else None,
@@ -268,11 +272,6 @@ class _Layer:
             pages_per_row=self.plan.pages_per_row,
             token_scales=kind_of(self.scales) == "token",
         )
-
-
-def _over_lanes(x: jax.Array) -> jax.Array:
-    """[..., lanes], all lanes alike."""
-    return jnp.broadcast_to(x[..., None], (*x.shape, NUM_LANES))
 
 
 def _resized(x: jax.Array, size: int) -> jax.Array:

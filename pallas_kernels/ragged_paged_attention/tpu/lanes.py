@@ -57,6 +57,11 @@ class Lanes:
         return slice(start, start + self.head_dim)
 
 
+def over_lanes(x: jax.Array) -> jax.Array:
+    """[..., lanes], all lanes alike."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, NUM_LANES))
+
+
 class LanesLayout:
     """Keys and values side by side, `[blocks, kv heads, slots, lanes]`: every block is contiguous, and each head in it.
 

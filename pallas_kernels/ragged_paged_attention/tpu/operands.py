@@ -43,7 +43,8 @@ class Begun:
 class Operands:
     """q: in the kernel's own order. sinks: [K, rows, L], all lanes alike, times log2(e), or None.
 
-    position_YL: where queries stand, all lanes alike, if not as segments say. begun: what some segments begin with.
+    position_YL: where queries stand, all lanes alike, if not as segments say. end_YL: one past the last position that
+    they see, likewise, if that is not their own. begun: what some segments begin with.
     tables: pages of the block table. kv_BKSW: the cache. A cache of 8 bits may have head_scales_K2L, of keys and of
     values, all lanes alike, or token_scales_BK2L.
     """
@@ -52,6 +53,7 @@ class Operands:
     q: Any
     sinks: Any
     position_YL: Any
+    end_YL: Any
     begun: Begun | None
     head_scales_K2L: Any
     tables: Any
@@ -75,6 +77,7 @@ class Operands:
             (lambda x: q_spec, self.q),
             (per_head, self.sinks),
             (per_query, self.position_YL),
+            (per_query, self.end_YL),
             (begun, self.begun),
             (per_head, self.head_scales_K2L),
             (in_hbm, self.tables),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.shared_tiles import Runs, runs_of_rows
-from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, sublane_tile
+from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, over_lanes, sublane_tile
 from pallas_kernels.ragged_paged_attention.tpu.segments import (
     CHUNK_SLOTS,
     DECODE_ITEM_SLOTS,
@@ -60,7 +60,8 @@ class Plan:
     decode_token_Z: the token of each decode segment. decode_segment_T: the decode segment of each token, or -1 where
     prefill computes the output. query_tile: queries in one grid block of the prefill kernel. pages_per_row: of the
     block table. writes: where new tokens go, by slots of a group: those of every type of cache, and whole blocks. XLA
-    computes those that are used. spans: those that rows share; None where nobody looked for any.
+    computes those that are used. spans: those that rows share; None where nobody looked for any. end_YL: one past the
+    last position that each token sees, all lanes alike, padded to whole tiles; None where attention is causal.
     """
 
     tables: jax.Array
@@ -70,6 +71,7 @@ class Plan:
     decode_token_Z: jax.Array
     decode_segment_T: jax.Array
     spans: Spans | None
+    end_YL: jax.Array | None
     query_tile: int = dataclasses.field(metadata={"static": True})
     pages_per_row: int = dataclasses.field(metadata={"static": True})
 
@@ -110,15 +112,15 @@ def make_plan(
     window: int | None,
     shared_6R: jax.Array | None = None,
     share: ContextShare | None = None,
+    visible_end_T: jax.Array | None = None,
 ) -> Plan | PartPlan:
     """The plan of one step; see `make_metadata` for the arguments. With a `share` each row reads by itself."""
     own_R = None if shared_6R is None or share is not None else shared_6R[sharing.OWN]
-    batch = Batch(
-        query_start_loc_R1[:-1], query_start_loc_R1[1:], seq_lens_R, block_tables_RM, num_tokens, window, own_R
-    )
+    start_R, end_R = query_start_loc_R1[:-1], query_start_loc_R1[1:]
+    batch = Batch(start_R, end_R, seq_lens_R, block_tables_RM, num_tokens, window, own_R, visible_end_T)
     if share is not None:
         return _part_plan(batch, query_start_loc_R1, share)
-    settings = {"num_tokens": num_tokens, "block_size": block_size, "window": window}
+    settings = {"num_tokens": num_tokens, "block_size": block_size, "window": window, "visible_end_T": visible_end_T}
     decode = _decode_segments(batch, item_slots_of(block_size, DECODE_ITEM_SLOTS))
     query_tile = query_tile_of(num_tokens)
     return Plan(
@@ -129,6 +131,7 @@ def make_plan(
         decode_token_Z=pick(batch.start_R, decode.row_Z),
         decode_segment_T=_decode_segment_of(batch, jnp.arange(num_tokens)),
         spans=None if shared_6R is None else make_spans(shared_6R, query_start_loc_R1, seq_lens_R, **settings),
+        end_YL=None if visible_end_T is None else over_lanes(jnp.pad(visible_end_T, (0, -num_tokens % query_tile))),
         query_tile=query_tile,
         pages_per_row=pages_of(block_tables_RM.shape[1]),
     )
@@ -143,7 +146,7 @@ def _part_plan(batch: "Batch", query_start_loc_R1: jax.Array, share: ContextShar
     return PartPlan(
         tables=_paged(batch.tables_RM),
         segments=segments_of(runs, len(seen_Y) // query_tile, item_slots_of(share.slots, CHUNK_SLOTS)),
-        position_YL=jnp.broadcast_to(seen_Y[:, None], (len(seen_Y), NUM_LANES)),
+        position_YL=over_lanes(seen_Y),
         writes={group: _writes(batch, share.slots, group, share) for group in _write_groups(share.slots)},
         query_tile=query_tile,
         pages_per_row=pages_of(batch.tables_RM.shape[1]),
@@ -153,7 +156,8 @@ def _part_plan(batch: "Batch", query_start_loc_R1: jax.Array, share: ContextShar
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The rows of a step; some have no new token, or none at all. own_R: where that part of each row's context begins
-    which is its own; None where nobody looked for spans that rows share."""
+    which is its own; None where nobody looked for spans that rows share. visible_end_T: of tokens that see what stands
+    behind them; None where attention is causal."""
 
     start_R: jax.Array
     end_R: jax.Array
@@ -162,6 +166,7 @@ class Batch:
     num_tokens: int
     window: int | None
     own_R: jax.Array | None
+    visible_end_T: jax.Array | None
 
     @property
     def num_rows(self) -> int:
@@ -224,9 +229,12 @@ def _prefill_segments(batch: Batch, query_tile: int, item_slots: int) -> Segment
     first_Z = jnp.maximum(pick(batch.start_R, row_Z) - start_Z, 0)
     end_Z = jnp.minimum(pick(batch.end_R, row_Z) - start_Z, query_tile)
     offset_Z = pick(batch.seq_lens_R - batch.end_R, row_Z) + start_Z
-    return _own_segments(
-        batch, item_slots, row_Z, used_Z, first_Z, end_Z, offset_Z + first_Z, offset_Z + end_Z - 1, tile_Z, num_tiles
-    )
+    least_Z, last_Z, seen_Z = offset_Z + first_Z, offset_Z + end_Z - 1, None
+    if batch.visible_end_T is not None:
+        query_ZT = jnp.arange(batch.num_tokens) - start_Z[:, None]
+        mine_ZT = (query_ZT >= first_Z[:, None]) & (query_ZT < end_Z[:, None])
+        seen_Z = jnp.max(jnp.where(mine_ZT, batch.visible_end_T, 0), axis=-1)
+    return _own_segments(batch, item_slots, row_Z, used_Z, first_Z, end_Z, least_Z, last_Z, tile_Z, num_tiles, seen_Z)
 
 
 def _own_segments(
@@ -240,13 +248,15 @@ def _own_segments(
     last_Z: jax.Array,
     block_Z: jax.Array,
     num_blocks: int,
+    seen_Z: jax.Array | None = None,
 ) -> Segments:
-    """Segments that read what is their row's own."""
+    """Segments that read what is their row's own, up to `seen_Z`, or to the last of their queries."""
     begin_Z, begun_Z = first_visible(least_Z, batch.window), None
     if batch.own_R is not None:
         own_Z = pick(batch.own_R, row_Z)
         begin_Z, begun_Z = jnp.maximum(begin_Z, own_Z), own_Z > 0
-    runs = Runs(used_Z, block_Z, row_Z, first_query_Z, end_query_Z, least_Z, last_Z, begin_Z, last_Z + 1)
+    seen_Z = last_Z + 1 if seen_Z is None else seen_Z
+    runs = Runs(used_Z, block_Z, row_Z, first_query_Z, end_query_Z, least_Z, last_Z, begin_Z, seen_Z)
     return segments_of(runs, num_blocks, item_slots, begun_Z)
 
 

@@ -198,7 +198,8 @@ def _scales(token_scales_ref: Any, head_scales_ref: Any, h: Any, block_size: int
 @dataclasses.dataclass(frozen=True)
 class _View:
     """Which queries of a tile, [first_query, end_query), see which slots of a chunk. `least`, `last`: the least and the
-    greatest of their positions, which follow each other unless `position_QL` has them."""
+    greatest of their positions, which follow each other unless `position_QL` has them. A query sees what stands before
+    it and itself, or up to what `end_QL` has."""
 
     item: Item
     first_query: jax.Array
@@ -206,6 +207,7 @@ class _View:
     least: jax.Array
     last: jax.Array
     position_QL: Any
+    end_QL: Any
     num_queries: int
     num_slots: int
     window: int | None
@@ -220,6 +222,7 @@ class _View:
             segments.least_Z[z],
             segments.last_Z[z],
             operands.position_YL,
+            operands.end_YL,
             shape.query_tile,
             shape.fetch.item_slots,
             shape.window,
@@ -242,13 +245,18 @@ class _View:
         position_1P = self.item.position + lax.broadcasted_iota(jnp.int32, (1, self.num_slots), 1)
         position_1P = jnp.where((position_1P >= self.item.first) & (position_1P < self.item.end), position_1P, NEVER)
         mine_X1 = (query_X1 >= self.first_query) & (query_X1 < self.end_query)
-        last_X1 = jnp.where(mine_X1, self._positions(query_X1), -1)
-        visible_XP = position_1P <= last_X1
+        own_X1 = jnp.where(mine_X1, self._positions(query_X1), -1)
+        visible_XP = position_1P <= own_X1
+        if self.end_QL is not None:
+            visible_XP = position_1P < jnp.where(mine_X1, self._of_rows(self.end_QL, query_X1), 0)
         if self.window is not None:
-            visible_XP &= position_1P > last_X1 - self.window
+            visible_XP &= position_1P > own_X1 - self.window
         return jnp.where(visible_XP, exponent_XP, 2 * LOWEST)
 
     def _positions(self, query_X1: jax.Array) -> jax.Array:
         if self.position_QL is None:
             return self.least - self.first_query + query_X1
-        return jnp.concatenate([self.position_QL[:, :1]] * (len(query_X1) // self.num_queries))
+        return self._of_rows(self.position_QL, query_X1)
+
+    def _of_rows(self, x_QL: Any, query_X1: jax.Array) -> jax.Array:
+        return jnp.concatenate([x_QL[:, :1]] * (len(query_X1) // self.num_queries))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.shared_tiles import place_of_rows, runs_of, shared_queries
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork, room_for_tiles
-from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES
+from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, over_lanes
 from pallas_kernels.ragged_paged_attention.tpu.segments import (
     CHUNK_SLOTS,
     Segments,
@@ -34,13 +34,15 @@ long as reading 16 MB, 4 KiB a slot, and what it leaves of each token is written
 @dataclasses.dataclass(frozen=True)
 class Spans:
     """segments: see above. token_Y: the token at each place. position_YL: where it stands, all lanes alike. place_T:
-    the place of each token. shares_T: whether its row shares anything."""
+    the place of each token. shares_T: whether its row shares anything. end_YL: one past the last position that each
+    query sees, like position_YL, if that is not its own."""
 
     segments: Segments
     token_Y: jax.Array
     position_YL: jax.Array
     place_T: jax.Array
     shares_T: jax.Array
+    end_YL: jax.Array | None
 
 
 def query_tile_of(num_tokens: int) -> int:
@@ -74,10 +76,11 @@ def make_spans(
     num_tokens: int,
     block_size: int,
     window: int | None,
+    visible_end_T: jax.Array | None = None,
 ) -> Spans:
     """The spans of one step; see `make_metadata` for the arguments."""
     Q, settings = query_tile_of(num_tokens), (query_start_loc_R1, seq_lens_R, num_tokens)
-    queries = shared_queries(shared_6R, *settings, Q)
+    queries = shared_queries(shared_6R, *settings, Q, visible_end_T)
     row_T, _, real_T = token_places(*settings)
     first_place_R = place_of_rows(shared_6R, queries.before_R1)
     place_T = pick(first_place_R - query_start_loc_R1[:-1], row_T) + jnp.arange(num_tokens)
@@ -86,7 +89,8 @@ def make_spans(
     return Spans(
         segments=segments_of(runs, num_places // Q, item_slots_of(block_size, CHUNK_SLOTS)),
         token_Y=queries.token_Y,
-        position_YL=jnp.broadcast_to(queries.position_Y[:, None], (num_places, NUM_LANES)),
+        position_YL=over_lanes(queries.position_Y),
         place_T=place_T,
         shares_T=real_T & (pick(shared_6R[sharing.OWN], row_T) > 0),
+        end_YL=None if queries.end_Y is None else over_lanes(queries.end_Y),
     )

@@ -47,7 +47,7 @@ QUICK = (
     (TEAMS, jnp.bfloat16),
     (CASE["both ways"], jnp.float32),
     (CASE["both ways, window shorter than runs"], jnp.bfloat16),
-    (CASE["both ways, rows that share beginnings"], jnp.float32),
+    (CASE["both ways, rows that share what one of them computes"], jnp.float32),
 )
 OTHERS = [(case, dtype) for dtype in (jnp.bfloat16, jnp.float32) for case in CASE.values()]
 OTHERS = [pair for pair in OTHERS if pair not in QUICK]

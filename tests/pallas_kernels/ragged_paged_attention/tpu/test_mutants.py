@@ -22,6 +22,13 @@ CASE = Case("for mutants", ((300, 1), (20, 40), (37, 1), (5, 3)), group_size=3)
 SINKS = Case("for mutants", ((20, 20), (37, 1)), sinks=True)
 WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
 SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=146, shared=((1, 0, 8), (2, 0, 4)))
+BOTH_WAYS = Case(
+    "for mutants",
+    ((20, 40), (37, 1), (140, 30)),
+    window=146,
+    both_ways=((0, 22, 55), (0, 55, 60), (2, 140, 165)),
+)
+FIRST = Case("for mutants", ((0, 140), (128, 20)), shared=((1, 0, 8),), both_ways=((0, 30, 110),))
 
 # what is wrong: (case, module, its text, what the mutant has in its place)
 MUTANTS = {
@@ -41,8 +48,8 @@ MUTANTS = {
     "queries of a tile see one position ahead": (
         CASE,
         "prefill",
-        "position_1P <= last_X1",
-        "position_1P <= last_X1 + 1",
+        "position_1P <= own_X1",
+        "position_1P <= own_X1 + 1",
     ),
     "queries of a tile see others' contexts": (
         CASE,
@@ -71,13 +78,38 @@ MUTANTS = {
     "a window is one too wide for prompts": (
         WINDOW,
         "prefill",
-        "position_1P > last_X1 - self.window",
-        "position_1P >= last_X1 - self.window",
+        "position_1P > own_X1 - self.window",
+        "position_1P >= own_X1 - self.window",
     ),
     "decodes forget spans": (SHARED, "decode", "begun_Z[item.segment] > 0", "begun_Z[item.segment] < 0"),
     "prompts forget spans": (SHARED, "prefill", "begun_J[tile] > 0", "begun_J[tile] < 0"),
     "what rows share is read by each of them too": (SHARED, "plan", "jnp.maximum(begin_Z, own_Z)", "begin_Z"),
     "queries that share a span stand side by side": (SHARED, "prefill", "if self.position_QL is None:", "if True:"),
+    "tiles read no further than their last query": (
+        BOTH_WAYS,
+        "plan",
+        "last_Z + 1 if seen_Z is None else seen_Z",
+        "last_Z + 1",
+    ),
+    "queries see what comes behind a run": (
+        BOTH_WAYS,
+        "prefill",
+        "position_1P < jnp.where",
+        "position_1P <= jnp.where",
+    ),
+    "runs are causal": (BOTH_WAYS, "prefill", "if self.end_QL is not None:", "if False:"),
+    "windows begin where the end of a run is": (
+        BOTH_WAYS,
+        "prefill",
+        "position_1P > own_X1 - self.window",
+        "position_1P > self._of_rows(self.end_QL, query_X1) - 1 - self.window",
+    ),
+    "spans that rows share are causal": (
+        FIRST,
+        "spans",
+        "end_YL=None if queries.end_Y is None else over_lanes(queries.end_Y)",
+        "end_YL=None",
+    ),
     "spans are read beyond their ends": (
         SHARED,
         "prefill",
@@ -85,7 +117,7 @@ MUTANTS = {
         "position_1P >= 0",
     ),
 }
-QUICK = ("queries of a tile see others' contexts", "blocks are not waited for")
+QUICK = ("queries of a tile see others' contexts", "blocks are not waited for", "runs are causal")
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +156,7 @@ def is_right(case: Case) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [CASE, SINKS, WINDOW, SHARED], ids=["mixed", "sinks", "window", "shared"])
+@pytest.mark.parametrize("case", [CASE, SINKS, WINDOW, SHARED, BOTH_WAYS, FIRST])
 def test_without_a_mutation_the_cases_pass(case):
     assert is_right(case)
 

@@ -7,11 +7,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import BOTH_WAYS_CASES, CASES, SHARED_CASES, Case
 from pallas_kernels.ragged_paged_attention.tpu import TpuBackend
 from tests.pallas_kernels.ragged_paged_attention.one_step import check_case, marks
 
 CASE = {case.name: case for case in CASES}
+ALL = (*CASES, *SHARED_CASES, *BOTH_WAYS_CASES)
 BACKEND = "tpu-interpret"
 # Every kind of mask and layout once; the others take minutes, and are the same code with other sizes. They take the two
 # types in turn: what a type changes does not depend on the case.
@@ -20,6 +21,7 @@ QUICK = (
     ("multi-head, head_dim 80, block_size 64", jnp.bfloat16),
     ("window, soft cap and sinks", jnp.float32),
     ("rows that share beginnings, window, soft cap and sinks", jnp.float32),
+    ("both ways, window shorter than runs", jnp.float32),
 )
 
 
@@ -36,7 +38,7 @@ def is_taken(case: Case, dtype) -> bool:
 
 
 def all_cases():
-    for number, (case, dtype) in enumerate(zip((*CASES, *SHARED_CASES), itertools.cycle((jnp.float32, jnp.bfloat16)))):
+    for number, (case, dtype) in enumerate(zip(ALL, itertools.cycle((jnp.float32, jnp.bfloat16)))):
         quick = dict(QUICK).get(case.name)
         dtype = quick or (dtype if is_taken(case, dtype) else jnp.float32)
         if is_taken(case, dtype):
