@@ -88,14 +88,16 @@ class Pictures:
         index = bisect_right(features, first, key=end_of)
         if self._config.whole_spans:
             end = self._whole_end(features[index:], first, end, first + most)
+        # A request that lacks one token decodes, and takes nothing: a picture that begins there is taken before.
+        lacks_one = end == request.num_tokens_with_placeholders - 1
         for i in range(index, len(features)):
             start = first_replaced(features[i], first)
-            if start >= end:
+            if start >= end + lacks_one:
                 break
             if not self._take(request, i):
-                end = start
+                end = min(start, end - (start == end))
                 break
-        return end - first
+        return max(end - first, 0)
 
     def _whole_end(self, features: Sequence[MultiModalFeature], first: int, end: int, limit: int) -> int:
         """Where a step that would end at `end` ends, so that it cuts no run: before the one there, or, if that is the

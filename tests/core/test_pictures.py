@@ -47,6 +47,11 @@ class TestWindows:
         add(engine, "a", prompt_of(16), (10, "x", (6,)), (13, "y", (2,)))
         assert steps_of(engine) == [({"a": 8}, []), ({"a": 8}, ["x"]), ({"a": 8}, ["y"])]
 
+    def test_a_picture_that_is_a_prompts_last_token_is_taken_before_the_request_decodes(self):
+        engine = engine_of(sees(num_pages=4), max_num_batched_tokens=6)
+        add(engine, "a", prompt_of(6), (6, "x", (1,)))
+        assert steps_of(engine) == [({"a": 6}, ["x"])]
+
     def test_its_pages_are_told_once(self):
         engine = engine_of(sees(page_size=4), max_num_batched_tokens=4)
         add(engine, "a", prompt_of(4), (2, "x", (7,)))

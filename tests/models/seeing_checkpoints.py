@@ -166,8 +166,9 @@ def qwen_vl_tensors(name: str) -> dict[str, np.ndarray]:
 
 
 def write_seeing_checkpoint(name: str, folder: Path) -> Path:
-    """A model folder with config.json and model.safetensors."""
+    """A model folder with config.json, preprocessor_config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor_config_of(name)), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(SEEING[name]), encoding="utf-8")
     save_file(make_seeing_tensors(name), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
