@@ -32,6 +32,7 @@ from jaxpaged.models.decoder import Layer, decoder_specs, feed_forward, forward,
 from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
 from jaxpaged.models.interface import LayerContext, LayerOutput
 from jaxpaged.models.rope_config import score_factor, single_rope
+from jaxpaged.models.wrapped import text_part
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.params.spec import Spec
 
@@ -96,6 +97,11 @@ def v3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         scale=fields.number("routed_scaling_factor", 2.5),
     )
     return latent_config(fields, router, shared=1, first=3, experts=256)
+
+
+def kimi_k25_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Of the part of Kimi-K2.5's config.json that describes the language model, a V3."""
+    return v3_config_from_hf(text_part(hf))
 
 
 def own_fields(hf: dict[str, Any]) -> HfFields:
@@ -251,4 +257,7 @@ DEEPSEEK_V3 = replace(
     architectures=("DeepseekV3ForCausalLM",),
     config_from_hf=v3_config_from_hf,
     param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, True)),
+)
+KIMI_K25 = replace(
+    DEEPSEEK_V3, architectures=("KimiK25ForConditionalGeneration",), config_from_hf=kimi_k25_config_from_hf
 )

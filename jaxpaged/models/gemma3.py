@@ -7,18 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
 from jaxpaged.models import gemma2
 from jaxpaged.models.config import (
     DecoderConfig,
     HfFields,
     LayerConfig,
     layer_windows,
-    short,
 )
 from jaxpaged.models.decoder import SANDWICH_NORMS, decoder_specs
 from jaxpaged.models.rope_config import two_ropes
 from jaxpaged.models.vision.gemma3 import GEMMA3_VISION
+from jaxpaged.models.wrapped import text_part
 
 DEFAULTS = {
     "vocab_size": 262_208,
@@ -54,25 +53,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     )
     fields.refuse_unread()
     return config
-
-
-OF_IMAGES = frozenset(
-    """
-    text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
-    boi_token_id eoi_token_id model_type initializer_range transformers_version
-    """.split()
-)
-"""Fields beside `text_config` that say nothing of the language model."""
-
-
-def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the language model. Some stand beside its part, and win over those in it."""
-    if "text_config" not in hf:
-        return hf
-    if not isinstance(hf["text_config"], dict):
-        raise CheckpointError(f"config.json: text_config is {short(hf['text_config'])}; it must be an object.")
-    beside = {name: value for name, value in hf.items() if name not in OF_IMAGES and value is not None}
-    return {**hf["text_config"], **beside}
 
 
 GEMMA3 = replace(

@@ -18,7 +18,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import FULL, DecoderConfig, ExpertsConfig, HfFields, short, without_rotation
 from jaxpaged.models.decoder import decoder_specs, mlp_with_bias, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, shared_mlp
-from jaxpaged.models.gemma3 import text_part
+from jaxpaged.models.wrapped import text_part
 from jaxpaged.params.spec import Spec
 
 CHUNKED = "chunked_attention"

@@ -12,7 +12,7 @@ from typing import Any
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.cohere import COHERE
 from jaxpaged.models.config import DecoderConfig, architecture_of, short
-from jaxpaged.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jaxpaged.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
 from jaxpaged.models.exaone4 import EXAONE4
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
@@ -24,6 +24,7 @@ from jaxpaged.models.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.llama4 import LLAMA4
 from jaxpaged.models.mimo import MIMO
+from jaxpaged.models.mistral3 import MISTRAL3
 from jaxpaged.models.mixtral import MIXTRAL
 from jaxpaged.models.olmo2 import OLMO2, OLMO3
 from jaxpaged.models.phi3 import PHI3
@@ -34,13 +35,14 @@ from jaxpaged.models.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, QWEN3_VL_MOE
 from jaxpaged.models.seed_oss import SEED_OSS
 from jaxpaged.models.seeing import seeing_model
 from jaxpaged.models.smollm3 import SMOLLM3
-from jaxpaged.models.unsupported import architecture_error
+from jaxpaged.models.unsupported import architecture_error, tower_error
 
 MODELS: dict[str, Model] = {
     name: model
     for model in (
         LLAMA,
         MISTRAL,
+        MISTRAL3,
         MIXTRAL,
         QWEN2,
         QWEN3,
@@ -66,6 +68,7 @@ MODELS: dict[str, Model] = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        KIMI_K25,
         LLAMA4,
         LFM2,
         LFM2_MOE,
@@ -75,6 +78,7 @@ MODELS: dict[str, Model] = {
 """Every supported architecture that generates."""
 
 GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Model"
+ALSO_SEES = "ForConditionalGeneration"
 MAX_LABELS = 100_000
 
 
@@ -89,9 +93,13 @@ def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
         raise architecture_error(name, hf, MODELS.keys())
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))
+    if language_model_only:
+        return replace(model, vision=None)
     if model.vision is None:
+        if name.endswith(ALSO_SEES) and hf.get("vision_config"):
+            raise tower_error(name)
         return model
-    if language_model_only or model.vision.config_from_hf(hf) is None:
+    if model.vision.config_from_hf(hf) is None:
         return replace(model, vision=None)
     return seeing_model(model)
 

@@ -75,6 +75,14 @@ def architecture_error(name: str, hf: Mapping[str, Any], supported: Collection[s
     )
 
 
+def tower_error(name: str) -> CheckpointError:
+    """The error for an architecture of which only the language model is supported."""
+    return CheckpointError(
+        f"config.json describes {name}, a model that also reads images. What reads them is not supported; its language "
+        f"model is: start with --language-model-only to serve it for text. {SUPPORTED}"
+    )
+
+
 def text_model_of(hf: Mapping[str, Any], supported: Collection[str]) -> str | None:
     """The supported architecture whose layers the language model inside has, by its name; None where none is known."""
     part = next((hf[field] for field in TEXT_PARTS if isinstance(hf.get(field), dict)), hf)

@@ -129,14 +129,14 @@ def test_a_llama_4_that_sees_images_has_chunks_where_it_rotates():
         "max_position_embeddings": 16_384,
     }
     hf = {"architectures": ["Llama4ForConditionalGeneration"], "text_config": text, "vision_config": {"x": 1}}
-    config = parse(hf)
+    config, model = parse(hf, language_model_only=True), model_for(hf, language_model_only=True)
     assert [layer.chunk for layer in config.layers] == [8192, 8192, 8192, None] * 2
     assert [layer.rope is None for layer in config.layers] == [False, False, False, True] * 2
     assert (config.sparse_layers, config.experts.width, config.intermediate_size) == ((1, 3, 5, 7), 40, 80)
-    specs = model_for(hf).attention_specs(replace(config, max_model_len=8192), 16, 2, 1)
+    specs = model.attention_specs(replace(config, max_model_len=8192), 16, 2, 1)
     assert {spec.chunk for spec in specs} == {None}, "no request is longer than a chunk"
     with pytest.raises(ConfigError, match="block_size 24 .* 8192 .* attention_chunk_size"):
-        model_for(hf).attention_specs(replace(config, max_model_len=8193), 24, 2, 1)
+        model.attention_specs(replace(config, max_model_len=8193), 24, 2, 1)
 
 
 def test_qwen_windows_start_late_and_only_when_switched_on():

@@ -114,15 +114,6 @@ def test_quantised_tensors_without_a_description_are_recognised(end, tmp_path):
 
 # ---- architectures: what config.json says, and what the error says that it is, and what would serve
 SEEING = {
-    "mistral 3": (
-        {
-            "architectures": ["Mistral3ForConditionalGeneration"],
-            "text_config": {"model_type": "mistral"},
-            "vision_config": {"a": 1},
-        },
-        "images",
-        "MistralForCausalLM",
-    ),
     "qwen 2.5 omni": (
         {
             "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
@@ -194,6 +185,12 @@ def test_wrappers_of_models_that_read_more_than_text_say_which_text_model_serves
     assert f"{hf['architectures'][0]}, a model that also reads {senses}. It is not supported yet" in words
     assert "Serve a model for text only" in words and (inside is None or f"of the architecture {inside}." in words)
     assert inside is not None or "architecture" not in words
+
+
+@pytest.mark.parametrize("name", ["Llama4ForConditionalGeneration", "KimiK25ForConditionalGeneration"])
+def test_a_tower_that_is_not_supported_can_be_left_out(name):
+    words = refusal({"architectures": [name], "text_config": {}, "vision_config": {"a": 1}})
+    assert f"{name}, a model that also reads images" in words and "start with --language-model-only" in words
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.layers.norm import NormConfig, normalised
 from jaxpaged.models.vision.interface import VisionConfig
+from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.params.spec import Spec
 
 
@@ -71,6 +73,13 @@ def numbers(patches_PX: jax.Array, table_CV: jax.Array, dtype: Any) -> jax.Array
     of_channel = patches_PX.reshape(len(patches_PX), len(table_CV), -1)
     looked_up = jax.vmap(lambda row_V, values: row_V[values], in_axes=(0, 1), out_axes=1)
     return looked_up(table_CV.astype(dtype), of_channel).reshape(patches_PX.shape)
+
+
+def on_devices(x_PX: jax.Array, mesh: Mesh | AbstractMesh | None) -> jax.Array:
+    """The same, patches split over the devices of the mesh, if there is one that can share them."""
+    if mesh is None or len(x_PX) % mesh.size:
+        return x_PX
+    return jax.lax.with_sharding_constraint(x_PX, NamedSharding(mesh, PartitionSpec(MODEL_AXES)))
 
 
 def placed(specs: Any, config: VisionConfig, num_shards: int) -> Any:

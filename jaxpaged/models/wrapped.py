@@ -1,0 +1,27 @@
+"""The part of a config.json that describes a language model, where another part describes what sees for it."""
+
+from typing import Any
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.models.config import short
+
+OF_IMAGES = frozenset(
+    """
+    text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
+    boi_token_id eoi_token_id model_type initializer_range transformers_version
+    spatial_merge_size vision_feature_layer projector_hidden_act multimodal_projector_bias
+    media_placeholder_token_id ignore_index use_unified_vision_chunk video_placeholder
+    vision_start_token_id vision_end_token_id vision_token_id video_token_id
+    """.split()
+)
+"""Fields beside `text_config` that say nothing of the language model."""
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the language model. Some stand beside its part, and win over those in it."""
+    if "text_config" not in hf:
+        return hf
+    if not isinstance(hf["text_config"], dict):
+        raise CheckpointError(f"config.json: text_config is {short(hf['text_config'])}; it must be an object.")
+    beside = {name: value for name, value in hf.items() if name not in OF_IMAGES and value is not None}
+    return {**hf["text_config"], **beside}

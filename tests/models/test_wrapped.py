@@ -1,0 +1,63 @@
+"""The language model of a checkpoint whose tower stays on disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import CheckpointError
+from jaxpaged.models.registry import model_for
+from jaxpaged.params.checkpoint import load_params
+from tests.models.checkpoints import CONFIGS, make_tensors, write_checkpoint
+from tests.params.test_checkpoint import load
+
+# wrapper: the text model in it, what its names begin with, names of tensors that read images
+WRAPPED = {
+    "Llama4ForConditionalGeneration": (
+        "llama4",
+        "language_model.",
+        ["vision_model.class_embedding", "multi_modal_projector.linear_1.weight"],
+    ),
+    "KimiK25ForConditionalGeneration": (
+        "deepseek_v3",
+        "language_model.",
+        ["vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.0.weight"],
+    ),
+    "Mistral3ForConditionalGeneration": (
+        "mistral_window",
+        "language_model.",
+        ["vision_tower.patch_conv.weight", "multi_modal_projector.linear_1.weight"],
+    ),
+}
+BESIDE = {
+    "vision_config": {"hidden_size": 8},
+    "media_placeholder_token_id": 5,
+    "image_token_index": 5,
+    "spatial_merge_size": 2,
+    "projector_hidden_act": "gelu",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("architecture", WRAPPED)
+def test_the_language_model_of_a_wrapper_is_loaded_alone(architecture, tmp_path, caplog):
+    name, prefix, of_images = WRAPPED[architecture]
+    text = {field: value for field, value in CONFIGS[name].items() if field != "architectures"}
+    hf = {"architectures": [architecture], "model_type": "wrapper", "text_config": text, **BESIDE}
+    tensors = {prefix + tensor: array for tensor, array in make_tensors(name).items()}
+    tensors |= {tensor: np.zeros(3, np.float32) for tensor in of_images}
+    (tmp_path / "wrapped").mkdir()
+    save_file(tensors, tmp_path / "wrapped" / "model.safetensors")
+    model = model_for(hf, language_model_only=True)
+    config = model.config_from_hf(hf)
+    params = load_params(model.param_specs(config, 1), config, tmp_path / "wrapped", make_mesh(1), jnp.float32)
+    assert f"{len(of_images)} tensors that read images are left out" in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, params, load(name, write_checkpoint(name, tmp_path / "text")))
+
+
+def test_a_mistral_3_of_another_kind_is_refused():
+    hf = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral4"}}
+    with pytest.raises(CheckpointError, match="model_type of text_config is 'mistral4'"):
+        model_for(hf).config_from_hf(hf)
