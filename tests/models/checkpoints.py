@@ -523,7 +523,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], hf: dict[str, Any], seed:
     rng, tensors = np.random.default_rng(seed), {}
     for tensor, shape in shapes.items():
         noise = rng.standard_normal(shape, dtype=np.float32)
-        if "norm" in tensor:
+        if "norm" in tensor or ".ln_" in tensor:
             noise = noise * 0.2 + (0.0 if "gemma" in hf["model_type"] else 1.0)
         elif tensor.endswith("bias"):
             noise = noise * 0.3

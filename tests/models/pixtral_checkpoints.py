@@ -11,6 +11,7 @@ Picture = tuple[np.ndarray, tuple[int, int, int]]
 GRIDS = ((1, 2, 3), (1, 3, 2), (1, 1, 4))
 """Of three pictures: items, rows and columns of embeddings."""
 PATCH, MERGE = 4, 2
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 BREAK = 6
 """The token between two rows."""
 
@@ -73,7 +74,7 @@ def placeholders(grid: tuple[int, int, int], token: int) -> list[int]:
     return [*([token] * columns + [BREAK]) * rows][:-1]
 
 
-def features_of(pictures: list[Picture], table_CV: np.ndarray) -> dict[str, np.ndarray]:
+def features_of(pictures: list[Picture]) -> dict[str, np.ndarray]:
     """What transformers' model takes: pictures as they are, normalised, beside each other in an array of zeros."""
     side = PATCH * MERGE
     sizes = np.array([(rows * side, columns * side) for _, (_, rows, columns) in pictures])
@@ -81,7 +82,9 @@ def features_of(pictures: list[Picture], table_CV: np.ndarray) -> dict[str, np.n
     for number, (patches, (_, rows, columns)) in enumerate(pictures):
         cells = patches.reshape(rows, columns, MERGE, MERGE, 3, PATCH, PATCH)
         whole = cells.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, *sizes[number])
-        pixels[number, :, : sizes[number, 0], : sizes[number, 1]] = [table_CV[c][whole[c]] for c in range(3)]
+        values = (whole * (1 / 255)).astype(np.float32)
+        normal = (values - np.array(MEAN, np.float32)[:, None, None]) / np.array(STD, np.float32)[:, None, None]
+        pixels[number, :, : sizes[number, 0], : sizes[number, 1]] = normal
     return {"pixel_values": pixels, "image_sizes": sizes}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.models import pixtral_checkpoints as pixtral
 from tests.models import qwen_vl_checkpoints as qwen
 from tests.models.checkpoints import GEMMA3, random_tensors, seed_of
 from tests.models.tensor_shapes import tensor_shapes
@@ -52,6 +53,7 @@ SEEING: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 9,
     },
     **qwen.QWEN_VL,
+    **pixtral.PIXTRAL,
 }
 """Name of a checkpoint -> its config.json."""
 
@@ -62,6 +64,8 @@ def pictures_of(name: str) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
     hf, rng = SEEING[name], np.random.default_rng(seed_of(name) + 2)
     if name in qwen.QWEN_VL:
         return qwen.drawn(rng)
+    if name in pixtral.PIXTRAL:
+        return pixtral.drawn(rng)
     size, side = hf["vision_config"]["image_size"], int(hf["mm_tokens_per_image"] ** 0.5)
     draw = lambda items: rng.integers(0, 256, (items, size, size, 3)).astype(np.uint8)
     return [(draw(items), (items, side, side)) for items in (1, 2, 1)]
@@ -80,6 +84,8 @@ def prompts_of(name: str) -> list[list[int]]:
         if kind == "text":
             return rng.integers(3, vocabulary - 8, number).tolist()
         items, rows, columns = pictures[number][1]
+        if name in pixtral.PIXTRAL:
+            return pixtral.placeholders(pictures[number][1], IMAGE_TOKEN)
         return [*([IMAGE_TOKEN] * (rows * columns) + [5]) * items][:-1]
 
     return [[token for part in prompt for token in ids(*part)] for prompt in PROMPTS]
@@ -99,6 +105,8 @@ def features_of(name: str, pictures: list[tuple[np.ndarray, tuple[int, int, int]
     """What transformers' model takes of pictures: normalised as its processor does."""
     if name in qwen.QWEN_VL:
         return qwen.features_of(pictures)
+    if name in pixtral.PIXTRAL:
+        return pixtral.features_of(pictures)
     pixels = np.concatenate([pixels for pixels, _ in pictures]).transpose(0, 3, 1, 2)
     return {"pixel_values": ((pixels * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)}
 
@@ -106,6 +114,8 @@ def features_of(name: str, pictures: list[tuple[np.ndarray, tuple[int, int, int]
 def inputs_of(name: str, prompt: list[int], pictures: list[tuple[np.ndarray, tuple[int, int, int]]]) -> dict[str, Any]:
     """What transformers' model takes of a prompt."""
     ids = np.array([prompt])
+    if name in pixtral.PIXTRAL:
+        return {"input_ids": ids, **features_of(name, pictures)}
     return {
         "input_ids": ids,
         ("mm_" if name in qwen.QWEN_VL else "") + "token_type_ids": (ids == IMAGE_TOKEN).astype(np.int64),
@@ -118,7 +128,7 @@ def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
     hf = SEEING[name]
     text = tensor_shapes(hf["text_config"])
     shapes = {tensor.replace("model.", "model.language_model.", 1): shape for tensor, shape in text.items()}
-    return shapes | gemma3_tower_shapes(hf)
+    return shapes | (pixtral.tower_shapes(hf) if name in pixtral.PIXTRAL else gemma3_tower_shapes(hf))
 
 
 def gemma3_tower_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -5,6 +5,7 @@ import pytest
 
 from jaxpaged.multimodal.processors import processor_of
 from tests.models.paged import golden_of
+from tests.models.pixtral_checkpoints import PIXTRAL
 from tests.models.qwen_vl_checkpoints import QWEN_VL
 from tests.models.seeing import SeeingModel, runs_of
 from tests.models.seeing_checkpoints import (
@@ -24,7 +25,7 @@ def load(name, folder, num_shards=1):
 
 def size_of(name):
     """A bucket that all pictures of a prompt fit into."""
-    return 128 if name in QWEN_VL else 4
+    return 128 if name in QWEN_VL or name in PIXTRAL else 4
 
 
 def logits_of(model, name, number, chunks=None):
@@ -54,7 +55,7 @@ def test_chunks_end_anywhere_but_inside_of_pictures_that_see_both_ways(name, tmp
     assert np.abs(cut_within.sum(axis=1) - golden["sums"])[-5:].max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "mistral3"])
 def test_chunks_end_anywhere_where_tokens_see_backwards(name, tmp_path):
     model, golden, prompt = load(name, tmp_path), golden_of(name)["prompts"][0], prompts_of(name)[0]
     for length in (1, 4, 11, len(prompt) - 1):
@@ -63,7 +64,14 @@ def test_chunks_end_anywhere_where_tokens_see_backwards(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "num_shards"),
-    [("gemma3_seeing", 2), ("gemma3_seeing", 8), ("qwen2_5_vl", 2), ("qwen3_vl_moe", 4), ("qwen3_vl", 8)],
+    [
+        ("gemma3_seeing", 2),
+        ("gemma3_seeing", 8),
+        ("qwen2_5_vl", 2),
+        ("qwen3_vl_moe", 4),
+        ("qwen3_vl", 8),
+        ("mistral3", 4),
+    ],
 )
 def test_devices_give_the_logits_of_one(name, num_shards, tmp_path):
     check(logits_of(load(name, tmp_path, num_shards), name, 0), golden_of(name)["prompts"][0])

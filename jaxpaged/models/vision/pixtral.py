@@ -96,7 +96,10 @@ def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
             "config.json: num_channels of vision_config is not 3, or vision_feature_layer not -1. No other tower is "
             "supported."
         )
-    ropes = HfFields(fields.value("rope_parameters", {}))
+    given = fields.value("rope_parameters", {})
+    if not isinstance(given, dict):
+        raise CheckpointError(f"config.json: rope_parameters is {short(given)}; it must be an object.")
+    ropes = HfFields(given)
     ropes.choice("rope_type", ("axial", "default"), "axial")
     theta = ropes.number("rope_theta", fields.number("rope_theta", 10_000.0))
     ropes.refuse_unread()
