@@ -6,6 +6,7 @@ not tokens alone: a picture that was cut in two leaves most of those as they wer
 
 import dataclasses
 import itertools
+import json
 import random
 from functools import partial
 
@@ -18,7 +19,15 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import EngineCoreRequest, MultiModalFeature
 from jaxpaged.sampling_params import SamplingParams
-from tests.models.seeing_checkpoints import IMAGE_TOKEN, write_seeing_checkpoint
+from tests.models.paged import golden_of
+from tests.models.seeing_checkpoints import (
+    IMAGE_TOKEN,
+    pictures_of,
+    pictures_of_prompts,
+    preprocessor_config_of,
+    prompts_of,
+    write_seeing_checkpoint,
+)
 
 NAME = "gemma3_seeing"
 NUM_EMBEDS = 16
@@ -256,3 +265,50 @@ def test_mixes_bit_by_bit_with_drafts_and_over_devices(folder, options):
         check_mixes(engine, range(6, 9))
     finally:
         engine.executor.shutdown()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_three_positions_and_deeper_levels_for_every_chunk(name, tmp_path):
+    """Transformers' logits of pictures of any size, which may be cut between steps, and the tokens behind them."""
+    write_seeing_checkpoint(name, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor_config_of(name)))
+    engine = Engine(tmp_path, token_buckets=(96,), max_model_len=96, max_logprobs=8)
+    requests = [
+        EngineCoreRequest(
+            f"r{number}",
+            tokens,
+            SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, seed=1, logprobs=2, prompt_logprobs=8),
+            arrival_time=0.0,
+            mm_features=features_in(name, tokens, own),
+        )
+        for number, (tokens, own) in enumerate(zip(prompts_of(name), pictures_of_prompts()))
+    ]
+    try:
+        for number, request in enumerate(requests):
+            check_golden(golden_of(name)["prompts"][number], engine.alone(request)[1])
+        for chunks in ([1], [7], [3, 96]):
+            engine.check(serve(engine.core(), requests, chunks=chunks), requests)
+        core = engine.core()  # the second time pictures and beginnings are cached
+        for _ in range(2):
+            engine.check(serve(core, requests, chunks=[5]), requests)
+    finally:
+        engine.executor.shutdown()
+
+
+def features_in(name, tokens, numbers):
+    features, place = [], 0
+    for number in numbers:
+        pixels, grid = pictures_of(name)[number]
+        place = tokens.index(IMAGE_TOKEN, place)
+        runs = [(place, int(np.prod(grid)))]
+        features.append(MultiModalFeature(bytes([number] * 32), "image", place, runs[0][1], runs, grid, pixels))
+        place += runs[0][1]
+    return features
+
+
+def check_golden(golden, lines):
+    """Scores of a prompt are transformers' logits, up to the shift of a softmax."""
+    for (ids, logprobs), their_ids, logits in zip(lines, golden["ids"][:-1], golden["logits"]):
+        found, theirs = dict(zip(ids, logprobs)), dict(zip(their_ids, logits))
+        shifts = [found[each] - theirs[each] for each in found.keys() & theirs.keys()]
+        assert len(shifts) >= 7 and max(shifts) - min(shifts) < 5e-4
