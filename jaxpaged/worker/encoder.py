@@ -72,7 +72,7 @@ class Encoder:
         for each, picture in zip(inputs, pictures):
             self._pictures[each.page_ids[0]] = picture
         buckets, encoded = iter(keys), []
-        for bucket, parts in batches_of(sizes, config.is_fixed, self.spec.sizes[-1], lambda _: next(buckets).size):
+        for bucket, parts in batches_of(sizes, self.spec, lambda _: next(buckets).size):
             packed = self._pack(self.layouts[bucket], parts, inputs, slots)
             key, state = ProgramKey(keys[0].kind, bucket), device.state
             tower = tower_of(device.params)

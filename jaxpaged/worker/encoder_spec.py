@@ -17,13 +17,15 @@ page is an item."""
 @dataclass(frozen=True)
 class EncoderSpec:
     """`vision` is the tower's family and `config` its description, as the options want it. `sizes`: the buckets of
-    encode programs. `largest`: the grid of the largest picture that the engine takes."""
+    encode programs. `largest`: the grid of the largest picture that the engine takes. `one_each`: a batch has one
+    picture, in the bucket of its size, so that no bit depends on what else is encoded (`deterministic`)."""
 
     vision: Vision
     config: VisionConfig
     cache: EncoderCacheConfig
     sizes: tuple[int, ...]
     largest: Grid
+    one_each: bool = False
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -50,6 +52,7 @@ def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platfo
         )
     page_size = tower.embeds_per_item if tower.is_fixed else PAGE_EMBEDS
     cache = EncoderCacheConfig(-(-num_cached // page_size), page_size, most, whole_spans)
+    one_each = config.compile.deterministic
     fits = min(num_embeds, most, cache.num_pages * page_size)
     if tower.is_fixed:
         if fits < tower.embeds_per_item:
@@ -58,6 +61,7 @@ def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platfo
                 f"{tower.embeds_per_item} embeddings. Raise it."
             )
         most_items = most // tower.embeds_per_item
-        sizes = (1,) if platform == "cpu" else encode_sizes(tower, most_items)  # cores have enough to do with one
-        return EncoderSpec(vision, tower, cache, sizes, (fits // tower.embeds_per_item, *largest[1:]))
-    return EncoderSpec(vision, tower, cache, encode_sizes(tower, tower.size_of((1, 1, fits))), (1, 1, fits))
+        is_one = platform == "cpu" or one_each  # cores have enough to do with one
+        sizes = (1,) if is_one else encode_sizes(tower, most_items)
+        return EncoderSpec(vision, tower, cache, sizes, (fits // tower.embeds_per_item, *largest[1:]), one_each)
+    return EncoderSpec(vision, tower, cache, encode_sizes(tower, tower.size_of((1, 1, fits))), (1, 1, fits), one_each)

@@ -160,11 +160,14 @@ class ProgramChoice:
         def bucket_for(size: int) -> int:
             if encoder.config.is_fixed:  # what is left over fills a smaller one
                 size = max([each for each in encoder.sizes if each <= size], default=encoder.sizes[0])
-            keys.append(self._smallest(ProgramKind.ENCODE, size, encoder.sizes))
+            if encoder.one_each:
+                keys.append(ProgramKey(ProgramKind.ENCODE, encoder.sizes[bisect_left(encoder.sizes, size)]))
+            else:
+                keys.append(self._smallest(ProgramKind.ENCODE, size, encoder.sizes))
             return keys[-1].size
 
         sizes = [encoder.config.size_of(each.feature.grid) for each in inputs]
-        batches_of(sizes, encoder.config.is_fixed, encoder.sizes[-1], bucket_for)
+        batches_of(sizes, encoder, bucket_for)
         return tuple(keys)
 
     def max_step_tokens(self) -> int:

@@ -99,14 +99,15 @@ def encode(
     return encoded_SX.at[slots_E].set(embeds_EX, mode="drop"), finite_E
 
 
-def batches_of(sizes: Sequence[int], is_fixed: bool, largest: int, bucket_for: Callable[[int], int]) -> Batches:
+def batches_of(sizes: Sequence[int], spec: EncoderSpec, bucket_for: Callable[[int], int]) -> Batches:
     """Pictures of these sizes, in items or patches, in batches. `bucket_for`: the bucket to take for a size up to
-    `largest`, which is at least as large; asked in the order of the batches.
+    the largest of the encoder, which is at least as large; asked in the order of the batches.
 
     A batch of items is one that they fill, where there is such a bucket: an item of padding costs as much as any.
     """
-    if not is_fixed:
-        return batches_of_patches(sizes, largest, bucket_for)
+    largest = spec.sizes[-1]
+    if not spec.config.is_fixed:
+        return batches_of_patches(sizes, 0 if spec.one_each else largest, bucket_for)
     items = [PicturePart(index, item, item + 1) for index, size in enumerate(sizes) for item in range(size)]
     batches = []
     while items:
@@ -117,7 +118,7 @@ def batches_of(sizes: Sequence[int], is_fixed: bool, largest: int, bucket_for: C
 
 
 def batches_of_patches(sizes: Sequence[int], largest: int, bucket_for: Callable[[int], int]) -> Batches:
-    """As many whole pictures as fit into a batch."""
+    """As many whole pictures as fit into a batch of `largest` patches, and one at least."""
     batches, parts, total = [], list[PicturePart](), 0
     for index, size in enumerate(sizes):
         if parts and total + size > largest:
