@@ -230,12 +230,12 @@ def random_request(index):
 REQUESTS = [request for request in map(random_request, range(60)) if len(request.prompt_token_ids) < 90][:40]
 
 
-def check_mixes(engine, seeds):
+def check_mixes(engine, seeds, all_requests=REQUESTS):
     """Whatever happens around it, a request gets the same."""
     num_preemptions = num_hits = 0
     for seed in seeds:
         chance = random.Random(seed)
-        requests = chance.sample(REQUESTS, 20)
+        requests = chance.sample(all_requests, 20)
         core = engine.core(num_scheduler_steps=chance.choice([None, 1, 4]), async_scheduling=chance.random() < 0.7)
         served = serve(core, requests, chance, chance.choice([None, [7, 30], [96, 3, 18]]))
         engine.check(served, requests)
