@@ -10,37 +10,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import qwen3
-from jaxpaged.models.config import DecoderConfig, HfFields, short
+from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder import decoder_specs, mlp_with_bias, pre_norm_config
 from jaxpaged.models.qwen2 import QWEN2, qwen_windows
 from jaxpaged.models.qwen3 import QWEN3
 from jaxpaged.models.qwen_moe import QWEN3_MOE, qwen3_config_from_hf
 from jaxpaged.models.vision.qwen_vl import QWEN2_5_VISION, QWEN2_VISION, QWEN3_VISION
+from jaxpaged.models.wrapped import OF_IMAGES, text_part
 from jaxpaged.params.spec import Spec
 
-OF_PICTURES = frozenset(
-    """
-    text_config vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
-    """.split()
-)
-"""Fields that say nothing of the language model."""
 
-
-def text_part(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the language model. Those beside its part are of both, and win."""
-    part = hf.get("text_config", {})
-    if not isinstance(part, dict):
-        raise CheckpointError(f"config.json: text_config is {short(part)}; it must be an object.")
-    return {name: value for name, value in {**part, **without_nulls(hf)}.items() if name not in OF_PICTURES}
-
-
-def without_nulls(hf: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in hf.items() if value is not None}
+def text_fields(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the language model, also where they are not in a part of their own."""
+    return {name: value for name, value in text_part(hf).items() if name not in OF_IMAGES}
 
 
 def with_sections(hf: dict[str, Any], sections: list[int], takes_turns: bool) -> dict[str, Any]:
@@ -56,7 +42,7 @@ def with_sections(hf: dict[str, Any], sections: list[int], takes_turns: bool) ->
 
 def qwen2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Qwen2-VL's and Qwen2.5-VL's config.json. Embeddings are tied where either part says so."""
-    text = text_part(hf)
+    text = text_fields(hf)
     if (hf.get("text_config") or {}).get("tie_word_embeddings") is True:
         text["tie_word_embeddings"] = True
     fields = HfFields(with_sections({"rope_theta": 1e6, **text}, [16, 24, 24], takes_turns=False))
@@ -65,7 +51,7 @@ def qwen2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 def qwen3_vl_config_from_hf(read: Callable[[dict[str, Any]], DecoderConfig], hf: dict[str, Any]) -> DecoderConfig:
     """Qwen3-VL's. What `text_config` says of ties is not asked; weights of experts are always normalised."""
-    text = {"rope_theta": 5e5, **text_part(hf), "tie_word_embeddings": hf.get("tie_word_embeddings") or False}
+    text = {"rope_theta": 5e5, **text_fields(hf), "tie_word_embeddings": hf.get("tie_word_embeddings") or False}
     if "moe_intermediate_size" in text:
         text["norm_topk_prob"] = True
     return read(with_sections(text, [24, 20, 20], takes_turns=True))

@@ -24,6 +24,8 @@ OTHER_MEDIA = (
     *("vision_chunk", "file", "input_file"),
 )
 """Further types of parts that are no text."""
+FRAMES = "Give some of its frames as pictures, one after the other."
+"""What to do with a video."""
 OTHER_KEYS = ("url", "path", "base64")
 """Where a part of type image may have its picture, too, as in chats of transformers."""
 
@@ -144,8 +146,9 @@ def source_of_part(part: Mapping[str, Any], place: str, *, local_files: bool = F
             return source_of(None, field, uuid)
         return PictureSource(field, checked_uuid(uuid, field), embeddings=Embeddings(part["image_embeds"]))
     if not isinstance(kind, str) or kind not in KEYS:
+        what_to_do = FRAMES if isinstance(kind, str) and "video" in kind else "Leave it out."
         raise RequestError(
-            f"{place} is a part of type {shown(kind)}; texts and pictures are taken. Leave it out.", f"{place}.type"
+            f"{place} is a part of type {shown(kind)}; texts and pictures are taken. {what_to_do}", f"{place}.type"
         )
     key = next((name for name in (KEYS[kind], *OTHER_KEYS) if part.get(name) is not None), KEYS[kind])
     value, field = part.get(key), f"{place}.{key}"
@@ -192,8 +195,9 @@ def images_of(data: Any, parameter: str) -> list[Any] | None:
         raise RequestError(f"{parameter} is {shown(data)}; it must be a dict such as {{'image': ...}}.", parameter)
     for modality, value in data.items():
         if modality != "image" and value is not None and not (isinstance(value, Sequence) and not value):
+            what_to_do = FRAMES if modality == "video" else "Leave it out."
             raise RequestError(
-                f"{parameter} has the key {shown(modality)}; only 'image' is taken. Leave it out.", parameter
+                f"{parameter} has the key {shown(modality)}; only 'image' is taken. {what_to_do}", parameter
             )
     images = data.get("image")
     if images is None:
