@@ -10,8 +10,8 @@ equal length whoever they belong to, and a further call merges the partial resul
 two calls: tiles of the queries of all rows that hold them (`shared_tiles.py`), in parts, and a merger that leaves of
 each query what the others end with. Where others hold parts of contexts, each row's own is such a span.
 
-Skipping: context behind the last query of a tile and before its window is not read, at the grain of one iteration.
-Programs beyond the last item read one number and stop.
+Skipping: context behind what the queries of a tile see and before their window is not read, at the grain of one
+iteration. Programs beyond the last item read one number and stop.
 
 Requires: compute capability 8.0 or more; head_dim up to 256; keys and values in float32, bfloat16, float16, or 8 bits
 with any kind of scales. A jax with a Pallas lowering for Triton, which is deprecated, or jax-triton and triton.
@@ -169,8 +169,10 @@ class GpuBackend:
         window: int | None,
         shared_6R: jax.Array | None = None,
         share: ContextShare | None = None,
+        visible_end_T: jax.Array | None = None,
     ) -> Plan:
-        """The plan of one step; see `make_metadata` for the arguments. With a `share` each row reads by itself."""
+        """The plan of one step; see `make_metadata` for the arguments. With a `share` each row reads by itself.
+        `visible_end_T` is for lists of items, which layers make."""
         row_T, position_T, real_T = token_places(query_start_loc_R1, seq_lens_R, num_tokens)
         index_T, slot_T, is_here_T, seen_T = places_here(position_T, block_size, share)
         block_T = block_tables_RM.at[row_T, index_T].get(mode="clip")
@@ -202,7 +204,8 @@ class GpuBackend:
         new = new_slots(k_TKH, v_TKH, kv[0].dtype, scales)
         written = calls.write(new, (*kv, *scales)[: len(new)], metadata.plan, self.interpret)
         kv, scales = written[:2], written[2:] or scales
-        rule = LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales))
+        sees_ahead = metadata.visible_end_T is not None
+        rule = LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales), sees_ahead)
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
         if undivided:
@@ -215,7 +218,7 @@ class GpuBackend:
             begun = self.attend_spans(rule, metadata, sinks_N, q_TNH, kv, scales)
         for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
             sizes = work.tiles.sizes(N // K, K, kind)
-            items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window, own_R)
+            items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window, own_R, metadata.visible_end_T)
             layer = (metadata, sinks_N, q_TNH, kv, scales)
             q_TNH = calls.attend(rule, work.tiles, sizes, items, *layer, begun, self.interpret)
         return q_TNH, kv, scales
@@ -228,7 +231,8 @@ class GpuBackend:
         shared_6R, cost = metadata.plan.shared_6R, self.shared_work(T, S)
         tiles = self.choose("prefill", N // K, H, kv[0].dtype, kind)
         sizes = tiles.sizes(N // K, K, kind)
-        queries = shared_queries(shared_6R, metadata.query_start_loc_R1, metadata.seq_lens_R, T, sizes.queries)
+        where = metadata.query_start_loc_R1, metadata.seq_lens_R
+        queries = shared_queries(shared_6R, *where, T, sizes.queries, metadata.visible_end_T)
         most_runs = cost.most_tiles * max(1, cost.tile // sizes.queries)  # there are as many more of smaller tiles
         runs = runs_of(shared_6R, queries, sizes.queries, rule.window, most_runs)
         num_tiles = len(queries.token_Y) // sizes.queries

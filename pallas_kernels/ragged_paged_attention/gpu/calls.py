@@ -62,6 +62,7 @@ def attend(
     `attend_spans` has left, if it was asked."""
     K = kv[0].shape[1]
     layer, settings = _layer(rule, tiles, sizes, q_TNH, K, bool(begun), interpret)
+    ends = (metadata.visible_end_T,) if rule.sees_ahead else ()
     out_struct = jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
     out_TNH, *parts = pl.pallas_call(
         functools.partial(kernels.attend_kernel, layer=layer),
@@ -70,7 +71,7 @@ def attend(
         input_output_aliases={3: 0},
         name="paged_attend",
         **settings,
-    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, *scales, *begun)
+    )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, *scales, *ends, *begun)
     return pl.pallas_call(
         functools.partial(kernels.merge_kernel, layer=layer),
         grid=(len(items.tiles_E), K),
@@ -98,13 +99,14 @@ def attend_spans(
     K = kv[0].shape[1]
     layer, settings = _layer(rule, tiles, sizes, q_TNH, K, False, interpret)
     where = items.items_I, metadata.block_tables_RM, queries.token_Y, queries.position_Y
+    ends = (queries.end_Y,) if rule.sees_ahead else ()
     parts = pl.pallas_call(
         functools.partial(kernels.attend_spans_kernel, layer=layer),
         grid=(len(items.items_I), K),
         out_shape=_parts(len(items.items_I), K, layer),
         name="paged_attend_spans",
         **settings,
-    )(*where, q_TNH, *kv, *scales)
+    )(*where, q_TNH, *kv, *scales, *ends)
     return tuple(
         pl.pallas_call(
             functools.partial(kernels.merge_spans_kernel, layer=layer),

@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels.ragged_paged_attention.shared_tiles import Runs
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import first_visible
+from pallas_kernels.token_places import first_visible, token_places
 
 # Columns of `Items.items_I` and of `Items.tiles_E`.
 ROW, TOKEN, NUM_QUERIES, POSITION, LAST, BEGIN, END, PART, NUM_PARTS, FIRST_QUERY, BEGUN = range(11)
@@ -32,8 +32,8 @@ class Items:
 
     items_I: [I, 11]. ROW; TOKEN, NUM_QUERIES, POSITION and LAST of its query tile: the first token, how many there are
     (0 beyond the last item) and the first and last one's place in the context; slots [BEGIN, END) of the context, which
-    may be none; PART, where the partial result goes, or `NOT_SPLIT` when this item is all of its tile; BEGUN, whether
-    spans that rows share come before.
+    may be none, and all or some of those that any of its queries sees; PART, where the partial result goes, or
+    `NOT_SPLIT` when this item is all of its tile; BEGUN, whether spans that rows share come before.
     tiles_E: [E, 11], the tiles that are in parts: TOKEN, NUM_QUERIES and BEGUN likewise, PART the first, NUM_PARTS.
 
     Of spans that rows share, TOKEN is a place in another order of queries (`shared_tiles.py`), those of an item are
@@ -75,16 +75,23 @@ def make_items(
     sizes: Sizes,
     window: int | None,
     own_R: jax.Array | None = None,
+    visible_end_T: jax.Array | None = None,
 ) -> Items:
     """The items of the rows with `wanted_R`, whose query tiles are `num_tiles` at most; the largest come first.
 
     `own_R`: where that part of each row's context begins which is its own, in whole iterations; all of it if None.
+    `visible_end_T`: one past the last position that each token sees; its own if None.
     """
     own_R = jnp.zeros_like(metadata.seq_lens_R) if own_R is None else own_R
     start_R, end_R = metadata.query_start_loc_R1[:-1], metadata.query_start_loc_R1[1:]
     num_queries_R = jnp.where(wanted_R, end_R - start_R, 0)
     tiles_R = ceil_div(num_queries_R, sizes.queries)
-    units_R = _units(metadata.seq_lens_R - own_R, sizes, window)
+    ahead = 0
+    if visible_end_T is not None:
+        row_T, position_T, real_T = token_places(metadata.query_start_loc_R1, metadata.seq_lens_R, len(visible_end_T))
+        ahead_T = jnp.where(real_T, visible_end_T - position_T - 1, 0)
+        ahead = jnp.max(jnp.where(row_T == jnp.arange(len(start_R))[:, None], ahead_T, 0), axis=-1)
+    units_R = _units(metadata.seq_lens_R - own_R, sizes, window, ahead)
     units_per_part = jnp.maximum(ceil_div(jnp.sum(tiles_R * units_R), sizes.programs), sizes.min_slots // sizes.slots)
     parts_R = ceil_div(units_R, units_per_part)
     first_part_R = _exclusive_cumsum(jnp.where(parts_R > 1, tiles_R * parts_R, 0))
@@ -104,7 +111,11 @@ def make_items(
     lowest_I = jnp.maximum(first_visible(position_I, window), own_R[row_I])
     first_I = lax.div(lowest_I, jnp.int32(sizes.slots)) + part_I * units_per_part
     begin_I = first_I * sizes.slots
-    end_I = jnp.minimum(begin_I + units_per_part * sizes.slots, position_I + queries_I)
+    end_I = begin_I + units_per_part * sizes.slots
+    if visible_end_T is None:
+        end_I = jnp.minimum(end_I, position_I + queries_I)
+    else:
+        end_I = jnp.minimum(end_I, _furthest(visible_end_T, token_I, queries_I, sizes.queries))
     index_in_row_I = tile_I * parts_R[row_I] + part_I
     part_I = jnp.where(parts_R[row_I] > 1, first_part_R[row_I] + index_in_row_I, NOT_SPLIT)
     items_I = _columns(
@@ -184,12 +195,22 @@ def _columns(facts: dict[int, jax.Array]) -> jax.Array:
     return jnp.stack([facts.get(column, zeros) for column in range(NUM_COLUMNS)], axis=-1)
 
 
-def _units(seq_lens_R: jax.Array, sizes: Sizes, window: int | None) -> jax.Array:
-    """How many runs of `sizes.slots` slots a query tile of each row sees at most; at least one."""
+def _furthest(visible_end_T: jax.Array, token_I: jax.Array, queries_I: jax.Array, most: int) -> jax.Array:
+    """The largest end of tokens [token, token + queries) of each item; 0 of none."""
+    query_Q = jnp.arange(most)
+    end_IQ = visible_end_T.at[token_I[:, None] + query_Q].get(mode="clip")
+    return jnp.max(jnp.where(query_Q < queries_I[:, None], end_IQ, 0), axis=-1)
+
+
+def _units(seq_lens_R: jax.Array, sizes: Sizes, window: int | None, ahead: Any) -> jax.Array:
+    """How many runs of `sizes.slots` slots a query tile of each row sees at most; at least one. `ahead`: how many
+    positions a query sees behind its own at most."""
     units_R = jnp.maximum(ceil_div(seq_lens_R, sizes.slots), 1)
     if window is None:
         return units_R
-    longest = window + sizes.queries - 1  # from the first slot that the first query sees to the last query's own
+    longest = (
+        window + sizes.queries - 1 + ahead
+    )  # from the first slot that the first query sees to the last query's own
     return jnp.minimum(units_R, (longest - 1) // sizes.slots + 2)
 
 

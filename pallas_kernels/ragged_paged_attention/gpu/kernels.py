@@ -30,7 +30,8 @@ class Layer:
 
     queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
     kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
-    converts float8_e4m3fn by itself. begins: whether spans that rows share come before.
+    converts float8_e4m3fn by itself. begins: whether spans that rows share come before. sees_ahead: whether queries may
+    see positions behind their own.
     """
 
     queries: int
@@ -46,6 +47,7 @@ class Layer:
     precision: Any
     reads_float8: bool
     begins: bool = False
+    sees_ahead: bool = False
 
 
 # ---- attend --------------------------------------------------------------------------------------
@@ -60,6 +62,7 @@ class Tile:
     query_head: jax.Array
     position: jax.Array
     real: jax.Array  # whether the row holds a query
+    end: jax.Array | None = None  # one past the last position that it sees, if that is not its own
 
 
 def query_tile(layer: Layer, head: jax.Array, token: jax.Array, num_queries: jax.Array, position: jax.Array) -> Tile:
@@ -99,11 +102,13 @@ def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, *refs, 
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
     Grid (I, K). Shapes: items [I, 11], tables [R, M], sinks [N], q and out [T, N, H], the cache as in `Cache`. `refs`
-    are the cache's scales, what was begun if the layer has that, out, and partial results: part [parts, K, X, H], top
-    and total [parts, K, X]. q and out are one array: a program alone reads the queries whose outputs it writes.
+    are the cache's scales, visible_end [T] if the layer sees ahead, what was begun if it has that, out, and partial
+    results: part [parts, K, X, H], top and total [parts, K, X]. q and out are one array: a program alone reads the
+    queries whose outputs it writes.
     """
     *read_refs, out_ref, part_ref, top_ref, total_ref = refs
-    scale_refs, begun = split_begun(read_refs, layer)
+    read_refs, begun = split_begun(read_refs, layer)
+    scale_refs, end_ref = split_end(read_refs, layer)
     cache = Cache(tables_ref, k_ref, v_ref, tuple(scale_refs))
     item, head = pl.program_id(0), pl.program_id(1)
     fact = lambda column: items_ref[item, column]
@@ -112,6 +117,7 @@ def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, *refs, 
     def _():
         part = fact(at.PART)
         tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
+        tile = with_end(tile, end_ref, tile.token)
         q_XP = load_pieces(q_ref, (tile.token, tile.query_head), tile.real, layer.head_dim)
         state = _attend(layer, fact, tile, q_XP, cache)
 
@@ -128,9 +134,11 @@ def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, *refs, 
 def attend_spans_kernel(items_ref, tables_ref, token_ref, position_ref, q_ref, k_ref, v_ref, *refs, layer: Layer):
     """Attend from queries of rows that share a span: leave a partial result for the whole tile.
 
-    Grid (I, K). Shapes as in `attend_kernel`; token and position [Y] of the queries in their order (`shared_tiles.py`).
+    Grid (I, K). Shapes as in `attend_kernel`; token, position and visible_end [Y] of the queries in their order
+    (`shared_tiles.py`).
     """
-    *scale_refs, part_ref, top_ref, total_ref = refs
+    *read_refs, part_ref, top_ref, total_ref = refs
+    scale_refs, end_ref = split_end(read_refs, layer)
     cache = Cache(tables_ref, k_ref, v_ref, tuple(scale_refs))
     item, head = pl.program_id(0), pl.program_id(1)
     fact = lambda column: items_ref[item, column]
@@ -141,7 +149,7 @@ def attend_spans_kernel(items_ref, tables_ref, token_ref, position_ref, q_ref, k
         mine_X1 = place.real & (place.position >= fact(at.FIRST_QUERY))
         token_X1 = plgpu.load(token_ref.at[place.token], mask=mine_X1, other=0)
         position_X1 = plgpu.load(position_ref.at[place.token], mask=mine_X1, other=-1)
-        tile = Tile(head, token_X1, place.query_head, position_X1, mine_X1)
+        tile = with_end(Tile(head, token_X1, place.query_head, position_X1, mine_X1), end_ref, place.token)
         q_XP = load_pieces(q_ref, (token_X1, tile.query_head), mine_X1, layer.head_dim)
         top_X1, total_X1, *out_XP = _attend(layer, fact, tile, q_XP, cache)
         state = jnp.where(mine_X1, top_X1, LOWEST), *(jnp.where(mine_X1, x, 0.0) for x in (total_X1, *out_XP))
@@ -151,6 +159,18 @@ def attend_spans_kernel(items_ref, tables_ref, token_ref, position_ref, q_ref, k
 def split_begun(refs: list, layer: Layer) -> tuple[list, Begun | None]:
     """(refs without those of `Begun`, which are the last two if the layer has them, and these)."""
     return (refs[:-2], Begun(*refs[-2:])) if layer.begins else (refs, None)
+
+
+def split_end(refs: list, layer: Layer) -> tuple[list, Any]:
+    """(refs without that of what each query sees, which is the last one if the layer has it, and this)."""
+    return (refs[:-1], refs[-1]) if layer.sees_ahead else (refs, None)
+
+
+def with_end(tile: Tile, end_ref: Any, place_X1: jax.Array) -> Tile:
+    """`tile` with what its queries see, which lies at these places, if there is such an array."""
+    if end_ref is None:
+        return tile
+    return dataclasses.replace(tile, end=plgpu.load(end_ref.at[place_X1], mask=tile.real, other=0))
 
 
 def store_part(refs: tuple, part: jax.Array, head: jax.Array, state: tuple, mask: jax.Array, layer: Layer) -> None:
@@ -195,11 +215,12 @@ def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tu
     full_begin = jnp.clip(ceil_div(first_visible(last, layer.window), layer.slots), begin, end)
     full_end = jnp.clip(lax.div(first + 1, jnp.int32(layer.slots)), full_begin, end)
     lowest, row = first_visible(first, layer.window), fact(at.ROW)
+    stop = fact(at.END) if layer.sees_ahead else None  # of a part it ends with an iteration, or with what is seen
 
     def place(iteration):
         """(positions [C], whether any query sees them [C], the block of each [C]) of an iteration."""
         position_C = iteration * layer.slots + lax.iota(jnp.int32, layer.slots)
-        needed_C = (position_C >= lowest) & (position_C <= last)
+        needed_C = (position_C >= lowest) & ((position_C <= last) if stop is None else (position_C < stop))
         column_C = lax.div(position_C, jnp.int32(cache.block_size))
         return position_C, needed_C, plgpu.load(cache.tables.at[row, column_C], mask=needed_C, other=0)
 
@@ -256,7 +277,7 @@ def _load_slots(layer: Layer, cache: Cache, head, block_C, position_C, needed_C)
 
 def _visible(layer: Layer, tile: Tile, position_C: jax.Array) -> jax.Array:
     """Whether each query sees each slot, [X, C]."""
-    visible_XC = position_C[None, :] <= tile.position
+    visible_XC = position_C[None, :] <= tile.position if tile.end is None else position_C[None, :] < tile.end
     if layer.window is not None:
         visible_XC &= position_C[None, :] > tile.position - layer.window
     return visible_XC

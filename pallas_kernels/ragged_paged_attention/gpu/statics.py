@@ -13,13 +13,14 @@ MIN_PIECE = 16  # the shortest side of a matrix product in Triton
 
 @dataclasses.dataclass(frozen=True)
 class LayerRule:
-    """What a layer's attention is, whatever its shapes."""
+    """What a layer's attention is, whatever its shapes. sees_ahead: queries may see positions behind their own."""
 
     scale: float
     window: int | None
     soft_cap: float | None
     has_sinks: bool
     kv_scales: str
+    sees_ahead: bool = False
 
 
 def pieces(head_dim: int) -> list[tuple[int, int]]:

@@ -41,7 +41,7 @@ class Layer:
 
     rows: X, a power of two. slots: C, likewise. operand: Triton's type of the products' operands. kv_scales: what a
     cache of 8 bits is multiplied with, "none", "head" or "token". float8_as_bits: the bytes of the cache are those of
-    float8_e4m3fn, which Triton has no type for on this device.
+    float8_e4m3fn, which Triton has no type for on this device. sees_ahead: queries may see positions behind their own.
     """
 
     heads: Heads
@@ -55,6 +55,7 @@ class Layer:
     has_sinks: bool
     kv_scales: str
     float8_as_bits: bool
+    sees_ahead: bool = False
 
 
 # ---- attend --------------------------------------------------------------------------------------
@@ -62,14 +63,14 @@ class Layer:
 
 @triton.jit
 def paged_attend(
-    items, tables, sinks, k, v, k_scales, v_scales, begun, out, part, top, total, table_width, layer: tl.constexpr
+    items, tables, sinks, k, v, k_scales, v_scales, ends, begun, out, part, top, total, table_width, layer: tl.constexpr
 ):
     """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
 
     Grid (I, K). Shapes: items [I, 11], tables [R, table_width], sinks [N], out [T, N, H], k and v [B, K, S, H], their
     scales [B, K, S] or [K], None without; part [parts, K, X, H], top and total [parts, K, X]. out has the queries: a
-    program alone reads those whose outputs it writes. begun: what spans that rows share have left of each query,
-    ([T, N, H], [T, N]) as `paged_merge_spans` writes it, or None.
+    program alone reads those whose outputs it writes. ends: visible_end [T] if the layer sees ahead, or None. begun:
+    what spans that rows share have left of each query, ([T, N, H], [T, N]) as `paged_merge_spans` writes it, or None.
     """
     fact = items + tl.program_id(0) * NUM_COLUMNS
     head = tl.program_id(1)
@@ -79,6 +80,7 @@ def paged_attend(
     first = tl.load(fact + POSITION)
     query_X, head_X, real_X = query_tile(head, num_queries, layer)
     row_X = query_rows(tl.load(fact + TOKEN), query_X, head_X, layer)
+    end_X = ends_of(ends, tl.load(fact + TOKEN) + query_X, real_X, layer)
     q_XP = load_pieces(out + row_X, real_X, layer.heads)
     context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
     cache = (k, v, k_scales, v_scales)
@@ -88,6 +90,7 @@ def paged_attend(
         first,
         tl.load(fact + LAST),
         first + query_X,
+        end_X,
         q_XP,
         head,
         context,
@@ -104,11 +107,25 @@ def paged_attend(
 
 @triton.jit
 def paged_attend_spans(
-    items, tables, tokens, positions, q, k, v, k_scales, v_scales, part, top, total, table_width, layer: tl.constexpr
+    items,
+    tables,
+    tokens,
+    positions,
+    ends,
+    q,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    part,
+    top,
+    total,
+    table_width,
+    layer: tl.constexpr,
 ):
     """Attend from queries of rows that share a span: leave a partial result for the whole tile.
 
-    Grid (I, K). Shapes as in `paged_attend`; tokens and positions [Y] of the queries in their order.
+    Grid (I, K). Shapes as in `paged_attend`; tokens, positions and ends [Y] of the queries in their order.
     """
     fact = items + tl.program_id(0) * NUM_COLUMNS
     head = tl.program_id(1)
@@ -120,6 +137,7 @@ def paged_attend_spans(
     place_X = tl.load(fact + TOKEN) + query_X
     position_X = tl.load(positions + place_X, mask=mine_X, other=-1)
     row_X = query_rows(tl.load(tokens + place_X, mask=mine_X, other=0), 0, head_X, layer)
+    end_X = ends_of(ends, place_X, mine_X, layer)
     q_XP = load_pieces(q + row_X, mine_X, layer.heads)
     context = tables + tl.load(fact + ROW).to(tl.int64) * table_width
     top_X, total_X, out_XP = attend(
@@ -128,6 +146,7 @@ def paged_attend_spans(
         tl.load(fact + POSITION),
         tl.load(fact + LAST),
         position_X,
+        end_X,
         q_XP,
         head,
         context,
@@ -138,6 +157,15 @@ def paged_attend_spans(
     top_X, total_X = tl.where(mine_X, top_X, LOWEST), tl.where(mine_X, total_X, 0.0)
     every_X = tl.arange(0, layer.rows) >= 0
     store_part(part, top, total, tl.load(fact + PART), head, top_X, total_X, out_XP, every_X, layer)
+
+
+@triton.jit
+def ends_of(ends, place_X, mask_X, layer: tl.constexpr):
+    """One past the last position that each query sees; None if that is its own."""
+    if layer.sees_ahead:
+        return tl.load(ends + place_X, mask=mask_X, other=0)
+    else:
+        return None
 
 
 @triton.jit
@@ -203,8 +231,9 @@ def nothing(layer: tl.constexpr):
 
 
 @triton.jit
-def attend(begin, end, first, last, position_X, q_XP, head, context, cache, layer: tl.constexpr):
+def attend(begin, end, first, last, position_X, end_X, q_XP, head, context, cache, layer: tl.constexpr):
     """The softmax state of queries at [first, last] over slots [begin, end); scores are in units of log2."""
+    seen = (last, end, position_X, end_X)
     begin = begin // layer.slots
     end = tl.maximum(tl.cdiv(end, layer.slots), begin)
     state = nothing(layer)
@@ -214,10 +243,10 @@ def attend(begin, end, first, last, position_X, q_XP, head, context, cache, laye
         lowest = tl.maximum(first - layer.window + 1, 0)
         full_begin = tl.cdiv(tl.maximum(last - layer.window + 1, 0), layer.slots)
         full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-        state = walk(begin, full_begin, state, True, lowest, last, position_X, q_XP, head, context, cache, layer)
+        state = walk(begin, full_begin, state, True, lowest, seen, q_XP, head, context, cache, layer)
     full_end = tl.minimum(tl.maximum((first + 1) // layer.slots, full_begin), end)
-    state = walk(full_begin, full_end, state, False, lowest, last, position_X, q_XP, head, context, cache, layer)
-    return walk(full_end, end, state, True, lowest, last, position_X, q_XP, head, context, cache, layer)
+    state = walk(full_begin, full_end, state, False, lowest, seen, q_XP, head, context, cache, layer)
+    return walk(full_end, end, state, True, lowest, seen, q_XP, head, context, cache, layer)
 
 
 @triton.jit
@@ -227,22 +256,29 @@ def walk(
     state,
     masked: tl.constexpr,
     lowest,
-    last,
-    position_X,
+    seen,
     q_XP,
     head,
     context,
     cache,
     layer: tl.constexpr,
 ):
-    """`state` with the slots of iterations [begin, end); none of them is hidden from any query unless `masked`."""
+    """`state` with the slots of iterations [begin, end); none of them is hidden from any query unless `masked`.
+
+    seen: (the last query's place, the end of the item's slots, where queries are, one past what each sees or None).
+    """
+    last, stop, position_X, end_X = seen
     for iteration in tl.range(begin, end):
         position_C = iteration * layer.slots + tl.arange(0, layer.slots)
         needed_C = None
         visible_XC = None
         if masked:
-            needed_C = (position_C >= lowest) & (position_C <= last)
-            visible_XC = position_C[None, :] <= position_X[:, None]
+            if layer.sees_ahead:
+                needed_C = (position_C >= lowest) & (position_C < stop)
+                visible_XC = position_C[None, :] < end_X[:, None]
+            else:
+                needed_C = (position_C >= lowest) & (position_C <= last)
+                visible_XC = position_C[None, :] <= position_X[:, None]
             if layer.window is not None:
                 visible_XC = visible_XC & (position_C[None, :] > position_X[:, None] - layer.window)
         state = add_slots(state, q_XP, head, position_C, needed_C, visible_XC, context, cache, layer)

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import gpu
-from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES
+from pallas_kernels.ragged_paged_attention.cases import BOTH_WAYS_CASES, CASES, SHARED_CASES
 from pallas_kernels.ragged_paged_attention.gpu import calls, items, kernels, pieces, tiles
 from pallas_kernels.testing import is_simulated, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import (
@@ -26,7 +26,7 @@ from tests.pallas_kernels.ragged_paged_attention.one_step import (
     run,
 )
 
-CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES, *BOTH_WAYS_CASES)}
 BACKEND = "gpu-interpret" if is_simulated("gpu") else "gpu"
 # Every kind of mask and layout once; the others are the same code with other sizes.
 QUICK = (
@@ -37,6 +37,7 @@ QUICK = (
     ("rows with no new token", jnp.float16),
     ("decodes and prompts in any order", jnp.bfloat16),
     ("rows that share beginnings, window, soft cap and sinks", jnp.float32),
+    ("both ways, window shorter than runs", jnp.bfloat16),
 )
 
 
@@ -113,6 +114,25 @@ MUTANTS = {
         kernels,
         "place.real & (place.position >= fact(at.FIRST_QUERY))",
         "place.real",
+    ),
+    "queries see what comes behind a run": (
+        "both ways",
+        kernels,
+        "position_C[None, :] < tile.end",
+        "position_C[None, :] <= tile.end",
+    ),
+    "runs are causal": ("both ways", kernels, "if tile.end is None", "if True"),
+    "tiles read no further than their last query": (
+        "both ways, window shorter than runs",
+        kernels,
+        "if stop is None",
+        "if True",
+    ),
+    "spans that rows share are causal": (
+        "both ways, rows that share what one of them computes",
+        kernels,
+        "with_end(Tile(head, token_X1, place.query_head, position_X1, mine_X1), end_ref, place.token)",
+        "with_end(Tile(head, token_X1, place.query_head, position_X1, mine_X1, position_X1 + 1), None, 0)",
     ),
     "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
     # No mutant without the bounds of written blocks: the interpreter drops what lies outside of an array by itself.
