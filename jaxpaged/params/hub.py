@@ -17,7 +17,13 @@ EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
 EMBEDDED_FOLDERS = {name: ASSETS / name for name in (EMBEDDED_MODEL, *OWN_DRAFT_MODELS.values())}
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
-DESCRIPTION_FILES = ["config.json", "model_index.json", "adapter_config.json", "*quant*_config.json"]
+DESCRIPTION_FILES = [
+    "config.json",
+    "model_index.json",
+    "adapter_config.json",
+    "*quant*_config.json",
+    "*processor_config.json",
+]
 TOKENIZER_FILES = [name for name in WANTED_FILES if not name.endswith(".safetensors")]
 UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""

@@ -1,5 +1,6 @@
 """What a token costs on a device of an engine, or of a stage of it, from the shapes of its weights and its cache."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ import jax
 
 from jaxpaged.kv_cache_spec import KVCacheGroup
 from jaxpaged.layers.experts import expert_weights
+from jaxpaged.models.seeing import tower_of
+from jaxpaged.models.vision.interface import Grid
 from jaxpaged.params.sharding import bytes_on_device, elements_on_device, num_ranks
 from jaxpaged.worker.context_split import exchanged_bytes
 from jaxpaged.worker.engine_spec import EngineSpec
@@ -78,6 +81,18 @@ def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
         waited_share=waited_share,
         steps_per_program=spec.max_steps,
     )
+
+
+def encode_flops(spec: EngineSpec, grid: Grid) -> float:
+    """To encode a picture on all devices together: products with the tower's matrices, tables of positions left out,
+    and attention as if each patch saw all others of its item."""
+    assert spec.encoder is not None, "the engine sees nothing"
+    tower, items = spec.encoder.config, grid[0]
+    patches = tower.patches_per_item if tower.is_fixed else tower.size_of(grid) // items
+    matrices = [leaf.shape for leaf in jax.tree.leaves(tower_of(spec.param_shapes)) if len(leaf.shape) > 1]
+    numbers = sum(math.prod(shape) for shape in matrices if shape != (patches, tower.width))
+    attention = 4.0 * tower.num_layers * patches**2 * tower.num_heads * tower.head_dim
+    return items * (2.0 * patches * numbers + attention)
 
 
 def head_leaves(spec: EngineSpec) -> list[jax.ShapeDtypeStruct]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from jaxpaged.config import EngineConfig, settled
+from jaxpaged.config.speculation import MODEL_METHODS, speculation_of
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import EncoderCacheConfig
 from jaxpaged.models.interface import Model
@@ -31,6 +32,26 @@ class EncoderSpec:
     def cache_shape(self) -> tuple[int, int]:
         """Slots, and numbers of an embedding."""
         return self.cache.num_pages * self.cache.page_size, self.config.embed_numbers
+
+
+def check_together(config: EngineConfig) -> None:
+    """Raise ConfigError for what is not combined with a tower."""
+    parallel, drafting = config.parallel, speculation_of(config.speculative.speculative_config)
+    given = {
+        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        f"attention has {parallel.num_ranks} data-parallel ranks": parallel.num_ranks > 1,
+        f"decode_context_parallel_size is {parallel.decode_context_parallel_size}": (
+            parallel.decode_context_parallel_size > 1
+        ),
+        f"speculative_config asks for {drafting and drafting.method}": bool(drafting)
+        and drafting.method in MODEL_METHODS,
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"{what}, with which a model that sees is not supported. Leave its tower out (--language-model-only) "
+                "or the option."
+            )
 
 
 def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platform: str) -> EncoderSpec:

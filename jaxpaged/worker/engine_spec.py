@@ -40,7 +40,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import features_of
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.context_split import split_contexts
-from jaxpaged.worker.encoder_spec import encoder_spec
+from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, encoder_spec
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
@@ -97,11 +97,10 @@ class EngineSpec:
     ):
         """`stage`: the layers that there are on these devices; None: all. `whole` describes all of them."""
         self.config, self.model, self.mesh, self.stage = config, model, mesh, stage
+        if decoder.vision is not None:
+            check_together(config)
         balance = config.parallel.expert_balance
         self.whole = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
-        self.encoder = None
-        if self.whole.vision is not None:
-            self.encoder = encoder_spec(config, model, self.whole.vision, self.platform)
         self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
@@ -279,6 +278,12 @@ class EngineSpec:
     def division(self) -> Division:
         """How memory for KV blocks is divided."""
         return Division(self.kv_groups, self.demand, self.num_shards)
+
+    @cached_property
+    def encoder(self) -> EncoderSpec | None:
+        """Of an engine that sees. Raises ConfigError for options that contradict the model."""
+        tower = self.whole.vision
+        return None if tower is None else encoder_spec(self.config, self.model, tower, self.platform)
 
     @property
     def token_params(self) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxpaged.models.vision.attention import SCORES
 from jaxpaged.params.sharding import bytes_on_device, num_expert_devices, num_ranks
 from jaxpaged.worker.context_split import merging_bytes
 from jaxpaged.worker.engine_spec import EngineSpec
@@ -36,7 +37,7 @@ class Reserve:
 def reserve_of(spec: EngineSpec) -> Reserve:
     """What the engine of a spec needs besides its KV blocks."""
     rows = (spec.demand.max_num_seqs + 1) * spec.division.row_bytes
-    temporaries = temporary_bytes(spec)
+    temporaries = max(temporary_bytes(spec), encode_bytes(spec))  # one program at a time
     if spec.platform == "gpu":
         temporaries += SLACK_BYTES + trial_bytes(spec)
     return Reserve(spec.weight_bytes, state_bytes(spec) + rows, temporaries)
@@ -86,6 +87,19 @@ def forward_bytes(spec: EngineSpec) -> int:
     merging = merging_bytes(spec.decoders, spec.attention)
     tokens = spec.config.scheduler.max_num_batched_tokens
     return tokens * (per_token * spec.dtype.itemsize + pairs + merging)
+
+
+def encode_bytes(spec: EngineSpec) -> int:
+    """Of the largest encode program of an engine that sees: a few arrays of all patches, those of a block of two
+    products, scores in float32, and the embeddings."""
+    if (encoder := spec.encoder) is None:
+        return 0
+    tower, size, itemsize = encoder.config, encoder.sizes[-1], spec.dtype.itemsize
+    patches = size * tower.patches_per_item if tower.is_fixed else size
+    shards = spec.num_shards if tower.splits(spec.num_shards) or tower.splits_items else 1
+    per_patch = (8 * tower.width + 3 * tower.columns // shards + 6 * tower.patch**2) * itemsize + 3 * tower.patch**2
+    scores = 3 * 4 * min(SCORES, tower.num_heads * patches**2) // shards
+    return patches * per_patch + scores + tower.num_embeds(size) * tower.embed_numbers * (4 + itemsize)
 
 
 def looked_up(spec: EngineSpec) -> list[Any]:

@@ -64,6 +64,11 @@ def memory_report(plan: Plan) -> str:
         ("requests' state", gib(plan.state_bytes)),
         ("temporaries", f"{gib(plan.reserved_bytes)} set aside; {kinds}: {gib(plan.temporary_bytes)}"),
     ]
+    if (encoder := plan.encoder) is not None:
+        embeds = f"{encoder.cache_embeds:,} embeddings in {mib(encoder.cache_bytes)}"
+        tower = f"{gib(encoder.weight_bytes)} of the weights are the tower's; the encoder cache keeps {embeds}"
+        one = f"the largest, of {encoder.picture_embeds:,} embeddings, takes {encoder.picture_flops / 1e12:,.2f} TFLOP"
+        lines.append(("pictures", f"{tower}; {one}"))
     if plan.programs:
         lines.append(("code", f"{gib(plan.code_bytes)} in {count(len(plan.programs), 'program')}"))
     lines.append(("usable", f"{gib(plan.usable_bytes)} of {gib(plan.device.memory)}"))

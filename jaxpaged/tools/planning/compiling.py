@@ -27,11 +27,12 @@ class Compiler:
 
     @property
     def representative(self) -> list[ProgramKey]:
-        """All forward programs, and of every other kind the largest, which has the most temporaries."""
+        """All programs of prompts and pictures, and of every other kind the largest, which has the most temporaries."""
         largest: dict[str, int] = {}
         for key in self.builders:
             largest[key.kind] = max(key.size, largest.get(key.kind, 0))
-        return [key for key in self.builders if key.kind == ProgramKind.FORWARD or key.size == largest[key.kind]]
+        whole = (ProgramKind.FORWARD, ProgramKind.ENCODE)
+        return [key for key in self.builders if key.kind in whole or key.size == largest[key.kind]]
 
     def compile(self, keys: Sequence[ProgramKey], progress: Progress) -> list[PlannedProgram]:
         """What the compiler says of all of these."""

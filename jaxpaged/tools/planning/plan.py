@@ -74,6 +74,16 @@ class StagePlan(msgspec.Struct):
         return self.weight_bytes + self.state_bytes + self.kv_bytes + self.temporary_bytes + self.code_bytes
 
 
+class EncoderPlan(msgspec.Struct):
+    """What pictures take of an engine that sees. Bytes are per device, and parts of those of the plan."""
+
+    weight_bytes: int  # of the tower
+    cache_bytes: int  # of the encoder cache, where `cache_embeds` are kept
+    cache_embeds: int
+    picture_embeds: int  # of the largest picture
+    picture_flops: float  # to encode it, on all devices together, as if every patch saw all others of its item
+
+
 class Plan(msgspec.Struct):
     """An engine on a target. Byte counts are per device: of that stage whose devices need most, if there are stages."""
 
@@ -103,6 +113,7 @@ class Plan(msgspec.Struct):
     page_token_bytes: float = 0.0  # of one token's keys and values in all layers, outside of the devices
     further_kv_bytes: int = 0  # of other pools, which have as many blocks as go with those of the first
     stages: list[StagePlan] = []  # in their order, if layers are dealt to several
+    encoder: EncoderPlan | None = None
     num_ranks: int = 1  # attention ranks of one engine; blocks are those of each, and requests those of all
 
     @property

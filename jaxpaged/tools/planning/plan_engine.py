@@ -37,7 +37,10 @@ def plan_engine(
     model_config = config.model
     where = (model_config.revision, config.load.download_dir)
     folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)
-    model, decoder = read_model(folder, model_config.hf_overrides)
+    options = config.multimodal
+    model, decoder = read_model(
+        folder, model_config.hf_overrides, options.language_model_only, options.mm_processor_kwargs
+    )
     model = with_draft_model(config, model, decoder, folder, wanted=DESCRIPTION_FILES)
     facts = facts_of(decoder, folder)
     asked = (model_config.runner, model_config.convert, model_config.pooler_config)

@@ -4,11 +4,14 @@ Nothing is read but the model's description. The programs are the very ones that
 compile, so their temporaries, code and collectives are facts; speed is a bound (`roofline.py`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import across_hosts
@@ -17,8 +20,10 @@ from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.models.seeing import tower_of
+from jaxpaged.params.sharding import bytes_on_device
 from jaxpaged.tools.planning.compiling import Compiler
-from jaxpaged.tools.planning.plan import Plan, PlannedProgram, Speed, StagePlan, worst_bytes
+from jaxpaged.tools.planning.plan import EncoderPlan, Plan, PlannedProgram, Speed, StagePlan, worst_bytes
 from jaxpaged.tools.planning.roofline import (
     DISPATCH_SECONDS,
     KERNEL_SECONDS,
@@ -28,7 +33,7 @@ from jaxpaged.tools.planning.roofline import (
     prefill_speed,
 )
 from jaxpaged.tools.planning.targets import Target, shapes_mesh
-from jaxpaged.worker.costs import Work, work_of
+from jaxpaged.worker.costs import Work, encode_flops, work_of
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of
@@ -90,6 +95,7 @@ class Planner:
             obstacles=self.obstacles(),
             advice=[],
             stages=stages if len(stages) > 1 else [],
+            encoder=self.encoder_plan(),
             num_ranks=self.num_ranks,
         )
         plan.advice = self.advice(plan)
@@ -147,6 +153,19 @@ class Planner:
             reserved_bytes=reserve.temporaries,
             code_bytes=sum(program.code_bytes for program in programs),
             block_bytes=stage.division.block_bytes,
+        )
+
+    def encoder_plan(self) -> EncoderPlan | None:
+        """Of an engine that sees."""
+        if (encoder := self.engine_spec.encoder) is None:
+            return None
+        slots, numbers = encoder.cache_shape
+        return EncoderPlan(
+            weight_bytes=sum(map(bytes_on_device, jax.tree.leaves(tower_of(self.engine_spec.param_shapes)))),
+            cache_bytes=slots * numbers * self.engine_spec.dtype.itemsize,
+            cache_embeds=slots,
+            picture_embeds=math.prod(encoder.largest),
+            picture_flops=encode_flops(self.engine_spec, encoder.largest),
         )
 
     @property
