@@ -476,7 +476,6 @@ VALUES: dict[str, dict[str, str]] = {
 ARGUMENTS = {
     "lora_request": NO_LORA,
     "prompt_adapter_request": NO_PROMPT_ADAPTERS,
-    "mm_processor_kwargs": NO_MEDIA,
     "data_parallel_rank": "one engine core computes, in this process; AsyncLLM has several with data_parallel_size",
     "concurrency_limit": "all beams of a step are computed together",
     "chat_template_content_format": "a chat template shows by itself whether it takes parts of a content",

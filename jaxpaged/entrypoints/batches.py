@@ -52,6 +52,18 @@ def batch_of(prompts: Any) -> list[Prompt]:
     return [prompts] if is_prompt else batch
 
 
+def with_processor_kwargs(prompts: Any, mm_processor_kwargs: Mapping[str, Any] | None) -> Any:
+    """Prompts of which those with pictures, that say nothing themselves of how they are processed, say this."""
+    if not mm_processor_kwargs:
+        return prompts
+    return [
+        {**prompt, "mm_processor_kwargs": mm_processor_kwargs}
+        if isinstance(prompt, Mapping) and prompt.get("mm_processor_kwargs") is None
+        else prompt
+        for prompt in batch_of(prompts)
+    ]
+
+
 def is_conversation(messages: Any) -> bool:
     """Whether this is one conversation, not a sequence of them."""
     return len(messages) == 0 or isinstance(messages[0], Mapping | str)

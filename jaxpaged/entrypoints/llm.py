@@ -19,7 +19,9 @@ from jaxpaged.config.vllm_options import check_arguments
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.core_calls import CoreCall, LoadPrefix, SavePrefix
 from jaxpaged.engine.input.chat_template import Message
+from jaxpaged.engine.input.picture_parts import has_pictures
 from jaxpaged.engine.input.processor import Prompt, tokenization_options
+from jaxpaged.engine.input.prompts import ChatWithPictures, carries_pictures
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids
@@ -33,6 +35,7 @@ from jaxpaged.entrypoints.batches import (
     naming,
     per_prompt,
     with_output_kind,
+    with_processor_kwargs,
 )
 from jaxpaged.entrypoints.notebook import markers_of, show_results_in_notebooks
 from jaxpaged.entrypoints.terminal import ProgressLine
@@ -104,16 +107,17 @@ class LLM(EngineControl):
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, given as text, token ids, or dicts; results in the same order.
 
         `sampling_params` and `priority` are one for all, or one per prompt; without parameters the model's own
-        defaults hold. `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`. Raises
-        RequestError naming the prompt when one is at fault, before any is computed. A request that fails later has its
-        `error` set; the others are complete.
+        defaults hold. `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`. A dict may hold
+        pictures as `multi_modal_data`, processed as `mm_processor_kwargs` say where it says nothing itself. Raises
+        RequestError naming the prompt when one is at fault, before any is computed, as far as all pictures fit into
+        memory. A request that fails later has its `error` set; the others are complete.
         """
-        check_arguments(mm_processor_kwargs=mm_processor_kwargs)
+        prompts = with_processor_kwargs(prompts, mm_processor_kwargs)
         with held_interrupts():
             request_ids = self._add_batch(prompts, sampling_params, lora_request, priority, tokenization_kwargs)
             return self._run(request_ids, use_tqdm)
@@ -219,9 +223,10 @@ class LLM(EngineControl):
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several. Messages are dicts with "role" and "content".
+        """Answer one conversation, or several. Messages are dicts with "role" and "content", which is a text, or a list
+        of texts and pictures: {"type": "image", "image": a PIL image, an array, a path, bytes or a data URL}.
 
         `chat_template` is a template, or the name of one of the model's; `chat_template_kwargs` are further variables
         that it reads. Raises RequestError as `generate` does.
@@ -239,6 +244,7 @@ class LLM(EngineControl):
                         continue_final_message,
                         tools,
                         chat_template_kwargs,
+                        mm_processor_kwargs,
                     )
                 )
         return self.generate(
@@ -247,7 +253,6 @@ class LLM(EngineControl):
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def _chat_prompt(
@@ -258,15 +263,19 @@ class LLM(EngineControl):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        return self.llm_engine.input_processor.chat_prompt(
-            messages,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_variables=chat_template_kwargs,
-        )
+        """A conversation as a prompt; with pictures it becomes one when its turn comes: not all may fit into memory."""
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_variables": chat_template_kwargs,
+        }
+        if has_pictures(messages):
+            return {"chat": ChatWithPictures(messages, {**options, "mm_processor_kwargs": mm_processor_kwargs})}
+        return self.llm_engine.input_processor.chat_prompt(messages, **options)
 
     def beam_search(
         self,
@@ -298,7 +307,9 @@ class LLM(EngineControl):
         for index, prompt in enumerate(prompts):
             with naming("prompt", index, len(prompts)):
                 request, _ = self.llm_engine.input_processor.process("", prompt)
-                start = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
+                start: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
+                if request.mm_features:
+                    start["mm_features"] = request.mm_features
                 starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
         return starts
 
@@ -437,6 +448,8 @@ class LLM(EngineControl):
         RequestError for a bad prompt, UsageError without `kv_offload`, or where not all of it is in the prefix cache.
         """
         chosen: Any = self.one_prompt(prompt, {})
+        if carries_pictures(chosen):
+            raise RequestError("the prompt has pictures, and files of beginnings hold texts only.", "prompt")
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         (output,) = self.generate([chosen], params, use_tqdm=False)
         if output.error is not None:

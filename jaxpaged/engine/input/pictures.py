@@ -23,7 +23,7 @@ from jaxpaged.multimodal.budget import ByteBudget
 from jaxpaged.multimodal.decoding import PictureLimits, picture_size
 from jaxpaged.multimodal.fetching import FetchLimits, MediaFetcher
 from jaxpaged.multimodal.headers import read_header
-from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
+from jaxpaged.multimodal.identity import source_digest
 from jaxpaged.multimodal.pictures import data_url_bytes, image_pixels
 from jaxpaged.multimodal.processes import KeyedPicture, PictureProcesses
 from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
@@ -32,6 +32,7 @@ from jaxpaged.multimodal.processors.base import PictureLayout, Processor
 from jaxpaged.multimodal.sources import PictureSource
 
 GIB = 1 << 30
+HEAD_BYTES = 1 << 18
 THREADS_PER_PROCESS = 8
 """Threads that wait: for bytes in flight, for remote servers, for a process that decodes."""
 
@@ -43,16 +44,6 @@ class Loaded:
     source: PictureSource
     content: bytes | np.ndarray
     digest: bytes
-
-
-@dataclass(frozen=True)
-class InspectedPicture:
-    """A picture that was not decoded: its size, what it becomes, and the key that block hashes have of it."""
-
-    width: int
-    height: int
-    layout: PictureLayout
-    key: bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,6 @@ class PictureIntake:
     ):
         self.config = config
         self.local_files = local_files
-        self._identity = identity
         self.limits = PictureLimits()
         self._base: Processor = processor_of(hf_config, preprocessor_config)
         self.processor = self._with_engine_options()
@@ -155,17 +145,16 @@ class PictureIntake:
             raise RequestError(str(error), "media_io_kwargs") from None
         return Wanted(kwargs, {**processor.options, "background": list(background)}, background, options.salt)
 
-    def inspect(self, data: bytes, field: str, processor_kwargs: Mapping[str, Any] | None = None) -> "InspectedPicture":
-        """What a file's picture will be, from its bytes and its header. Nothing is decoded. Raises RequestError."""
+    def inspect(
+        self, data: bytes, field: str, processor_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[int, int, PictureLayout]:
+        """Width, height and layout of a file's picture, from its header alone. Raises RequestError."""
         processor = self.processor
         if processor_kwargs:
             kwargs = {**self.config.mm_processor_kwargs, **processor_kwargs}
             processor = self._base.with_options(kwargs, "mm_processor_kwargs")
         width, height = picture_size(data, field, self.limits)
-        layout = processor.layout(width, height, field)
-        options = options_on(processor.options, self.config.background)
-        key = picture_key(self._identity, "image", options, layout, source_digest(data))
-        return InspectedPicture(width, height, layout, key)
+        return width, height, processor.layout(width, height, field)
 
     def close(self) -> None:
         """End the processes and threads. Pictures under way fail."""
@@ -213,6 +202,8 @@ class PictureIntake:
             num_bytes, size = source.array.nbytes, source.array.shape[1::-1] if source.array.ndim >= 2 else (0, 0)
         elif source.image is not None:
             num_bytes, size = 0, source.image.size
+        elif source.path is not None:
+            num_bytes, size = size_of_path(source.path, source.field)
         if size is not None and min(size) > 0:
             self.limits.check_size(*size, source.field)
         num_pixels = self.limits.max_pixels if size is None else size[0] * size[1]
@@ -269,6 +260,13 @@ class PictureIntake:
         self.budget.hold(item.pixels)
         self.cache.put(digest, item)
         return item
+
+
+def size_of_path(path: str, field: str) -> tuple[int, tuple[int, int] | None]:
+    """Bytes of a file, and width and height if its beginning says them. Raises RequestError that names `field`."""
+    head = read_path(path, field, PictureLimits(max_bytes=HEAD_BYTES))
+    header = read_header(head)
+    return Path(path).expanduser().stat().st_size, None if header is None else (header.width, header.height)
 
 
 def read_path(path: str, field: str, limits: PictureLimits) -> bytes:

@@ -136,3 +136,61 @@ def test_a_tower_without_levels_is_one_of_plain_embeddings():
 def test_a_tower_that_is_not_understood_is_refused(name, changes, words):
     with pytest.raises(CheckpointError, match=words):
         model_for({**SEEING[name], "vision_config": changes})
+
+
+PUBLISHED_2_5 = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 28,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 152064,
+}
+
+
+def test_the_description_of_a_published_model_is_understood():
+    config = model_for(PUBLISHED_2_5).config_from_hf(PUBLISHED_2_5)
+    tower, rope = config.vision, config.layers[0].rope
+    assert (config.max_position_embeddings, config.qkv_bias, rope.theta) == (128_000, True, 1e6)
+    assert (rope.rope_type, rope.sections, rope.mixes_sections) == ("default", (16, 24, 24), False)
+    assert (tower.window, tower.longest_window, tower.head_dim, tower.embed_numbers) == (4, 64, 80, 3584)
+    assert [tower.splits(num_shards) for num_shards in (4, 8)] == [True, False]  # of 3420 columns

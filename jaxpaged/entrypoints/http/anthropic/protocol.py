@@ -37,23 +37,14 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use", tag_field="type"):
     input: dict[str, Any]
 
 
-class ImageSource(msgspec.Struct):
-    """A picture in base64 with its media type, or a URL of one. `file`, an upload, is refused."""
-
-    type: str
-    media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-
 class ImageBlock(msgspec.Struct, tag="image", tag_field="type"):
-    """A picture; refused by models that take text only."""
+    """An image, which is refused: the model takes text only."""
 
-    source: ImageSource | None = None
+    source: Any = None
 
 
 class DocumentBlock(msgspec.Struct, tag="document", tag_field="type"):
-    """A document, which is refused."""
+    """A document, which is refused too."""
 
     source: Any = None
 
