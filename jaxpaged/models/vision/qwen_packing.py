@@ -47,7 +47,8 @@ def pack(config: QwenVisionConfig, pictures: Sequence[Picture], size: int) -> di
                 arrays[ORDER][begin // config.merge**2 :][: len(order)] = begin // config.merge**2 + np.argsort(order)
                 num_windows += window.max() + 1
             patches = (order[:, None] * config.merge**2 + np.arange(config.merge**2)).reshape(-1)
-            arrays[PIXELS][begin:end] = item[patches] if config.window else item
+            by_embedding = arrays[PIXELS][begin:end].reshape(len(order), -1)
+            np.take(item.reshape(len(order), -1), order, axis=0, out=by_embedding, mode="clip")
             arrays[POSITIONS][begin:end] = position[patches]
             arrays[PICTURES][begin:end] = num_pictures
             num_pictures += 1
