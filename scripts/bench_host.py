@@ -1,6 +1,6 @@
 """Host time of one engine step, by part, with a model that costs nothing; and whether the device ever waits for it.
 
-    python scripts/bench_host.py [--running 256] [--waiting 0] [--kind delta] [--asked stop] [--profile 12]
+    python scripts/bench_host.py [--running 256] [--waiting 0] [--kind delta] [--asked stop] [--pictures] [--profile 12]
     python scripts/bench_host.py --device-ms 5 [--running 256] [--steps 400]
 
 The real scheduler, runner, output processor and detokenizer serve the embedded model's tokenizer; only the compiled
@@ -8,6 +8,9 @@ programs are replaced, by functions that return arrays made beforehand. What is 
 running request in every step. Times are CPU times of the thread, so other programs on the machine do not count, and the
 times of the parts include what the garbage collector takes out of them. Prompts differ in content and length, so that
 in every step one request of 16 enters a new block.
+
+With `--pictures` each prompt has a picture, in an engine with all that pictures can bring to a step: visible ends,
+three positions, embeddings from the encoder cache.
 
 With `--device-ms` the programs are those of a device that computes one step after the other, each for so long, and
 whose results can be read only then. Its clock is the host's CPU time plus the time that the host waited for it, so this
@@ -17,22 +20,25 @@ too is the same on a busy machine. Printed is how long the device had nothing to
 import argparse
 import cProfile
 import gc
+import hashlib
 import itertools
 import pstats
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.build import build_input_processor
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.llm_engine import LLMEngine
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
-from jaxpaged.messages import SchedulerOutput
+from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
+from jaxpaged.messages import EngineCoreRequest, MultiModalFeature, SchedulerOutput
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.hub import resolve_model_folder
@@ -50,8 +56,10 @@ from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.request_rows import RequestRows
 from jaxpaged.worker.step.packed import step_layout
 from jaxpaged.worker.step.sampler import Sampler
+from jaxpaged.worker.visual_rows import VisualRows
 
 SHORTEST_PROMPT = 40
+PICTURE_TOKENS = 32
 MAX_MODEL_LEN = 4096
 WARM_UP_STEPS = 30
 NUM_CANDIDATES = 21
@@ -135,27 +143,49 @@ class Result:
         return self.tokens
 
 
+class FreeEncoder:
+    """Tells rows where embeddings lie, and computes none."""
+
+    def __init__(self, rows: RequestRows):
+        self.rows = rows
+
+    def dispatch(self, device: RealDevice, scheduled: SchedulerOutput) -> list[Any]:
+        for request_id, index, page_ids in scheduled.encoder_pages:
+            self.rows.visual.place(self.rows.row_of[request_id], index, page_ids)
+        return []
+
+
+def rope_offsets(features: Any, num_tokens: int) -> tuple[np.ndarray, int]:
+    return np.zeros((3, num_tokens), np.int32), -PICTURE_TOKENS
+
+
 class FreeExecutor:
     """An executor around the real runner."""
 
     weights_version = ""
 
-    def __init__(self, config: EngineConfig, vocab_size: int, device: Device | None):
+    def __init__(self, config: EngineConfig, vocab_size: int, device: Device | None, sees: bool):
         scheduler, block_size = config.scheduler, config.cache.block_size
         groups = (KVCacheGroup(AttentionSpec(block_size, 1, 64, 2), (0,)),)
         self.kv_cache_config = KVCacheConfig((scheduler.max_num_seqs * (MAX_MODEL_LEN // block_size) + 1,), groups)
-        self.encoder_cache_config = None
+        self.encoder_cache_config = (
+            EncoderCacheConfig(2048, PICTURE_TOKENS, 1 << 20, whole_spans=True) if sees else None
+        )
         buckets = doubling_buckets(scheduler.max_num_batched_tokens, "cpu")
         programs: Any = FreePrograms(token_id=500, device=device)
-        rows = [RequestRows(scheduler.max_num_seqs, len(groups))]
-        layouts = {size: step_layout(size, scheduler.max_num_seqs, [block_size]) for size in buckets}
-        sampler = Sampler(rows, StateLayout(scheduler.max_num_seqs, vocab_size), NO_PROCESSORS, runs={})
+        visual = VisualRows(scheduler.max_num_seqs, PICTURE_TOKENS, True, rope_offsets) if sees else None
+        rows = [RequestRows(scheduler.max_num_seqs, len(groups), visual=visual)]
+        layout = lambda size: step_layout(size, scheduler.max_num_seqs, [block_size])
+        layouts = {size: replace(layout(size), has_visible_ends=sees, has_rope_offsets=sees) for size in buckets}
+        sampler = Sampler(rows, StateLayout(scheduler.max_num_seqs, vocab_size), NO_PROCESSORS, multi_step_layouts={})
         nothing = RealDevice(programs, None, None, DeviceState(None, None, None, None, None))
-        self.runner = ModelRunner(nothing, rows, layouts, sampler)
+        encoder: Any = FreeEncoder(rows[0]) if sees else None
+        self.runner = ModelRunner(nothing, rows, layouts, sampler, encoder=encoder)
         sample_buckets = doubling_buckets(scheduler.max_num_seqs, "cpu")
         self.choice = ProgramChoice(programs, StepSizes("sample", buckets, sample_buckets, {}, features_of))
 
     def execute_model(self, scheduled: SchedulerOutput) -> PendingStep:
+        scheduled.encoder_inputs = []  # nothing is encoded here
         scheduled.programs = self.choice.choose(scheduled)
         return self.runner.execute_model(scheduled)
 
@@ -198,16 +228,27 @@ class Stopwatch:
         setattr(owner, method, timed)
 
 
-def make_engine(running: int, device: Device | None = None) -> tuple[LLMEngine, FreeExecutor]:
+def make_engine(running: int, device: Device | None = None, pictures: bool = False) -> tuple[LLMEngine, FreeExecutor]:
     folder = resolve_model_folder("demo")
     hf = load_hf_config(folder)
     decoder = model_for(hf).config_from_hf(hf)
     facts = ModelFacts(decoder.max_position_embeddings, decoder.dtype, decoder.num_heads, decoder.vocab_size)
     options = {"max_num_seqs": running, "max_num_batched_tokens": max(2048, running), "block_size": 16}
     config = EngineConfig.from_options(**options, max_model_len=MAX_MODEL_LEN).resolve(facts, "cpu")
-    executor = FreeExecutor(config, decoder.vocab_size, device)
+    executor = FreeExecutor(config, decoder.vocab_size, device, pictures)
     core = EngineCore(config, executor)
+    if pictures:
+        add = core.add_request
+        core.add_request = lambda request: add(with_picture(request))
     return LLMEngine(config, build_input_processor(config, decoder, folder), core), executor
+
+
+def with_picture(request: EngineCoreRequest) -> EngineCoreRequest:
+    """The request, whose prompt has a picture of its own."""
+    key = hashlib.sha256(request.request_id.encode()).digest()
+    runs, grid = [(4, PICTURE_TOKENS)], (1, 1, PICTURE_TOKENS)
+    feature = MultiModalFeature(key, "image", 4, PICTURE_TOKENS, runs, grid, np.zeros((1, 3), np.uint8))
+    return msgspec.structs.replace(request, mm_features=[feature])
 
 
 def fill(engine: LLMEngine, num_requests: int, steps: int, kind: RequestOutputKind, **asked: Any) -> None:
@@ -275,13 +316,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--kind", choices=[kind.name.lower() for kind in RequestOutputKind], default="delta")
     parser.add_argument("--asked", choices=ASKED, default="nothing", help="what requests ask for besides their tokens")
+    parser.add_argument("--pictures", action="store_true", help="each prompt has a picture")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print a profile instead of the parts")
     parser.add_argument("--device-ms", type=float, default=0.0, help="show the overlap with steps of this length")
     args = parser.parse_args()
     device = Device(args.device_ms / 1e3) if args.device_ms else None
-    engine, executor = make_engine(args.running, device)
+    engine, executor = make_engine(args.running, device, args.pictures)
     fill(engine, args.running + args.waiting, args.steps, RequestOutputKind[args.kind.upper()], **ASKED[args.asked])
-    print(f"{args.running} running, {args.waiting} waiting, {args.kind}, asked for: {args.asked}", end=": ")
+    pictures = ", with pictures" if args.pictures else ""
+    print(f"{args.running} running, {args.waiting} waiting{pictures}, {args.kind}, asked for: {args.asked}", end=": ")
     if device is not None:
         print(f"a device that takes {args.device_ms:g} ms a step")
         print_overlap(engine, device, args.steps)

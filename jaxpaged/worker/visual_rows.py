@@ -32,9 +32,12 @@ class VisualRows:
         self._offsets: dict[int, np.ndarray] = {}
         self._num_prompt_R = np.zeros(max_num_seqs + 1, np.int32)  # of these rows, 0 for others
         self._delta_R = np.zeros(max_num_seqs + 1, np.int32)  # what is added behind the prompt, in all three
+        self._behind: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        """Of the last step, if all of its rows were behind their prompts: rows, tokens of each, what is added."""
 
     def add(self, row: int, request: NewRequestData) -> np.ndarray:
         """A request with pictures gets a row: its tokens as they are uploaded."""
+        self._behind = None
         features, num_prompt = request.mm_features, request.num_prompt_tokens
         self._features[row], self._num_prompt_R[row] = features, num_prompt
         self._ids[row] = np.array(request.token_ids, np.int32)
@@ -50,6 +53,7 @@ class VisualRows:
     def remove(self, row: int) -> None:
         """A row is taken back, which may have had none."""
         if self._num_prompt_R[row]:
+            self._behind = None
             for kept in (self._features, self._ids, self._visible_ends, self._offsets):
                 kept.pop(row, None)
             self._num_prompt_R[row] = self._delta_R[row] = 0
@@ -69,13 +73,19 @@ class VisualRows:
 
     def fill(self, layout: StepLayout, parts: StepParts, requests: StepRequests) -> None:
         """Write what a step says of pictures. Its parts are zero."""
-        num_prompt = self._num_prompt_R[requests.rows]
-        if not num_prompt.any():
+        rows, counts = requests.rows, requests.num_scheduled
+        behind = self._behind
+        if behind is not None and behind[0] is rows and behind[1] is counts:  # while all decode, these stay the same
+            if layout.has_rope_offsets:
+                parts.rope_offsets_3T.reshape(3, -1)[:, : len(behind[2])] = behind[2]
             return
+        num_prompt, deltas = self._num_prompt_R[rows], self._delta_R[rows].repeat(counts)
         if layout.has_rope_offsets:
             offsets_3T = parts.rope_offsets_3T.reshape(3, layout.num_tokens)
-            offsets_3T[:, : requests.ends[-1]] = self._delta_R[requests.rows].repeat(requests.num_scheduled)
-        for i in (requests.num_computed < num_prompt).nonzero()[0]:
+            offsets_3T[:, : len(deltas)] = deltas
+        in_prompts = (requests.num_computed < num_prompt).nonzero()[0]
+        self._behind = None if len(in_prompts) else (rows, counts, deltas)
+        for i in in_prompts:
             row, computed = int(requests.rows[i]), int(requests.num_computed[i])
             count = min(int(num_prompt[i]) - computed, int(requests.num_scheduled[i]))
             start = int(requests.ends[i]) - int(requests.num_scheduled[i])

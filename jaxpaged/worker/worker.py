@@ -212,7 +212,8 @@ class Worker:
         if (spec := self.engine_spec.encoder) is None:
             return None
         assert spec.vision.processor is not None, "its table says what pixels are"
-        return jax.device_put(spec.vision.processor.table_CV, self.step_programs.functions.replicated)
+        table_CV, everywhere = spec.vision.processor.table_CV, self.step_programs.functions.replicated
+        return jax.make_array_from_callback(table_CV.shape, everywhere, lambda index: table_CV[index])
 
     def _make_balancer(self) -> ExpertBalancer | None:
         """What moves experts between devices, if they are to be moved."""
@@ -342,8 +343,12 @@ def free_state(device: Device) -> None:
 
 def planned_memory(stages: Sequence[EngineSpec], num_blocks: int) -> dict[str, int]:
     """Bytes of the device that has most to keep in an engine which is awake, by what for, and how many devices."""
-    reserves = [reserve_of(stage) for stage in stages]
-    return {
+    reserves, last = [reserve_of(stage) for stage in stages], stages[-1]
+    of_pictures = {}
+    if (encoder := last.encoder) is not None:
+        slots, numbers = encoder.cache_shape
+        of_pictures["encoder_cache_bytes"] = slots * numbers * last.dtype.itemsize
+    return of_pictures | {
         "weight_bytes": max(reserve.weights for reserve in reserves),
         "state_bytes": max(reserve.state for reserve in reserves),
         "kv_cache_bytes": max(stage.division.num_bytes(num_blocks) for stage in stages),

@@ -77,6 +77,29 @@ def test_behind_the_prompt_offsets_are_the_same_for_all_tokens():
     assert decode.rope_offsets_3T.reshape(3, 16)[:, :3].tolist() == [[0, DELTA, 0]] * 3
 
 
+def test_steps_in_which_all_decode_say_the_same_until_one_changes():
+    rows, layout = rows_with(FEATURES), replace(step_layout(16, 4, [4]), has_rope_offsets=True)
+    reader, offsets = StepReader(rows), []
+    for ids, counts, computed in [
+        (["text", "a"], [1, 1], [13, 13]),
+        (["text", "a"], [1, 1], [14, 14]),
+        (["a", "text"], [1, 1], [15, 15]),
+        (["a", "text"], [2, 1], [16, 16]),
+        (["a", "text"], [2, 1], [18, 17]),
+    ]:
+        output = SchedulerOutput(1, [], [], ids, counts, computed, [1, 1], [None] * 2, sum(counts))
+        parts = layout.split(pack_step(layout, reader.read(output), rows, []))
+        offsets.append(parts.rope_offsets_3T.reshape(3, 16)[:, :4].tolist())
+    assert offsets == [
+        [line] * 3 for line in ([0, DELTA, 0, 0],) * 2 + ([DELTA, 0, 0, 0],) + ([DELTA, DELTA, 0, 0],) * 2
+    ]
+    rows.remove("a")
+    rows.add(NewRequestData("b", PROMPT, len(PROMPT), 0, ([],), SamplingParams()))
+    output = SchedulerOutput(1, [], [], ["b", "text"], [2, 1], [16, 19], [1, 1], [None] * 2, 3)
+    parts = layout.split(pack_step(layout, reader.read(output), rows, []))
+    assert not parts.rope_offsets_3T.any()
+
+
 def test_a_row_that_was_given_back_is_one_without_pictures():
     rows = rows_with(FEATURES)
     row = rows.row_of["a"]
