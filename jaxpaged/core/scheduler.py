@@ -106,7 +106,7 @@ class Scheduler:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request. Raises RequestError when its id is in use or when it could never be served."""
         try:
-            self._check(message)
+            self.check(message)
         except RequestError:
             if self.transfers is not None:
                 self.transfers.refuse_request(message.sampling_params.extra_args)
@@ -121,7 +121,8 @@ class Scheduler:
         if self.transfers is not None:
             self.transfers.add_request(request)
 
-    def _check(self, message: EngineCoreRequest) -> None:
+    def check(self, message: EngineCoreRequest) -> None:
+        """Raise RequestError for a request that `add_request` would refuse."""
         name = message.request_id
         if name in self.requests:
             raise RequestError(f"request id {name!r} is in use by an unfinished request. Choose another.", "request_id")

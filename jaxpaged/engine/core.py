@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
+import numpy as np
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
@@ -23,6 +24,7 @@ from jaxpaged.engine.kv_connector import save_all, save_prefix, seconds_to_wait
 from jaxpaged.engine.merged_outputs import merged, without
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
+from jaxpaged.engine.processed_items import PixelDesk
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.errors import EngineDeadError, ProgramError, RequestError, UsageError
 from jaxpaged.executor.base import Executor, KVTransferWorker
@@ -123,18 +125,26 @@ class EngineCore(EngineCoreClient):
         self._books = Books()
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
+        self.pixels, self._most_kept = PixelDesk(), config.multimodal.mm_processor_cache_gb
         self.step_log = StepLog()
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queue a request. Raises RequestError when it can never fit the KV cache, and while its id is in use: until
-        `step` has returned the last that another one of this id said, or that one was aborted."""
-        if any(output.request_id == request.request_id for output in self._outputs):
+        """Queue a request, or, where it has pictures without pixels that are not kept here, let it wait for them.
+
+        Raises RequestError when it can never fit the KV cache, and while its id is in use: until `step` has returned
+        the last that another one of this id said, or that one was aborted.
+        """
+        is_told = any(output.request_id == request.request_id for output in self._outputs)
+        if is_told or request.request_id in self.pixels.waiting:
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
         refusal = None
         with self._books:
             try:
-                self._scheduler.add_request(request)
+                if request.mm_features:
+                    self._scheduler.check(request)
+                if not request.mm_features or self.pixels.take(request):
+                    self._scheduler.add_request(request)
             except RequestError as error:  # which changes nothing
                 refusal = error
         if refusal is not None:
@@ -145,8 +155,24 @@ class EngineCore(EngineCoreClient):
         for request in requests:
             self.add_request(request)
 
+    def keep_pixels(self) -> None:
+        """From now on pixels that come are kept for later requests, since front ends elsewhere send them once."""
+        self.pixels.items.capacity = round(self._most_kept * 2**30)
+
+    def add_pixels(self, key: bytes, pixels: np.ndarray) -> None:
+        """Pixels of a picture, uint8, for requests that wait for them, and for later ones."""
+        with self._books:
+            for request in self.pixels.bring(key, pixels):
+                try:
+                    self._scheduler.add_request(request)
+                except RequestError as error:  # another one has come before it
+                    failed = EngineCoreOutput(request.request_id, [], finish_reason="error")
+                    failed.error, failed.error_parameter = str(error), error.parameter
+                    self._tell([failed])
+
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
+        self.pixels.remove(request_ids)
         with self._books:
             self._scheduler.abort_requests(request_ids)
         self._outputs = without(self._outputs, request_ids)
@@ -281,7 +307,7 @@ class EngineCore(EngineCoreClient):
 
     def unfinished(self) -> frozenset[str]:
         """The ids of all requests that have not ended."""
-        return frozenset(self._scheduler.requests)
+        return frozenset(self._scheduler.requests).union(self.pixels.waiting)
 
     def stats(self, awaited: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and KV cache as they are now; step and tokens are those of `awaited`, or of the last step."""
@@ -328,10 +354,12 @@ class EngineCore(EngineCoreClient):
         check_sleep(level, mode)
         if self._sleep.level is None:
             if mode == "wait":
-                self._finish(self.unfinished())
+                self._finish(frozenset(self._scheduler.requests))
             self._await_all()
             if mode == "abort":
+                waited = self.pixels.remove(list(self.pixels.waiting))
                 with self._books:
+                    self._tell([EngineCoreOutput(each, [], finish_reason="abort") for each in waited])
                     self._tell(self._scheduler.abort_requests(self.unfinished()))
         if level > 0:
             with self._books:

@@ -23,7 +23,7 @@ from jaxpaged.engine.process.core_server import CoreServer
 from jaxpaged.engine.process.heartbeat import Heartbeat
 from jaxpaged.engine.process.wire import CoreFacts, Reports
 from jaxpaged.errors import CapacityError, ConflictError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra
 
@@ -58,7 +58,7 @@ class CountingExecutor:
 
     def __init__(self, num_blocks: int, block_size: int = 16):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
-        self.encoder_cache_config = None
+        self.encoder_cache_config = EncoderCacheConfig(num_pages=64, page_size=4, max_step_embeds=64)
         self.steps = 0
         self.slow = False
         self.broken = False

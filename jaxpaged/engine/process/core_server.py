@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import zmq
 
 from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
@@ -36,17 +37,25 @@ SAVING_MILLISECONDS = 5
 STATS_INTERVAL = 1.0
 """Seconds between two statements of how the core is doing, while it works."""
 
-MESSAGES = {wire.HELLO: None, wire.ADD: list[EngineCoreRequest], wire.ABORT: list[str], wire.CALL: wire.Call}
+MESSAGES = {
+    wire.HELLO: None,
+    wire.ADD: list[EngineCoreRequest],
+    wire.ITEM: wire.Item,
+    wire.ABORT: list[str],
+    wire.CALL: wire.Call,
+}
 """What may come in, and the type of the value."""
 
 
 class Client:
-    """A front end: where to send, and its requests by the names that it gave them and the core knows them by."""
+    """A front end: where to send, and its requests by the names that it gave them and the core knows them by.
+    `pixels`: by key, of requests that have not come yet."""
 
     def __init__(self, identity: bytes, number: int):
         self.identity = identity
         self.number = number
         self.engine_ids: dict[str, str] = {}
+        self.pixels: dict[str, dict[bytes, np.ndarray]] = {}
 
 
 class LateSleep(NamedTuple):
@@ -67,6 +76,7 @@ class CoreServer:
 
     def __init__(self, core: EngineCore, facts: wire.CoreFacts, address: str, heartbeat: Heartbeat):
         self._core = core
+        core.keep_pixels()
         self._facts = facts
         self._heartbeat = heartbeat
         self._clients: dict[bytes, Client] = {}
@@ -208,6 +218,8 @@ class CoreServer:
         elif kind == wire.ADD:
             for request in value:
                 self._add(client, request)
+        elif kind == wire.ITEM:
+            self._take_item(client, value)
         elif kind == wire.ABORT:
             self._abort(client, value)
         else:
@@ -218,6 +230,10 @@ class CoreServer:
         request_id = engine_id = request.request_id
         if engine_id in self._routes and self._routes[engine_id][0] is not client:
             engine_id = request.request_id = f"{request_id}@{client.number}"
+        if request.mm_features:
+            came = client.pixels.pop(request_id, {})
+            for feature in request.mm_features:
+                feature.pixels = came.get(feature.key, feature.pixels)
         try:
             check_request(request, self._facts.vocab_size)
             self._core.add_request(request)
@@ -228,11 +244,24 @@ class CoreServer:
         self._stats_changed = True
         self._routes[engine_id] = (client, request_id)
         client.engine_ids[request_id] = engine_id
+        if request.mm_features:
+            self._send(client, wire.WANTED, wire.Wanted(request_id, list(self._core.pixels.lacking(engine_id))))
+
+    def _take_item(self, client: Client, item: wire.Item) -> None:
+        """Pixels for a request that waits for them, or for one that comes next."""
+        if item.pixels.dtype != np.uint8:
+            logger.warning("dropped pixels of type %s from a front end", item.pixels.dtype)
+        elif item.request_id in client.engine_ids:
+            self._core.add_pixels(item.key, item.pixels)
+        else:
+            client.pixels.setdefault(item.request_id, {})[item.key] = item.pixels
 
     def _abort(self, client: Client, request_ids: Sequence[str]) -> None:
         engine_ids = [client.engine_ids[each] for each in dict.fromkeys(request_ids) if each in client.engine_ids]
         for engine_id in engine_ids:
             self._end_route(engine_id)
+        for request_id in request_ids if client.pixels else ():
+            client.pixels.pop(request_id, None)
         self._core.abort_requests(engine_ids)
         self._stats_changed = True
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.messages import Progress, SchedulerStats
 
-# Kinds that a front end sends: its arrival, then requests, ids of requests to stop, and questions.
-HELLO, ADD, ABORT, CALL = b"hello", b"add", b"abort", b"call"
-# Kinds that a core sends: it serves, what a step gave, how it is doing, a request that it refuses, a result.
+# Kinds that a front end sends: its arrival, then requests, pixels, ids of requests to stop, and questions.
+HELLO, ADD, ITEM, ABORT, CALL = b"hello", b"add", b"item", b"abort", b"call"
+# Kinds that a core sends: it serves, what a step gave, how it is doing, a request that it refuses, a result; and once
+# for each request with pictures that it has taken, which pixels it lacks.
 READY, STEP, STATS, REFUSED, ANSWER = b"ready", b"step", b"stats", b"refused", b"answer"
+WANTED = b"wanted"
 
 
 class CoreFacts(msgspec.Struct, array_like=True):
@@ -33,6 +36,21 @@ class Refusal(msgspec.Struct, array_like=True):
     request_id: str
     message: str
     parameter: str | None = None
+
+
+class Item(msgspec.Struct, array_like=True):
+    """The pixels of a picture, for a request that comes next, or that was said to lack them."""
+
+    request_id: str
+    key: bytes
+    pixels: np.ndarray
+
+
+class Wanted(msgspec.Struct, array_like=True):
+    """The core has this request, which waits for the pixels of these keys; if there are none, it has all of it."""
+
+    request_id: str
+    keys: list[bytes]
 
 
 class CoreStats(msgspec.Struct, array_like=True):

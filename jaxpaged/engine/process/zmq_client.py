@@ -35,6 +35,7 @@ TYPES = {
     wire.STATS: wire.CoreStats,
     wire.REFUSED: wire.Refusal,
     wire.ANSWER: wire.Answer,
+    wire.WANTED: wire.Wanted,
 }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 
+import numpy as np
 import pytest
 import zmq
 
@@ -15,6 +16,7 @@ from jaxpaged.errors import EngineDeadError
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.fake_core import VOCAB_SIZE, CountingExecutor, answer, core_in_thread
+from tests.engine.test_processed_items import key_of, request_of
 
 
 class FrontEnd:
@@ -39,6 +41,19 @@ class FrontEnd:
     def add(self, request_id, max_tokens=5, num_prompt=4, **params):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"seed": 0, **params})
         self.send(wire.ADD, [EngineCoreRequest(request_id, [7] * num_prompt, params, 0.0)])
+
+    def add_seeing(self, request_id, *names, max_tokens=5):
+        """A request with pictures, whose pixels come otherwise."""
+        request = request_of(request_id, *names)
+        request.sampling_params.max_tokens, request.sampling_params.ignore_eos = max_tokens, True
+        self.send(wire.ADD, [request])
+
+    def bring(self, request_id, name, dtype=np.uint8):
+        self.send(wire.ITEM, wire.Item(request_id, key_of(name), np.zeros((2, 3), dtype)))
+
+    def wanted(self):
+        told = self.receive(wire.WANTED)
+        return told.request_id, [key.rstrip(b".").decode() for key in told.keys]
 
     def tokens(self, request_id):
         """All tokens of a request, to its end."""
@@ -104,6 +119,55 @@ def test_one_front_end_may_not_use_a_request_id_twice(connect):
     refusal = front_end.receive(wire.REFUSED)
     assert (refusal.request_id, refusal.parameter) == ("r", "request_id")
     assert front_end.tokens("r")[-100:] == answer(4, 500)[-100:]
+
+
+def test_pixels_come_before_a_request_or_when_the_core_asks_for_them(connect):
+    one, two = connect(), connect()
+    one.bring("r", "x")
+    one.add_seeing("r", "x", "y")
+    assert one.wanted() == ("r", ["y"])
+    two.add_seeing("r", "x", "z")  # x came for another front end's request
+    two.add("text")
+    assert two.wanted() == ("r", ["z"])
+    assert two.tokens("text") == answer(4, 5), "others do not wait"
+    two.bring("r", "z")
+    one.bring("r", "y", np.float32)  # no pixels
+    one.bring("r", "y")
+    num_prompt = len(request_of("", "x", "y").prompt_token_ids)
+    assert one.tokens("r") == two.tokens("r") == answer(num_prompt, 5)
+    one.add_seeing("again", "x", "y", "z")
+    assert one.wanted() == ("again", []) and len(one.tokens("again")) == 5
+
+
+def test_a_request_that_waits_for_pixels_is_aborted_and_refused_like_any_other(connect):
+    front_end = connect()
+    front_end.add_seeing("r", "never")
+    assert front_end.wanted() == ("r", ["never"])
+    front_end.add_seeing("r", "x")
+    assert front_end.receive(wire.REFUSED).request_id == "r"
+    front_end.send(wire.ABORT, ["r"])
+    front_end.add_seeing("large", *"abcdefghijklmnopq" * 300)
+    refusal = front_end.receive(wire.REFUSED)
+    assert refusal.request_id == "large" and refusal.parameter == "prompt", "it does not wait for pixels first"
+    front_end.bring("r", "of the next")
+    front_end.send(wire.ABORT, ["r"])
+    front_end.add_seeing("r", "of the next")
+    assert front_end.wanted() == ("r", ["of the next"]), "those of an aborted request are gone"
+    front_end.bring("r", "of the next")
+    assert len(front_end.tokens("r")) == 5
+
+
+def test_sleep_ends_requests_that_wait_for_pixels(connect):
+    front_end = connect()
+    front_end.add_seeing("r", "never")
+    front_end.wanted()
+    front_end.send(wire.CALL, wire.Call(1, "sleep", {"level": 1, "mode": "abort"}))
+    outputs = front_end.receive(wire.STEP).outputs
+    assert [(each.request_id, each.finish_reason) for each in outputs] == [("r", "abort")]
+    front_end.send(wire.CALL, wire.Call(2, "wake_up", {}))
+    front_end.receive(wire.ANSWER)
+    front_end.add("after")
+    assert front_end.tokens("after") == answer(4, 5)
 
 
 def test_an_abort_ends_only_the_own_request(connect):

@@ -1,0 +1,91 @@
+"""Processed pictures as an engine core has them: those that are kept for later requests, and requests that wait for
+pixels.
+
+A front end in another process sends a core each picture once, by its key. A core that has lost one meanwhile asks for
+it, and the request waits; no client sees that. This module knows neither sockets nor what a picture shows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from jaxpaged.messages import EngineCoreRequest
+
+
+class ProcessedItems:
+    """Pixels by their keys, up to `capacity` bytes; those that were wanted last stay. They are not copied."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.num_bytes = self.queries = self.hits = 0
+        self._items: OrderedDict[bytes, np.ndarray] = OrderedDict()
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        self.queries += 1
+        pixels = self._items.get(key)
+        if pixels is not None:
+            self.hits += 1
+            self._items.move_to_end(key)
+        return pixels
+
+    def put(self, key: bytes, pixels: np.ndarray) -> None:
+        """Keep pixels, unless they alone are more than there is room for."""
+        if key in self._items or pixels.nbytes > self.capacity:
+            return
+        self._items[key] = pixels
+        self.num_bytes += pixels.nbytes
+        while self.num_bytes > self.capacity:
+            _, dropped = self._items.popitem(last=False)
+            self.num_bytes -= dropped.nbytes
+
+
+class PixelDesk:
+    """Gives requests the pixels of their pictures. `items` are kept for later ones, none before it has a capacity."""
+
+    def __init__(self) -> None:
+        self.items = ProcessedItems(0)
+        self._waiting: dict[str, EngineCoreRequest] = {}
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The ids of requests that lack pixels."""
+        return self._waiting.keys()
+
+    def take(self, request: EngineCoreRequest) -> bool:
+        """Give a request what is kept of its pixels, and keep what it brings. False: it waits for others."""
+        for feature in request.mm_features:
+            if feature.pixels is None:
+                feature.pixels = self.items.get(feature.key)
+            else:
+                self.items.put(feature.key, feature.pixels)
+        if not lacks(request):
+            return True
+        self._waiting[request.request_id] = request
+        return False
+
+    def lacking(self, request_id: str) -> Sequence[bytes]:
+        """The keys of pictures that a request waits for; none if it does not wait."""
+        request = self._waiting.get(request_id)
+        return [] if request is None else lacks(request)
+
+    def bring(self, key: bytes, pixels: np.ndarray) -> list[EngineCoreRequest]:
+        """Pixels have come; the requests that lacked nothing else."""
+        self.items.put(key, pixels)
+        complete = []
+        for request in list(self._waiting.values()):
+            for feature in request.mm_features:
+                if feature.key == key and feature.pixels is None:
+                    feature.pixels = pixels
+            if not lacks(request):
+                complete.append(self._waiting.pop(request.request_id))
+        return complete
+
+    def remove(self, request_ids: Collection[str]) -> list[str]:
+        """Of these requests those that waited, and wait no more."""
+        return [each for each in request_ids if self._waiting.pop(each, None) is not None]
+
+
+def lacks(request: EngineCoreRequest) -> list[bytes]:
+    """The keys of its pictures that have no pixels, each once."""
+    return list(dict.fromkeys(feature.key for feature in request.mm_features if feature.pixels is None))
