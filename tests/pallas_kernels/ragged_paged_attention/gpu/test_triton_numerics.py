@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
-from pallas_kernels.ragged_paged_attention.cases import CASES, SHARED_CASES
+from pallas_kernels.ragged_paged_attention.cases import BOTH_WAYS_CASES, CASES, SHARED_CASES
 from pallas_kernels.ragged_paged_attention.gpu import tiles
 from pallas_kernels.testing import make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import after, case_tolerance, check_case, error, packed, run
@@ -22,12 +22,13 @@ REFUSAL = rpa.backends(jax.default_backend())[BACKEND]
 if REFUSAL is not None:
     pytest.skip(f"{BACKEND}: {REFUSAL}", allow_module_level=True)
 
-CASE = {case.name: case for case in (*CASES, *SHARED_CASES)}
+CASE = {case.name: case for case in (*CASES, *SHARED_CASES, *BOTH_WAYS_CASES)}
 QUICK = (
     "one decode",
     "rows with no new token",
     "window, soft cap and sinks",
     "rows that share beginnings, window, soft cap and sinks",
+    "both ways, window shorter than runs",
 )
 
 
@@ -70,6 +71,16 @@ MUTANTS = {
         "one decode",
         "first + tl.load(fact + NUM_PARTS))",
         "first + tl.load(fact + NUM_PARTS) - 1)",
+    ),
+    "queries see what comes behind a run": (
+        "both ways",
+        "position_C[None, :] < end_X[:, None]",
+        "position_C[None, :] <= end_X[:, None]",
+    ),
+    "tiles read no further than their last query": (
+        "both ways, window shorter than runs",
+        "(position_C < stop)",
+        "(position_C <= last)",
     ),
     "a sink is forgotten": ("window, soft cap and sinks", "if layer.has_sinks:", "if False:"),
     "new tokens go to other slots": ("rows with no new token", "block_size + offset_X", "block_size + offset_X % 8"),
