@@ -157,12 +157,13 @@ def expected(case: Any, step: Step) -> np.ndarray:
 def layer_of(
     shape: Any, backend: str, num_blocks: int = 1024, blocks_per_row: int = 64
 ) -> tuple[Callable, tuple[Any, ...]]:
-    """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first, what
-    rows share last, if the shape has it."""
+    """(function, shapes of its arguments): one layer's attention in a step of a `ServingShape`, the cache first; what
+    rows share and what tokens see ahead last, if the shape has these."""
     K, N, H, T, R = shape.num_kv_heads, shape.num_heads, shape.head_dim, shape.num_tokens, shape.num_rows
     S, dtype, scales = shape.block_size, shape.kv_dtype, shape.kv_scales
 
-    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, num_seqs, start_R1, seq_lens_R, tables_RM, shared_6R=None):
+    def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, num_seqs, start_R1, seq_lens_R, tables_RM, *more):
+        more = dict(zip(names, more))
         metadata = rpa.make_metadata(
             num_seqs,
             start_R1,
@@ -172,7 +173,7 @@ def layer_of(
             block_size=S,
             window=shape.window,
             backend=backend,
-            shared_6R=shared_6R,
+            **more,
         )
         return rpa.ragged_paged_attention(
             q_TNH,
@@ -189,8 +190,9 @@ def layer_of(
 
     kv = jax.eval_shape(lambda: rpa.kv_zeros(num_blocks, S, K, H, dtype, backend, scales))
     new = [jax.ShapeDtypeStruct((T, heads, H), shape.dtype) for heads in (N, K, K)]
-    shared = ((NUM_LINES, R),) if shape.shares else ()
-    where = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((), (R + 1,), (R,), (R, blocks_per_row), *shared)]
+    shared = {"shared_6R": (NUM_LINES, R)} if shape.shares else {}
+    names = shared | ({"visible_end_T": (T,)} if shape.sees_ahead else {})
+    where = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((), (R + 1,), (R,), (R, blocks_per_row), *names.values())]
     return layer, (kv, *new, jax.ShapeDtypeStruct((N,), jnp.float32), *where)
 
 

@@ -139,6 +139,7 @@ class ServingShape:
     soft_cap: float | None = None
     sinks: bool = False
     shares: bool = False  # whether its programs look for what rows share
+    sees_ahead: bool = False  # whether its tokens may see what stands behind them
 
     @property
     def num_heads(self) -> int:
@@ -158,6 +159,8 @@ SERVING_SHAPES = (
     ServingShape("multi-query, head_dim 80", 512, 64, num_kv_heads=1, group_size=32, head_dim=80, block_size=64),
     ServingShape("group of 7, head_dim 96", 512, 64, num_kv_heads=4, group_size=7, head_dim=96, dtype="float16"),
     ServingShape("head_dim 256, window, soft cap", 512, 64, group_size=2, head_dim=256, window=4096, soft_cap=50.0),
+    ServingShape("head_dim 256, window, both ways", 512, 64, group_size=2, head_dim=256, window=1024, sees_ahead=True),
+    ServingShape("both ways, shared", 512, 64, group_size=8, shares=True, sees_ahead=True),
     ServingShape("head_dim 64, window, sinks", 512, 64, group_size=8, head_dim=64, window=128, sinks=True),
     ServingShape("float32, block_size 256", 512, 64, group_size=2, block_size=256, dtype="float32"),
     ServingShape("float32, head_dim 256", 512, 64, group_size=2, head_dim=256, dtype="float32"),

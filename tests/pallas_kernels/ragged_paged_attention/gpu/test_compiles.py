@@ -23,6 +23,7 @@ QUICK = {
         FIRST,
         "decodes that share",
         "head_dim 256, window, soft cap",
+        "head_dim 256, window, both ways",
         "head_dim 64, window, sinks",
         "float8 cache, scales of heads",
     ]

@@ -30,6 +30,15 @@ QUANTIZED = [
 ]
 KERNELS = {"paged_attention_write", "paged_attention_decode", "paged_attention_prefill"}
 SHARES = Case("256 rows that share", ((2100, 1),) * 256, num_kv_heads=8, group_size=4, head_dim=128, sinks=True)
+BOTH_WAYS = Case(
+    "a picture among decodes",
+    (*[(2100, 1)] * 15, (300, 496)),
+    num_kv_heads=8,
+    head_dim=256,
+    window=1024,
+    padding=1,
+    both_ways=((15, 310, 566),),
+)
 LONG = Case("256 requests of up to 2M tokens: their block tables take 134 MB", ((0, 1),) * 256, head_dim=128)
 NUM_BLOCKS = 10_000
 """So many that the compiler cannot move a cache into VMEM, as it does with small arrays."""
@@ -41,7 +50,7 @@ def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_block
     N, T = K * case.group_size, case.num_tokens + case.padding
     struct = jax.ShapeDtypeStruct
 
-    def attend(kv, q_TNH, k_TKH, v_TKH, sinks_N, shared_6R, *where):
+    def attend(kv, q_TNH, k_TKH, v_TKH, sinks_N, shared_6R, visible_end_T, *where):
         metadata = rpa.make_metadata(
             R,
             *where,
@@ -50,6 +59,7 @@ def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_block
             window=case.window,
             backend="tpu",
             shared_6R=shared_6R if shares else None,
+            visible_end_T=visible_end_T if case.both_ways else None,
         )
         return rpa.ragged_paged_attention(
             q_TNH,
@@ -67,7 +77,7 @@ def attend_step(case: Case, dtype, *, kv_dtype=None, kv_scales="none", max_block
     kv = jax.eval_shape(lambda: rpa.kv_zeros(NUM_BLOCKS, S, K, H, kv_dtype or dtype, "tpu", kv_scales))
     new_TKH = struct((T, K, H), dtype)
     where = struct((R + 1,), jnp.int32), struct((R,), jnp.int32), struct((R, max_blocks), jnp.int32)
-    begin = struct((N,), jnp.float32), struct((NUM_LINES, R), jnp.int32)
+    begin = struct((N,), jnp.float32), struct((NUM_LINES, R), jnp.int32), struct((T,), jnp.int32)
     return attend, (kv, struct((T, N, H), dtype), new_TKH, new_TKH, *begin, *where)
 
 
@@ -114,6 +124,12 @@ def test_a_cache_of_8_bits_compiles_and_is_not_copied(kv_dtype, kv_scales, block
 @pytest.mark.parametrize("window", [None, 1024])
 def test_what_rows_share_compiles_and_copies_no_cache(window, target, record_property):
     compile_and_check(dataclasses.replace(SHARES, window=window), jnp.bfloat16, target, record_property, shares=True)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("shares", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_sees_ahead_compiles_within_the_same_memory(shares, target, record_property):
+    compile_and_check(BOTH_WAYS, jnp.bfloat16, target, record_property, shares=shares)
 
 
 def test_block_tables_that_fit_no_scalar_memory_compile(record_property):
