@@ -59,6 +59,10 @@ class RequestError(UsageError):
         self.parameter = parameter
 
 
+class FetchError(RequestError):
+    """What a URL names may be fetched, but could not be. Servers of HTTP answer 422."""
+
+
 class CheckpointError(JaxpagedError):
     """A model's files are missing, damaged, or describe a model that is not supported."""
 

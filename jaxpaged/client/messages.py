@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
@@ -23,7 +24,7 @@ CHAT_FIELDS = (
     "include_reasoning",
 )
 SAMPLING_FIELDS = tuple(pb.SamplingParams.DESCRIPTOR.fields_by_name)
-CONVERTED = ("truncation_side", "kv_transfer_params")
+CONVERTED = ("truncation_side", "kv_transfer_params", "images")
 """Fields of a request whose Python values are no messages yet."""
 REQUEST_FIELDS = tuple(
     name
@@ -47,6 +48,7 @@ def generate_request(prompt: Prompt, values: Mapping[str, Any]) -> pb.GenerateRe
         request.truncation_side = SIDES[values["truncation_side"]]
     if "kv_transfer_params" in values:
         request.kv_transfer_params.CopyFrom(struct(values["kv_transfer_params"]))
+    request.images.extend(image_message(each) for each in values.get("images", ()))
     request.sampling_params.CopyFrom(sampling_params(values))
     chat = {name: values[name] for name in CHAT_FIELDS if name in values}
     if isinstance(prompt, str):
@@ -98,7 +100,32 @@ def message_of(message: Mapping[str, Any]) -> pb.ChatMessage:
         pb.ToolCall(id=call.get("id", ""), name=call["function"]["name"], arguments=call["function"]["arguments"])
         for call in own.pop("tool_calls", ())
     ]
+    if isinstance(own.get("content"), Sequence) and not isinstance(own["content"], str):
+        own["parts"] = list(map(part_message, own.pop("content")))
     return pb.ChatMessage(tool_calls=calls, **own)
+
+
+def part_message(part: Mapping[str, Any]) -> pb.ContentPart:
+    """A part in OpenAI's form (`text`, `image_url`), or of type `image` with a file's bytes, its path, or a URL."""
+    if part.get("type", "text") == "text":
+        return pb.ContentPart(text=part["text"])
+    key = "image_url" if part["type"] == "image_url" else "image"
+    value = part.get(key)
+    image = image_message(value.get("url") if isinstance(value, Mapping) else value)
+    if part.get("uuid"):
+        image.uuid = part["uuid"]
+    return pb.ContentPart(image=image)
+
+
+def image_message(image: bytes | str | Path | pb.Image | None) -> pb.Image:
+    """A file's bytes, its path, or a URL. Raises OSError for a path that cannot be read."""
+    if isinstance(image, pb.Image):
+        return image
+    if isinstance(image, Path):
+        image = image.read_bytes()
+    if image is None:
+        return pb.Image()
+    return pb.Image(data=image) if isinstance(image, bytes) else pb.Image(url=image)
 
 
 def tool_message(tool: Mapping[str, Any]) -> pb.Tool:

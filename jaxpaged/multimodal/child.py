@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from jaxpaged.errors import UsageError
-from jaxpaged.multimodal.decoding import WHITE, PictureLimits
-from jaxpaged.multimodal.identity import picture_key, source_digest
+from jaxpaged.multimodal.decoding import PictureLimits
+from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
 from jaxpaged.multimodal.pictures import picture_pixels
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout, Processor
@@ -71,9 +71,7 @@ def answer(job: Job, data: bytes, setup: Setup, processor: Processor) -> list[An
         return message(Done(str(error), getattr(error, "parameter", None)))
     except MemoryError:
         return message(Done(f"{job.field} needs more memory than a picture may. Scale it down.", job.field))
-    options = dict(chosen.options)
-    if job.background != WHITE:
-        options["background"] = list(job.background)
+    options = options_on(chosen.options, job.background)
     key = picture_key(setup.model, "image", options, picture.layout, source_digest(source))
     return message(Done(key=key, layout=picture.layout, num_bytes=picture.pixels.nbytes), picture.pixels.data.cast("B"))
 

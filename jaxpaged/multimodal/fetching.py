@@ -25,7 +25,7 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from jaxpaged import __version__
-from jaxpaged.errors import ConfigError, RequestError, shown
+from jaxpaged.errors import ConfigError, FetchError, RequestError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,6 @@ REDIRECTS = (301, 302, 303, 307, 308)
 PIECE = 1 << 16
 TRANSLATED = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "192.88.99.0/24")))
 """6to4, Teredo and the relays of 6to4: addresses that carry another one."""
-
-
-class FetchError(RequestError):
-    """What a URL names may be fetched, but could not be. Servers of HTTP answer 422."""
 
 
 @dataclass(frozen=True)

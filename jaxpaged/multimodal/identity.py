@@ -5,12 +5,13 @@ of it, never of what a client calls it. Nothing is decoded for it, so a router t
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxpaged.encoding.cbor import encode_cbor
+from jaxpaged.multimodal.decoding import WHITE
 from jaxpaged.multimodal.processors.base import PictureLayout
 
 VERSION = 2
@@ -24,6 +25,11 @@ def source_digest(source: bytes | memoryview | np.ndarray) -> bytes:
     else:
         parts = {"file": hashlib.sha256(source).digest()}
     return hashlib.sha256(encode_cbor(parts)).digest()
+
+
+def options_on(options: Mapping[str, Any], background: Sequence[int]) -> dict[str, Any]:
+    """A processor's options with the colour behind transparent pixels, unless that is white."""
+    return dict(options) if tuple(background) == WHITE else {**options, "background": list(background)}
 
 
 def picture_key(model: str, modality: str, options: Mapping[str, Any], layout: PictureLayout, source: bytes) -> bytes:

@@ -181,7 +181,10 @@ async def search(engine: Engine, traffic: Traffic, request: EngineRequest) -> li
     with client_names({**request.names, "beam_width": "n"}), traffic.admitted(request.load(processor.max_model_len)):
         check_beam_width(beams, processor.max_logprobs)
         while step := searching.next_step():
-            grown = [TokenPrompt(tokens, None, request.prompts[number].cache_salt) for number, tokens in step]
+            grown = [
+                dataclasses.replace(request.prompts[number], token_ids=tokens, text=None, ending=None)
+                for number, tokens in step
+            ]
             outputs = await last_results(engine, dataclasses.replace(of_step, prompts=grown))
             num_cached = num_cached or [output.num_cached_tokens for output in outputs]
             searching.advance(outputs)

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 
-from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError, UsageError
+from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, FetchError, RequestError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class ErrorKind(enum.Enum):
     TIMEOUT = enum.auto()
     CONFLICT = enum.auto()
     TOO_LARGE = enum.auto()
+    UNFETCHABLE = enum.auto()
     TOO_MANY = enum.auto()
     INTERNAL = enum.auto()
     UNSUPPORTED = enum.auto()
@@ -68,6 +69,8 @@ def as_serving_error(error: BaseException) -> ServingError:
     match error:
         case ServingError():
             return error
+        case FetchError():
+            return ServingError(scrubbed(str(error)), error.parameter, kind=ErrorKind.UNFETCHABLE)
         case RequestError():
             return ServingError(scrubbed(str(error)), error.parameter)
         case ConflictError():
@@ -98,7 +101,8 @@ def client_names(names: Mapping[str, str]) -> Iterator[None]:
     except RequestError as error:
         if error.parameter not in names:
             raise
-        raise RequestError(*renamed(error, names)) from error
+        kind = FetchError if isinstance(error, FetchError) else RequestError
+        raise kind(*renamed(error, names)) from error
     except ServingError as error:
         if error.parameter not in names:
             raise

@@ -3,7 +3,7 @@
 The counterpart of `jaxpaged.config.vllm_options`, which has those of the engine and the rule.
 """
 
-from jaxpaged.config.vllm_options import NO_CODE, NO_MEDIA, NUMBER, ForeignOption, absent, pointless, renamed
+from jaxpaged.config.vllm_options import NO_CODE, NUMBER, ForeignOption, absent, pointless, renamed
 
 ONE_PROCESS = "one process serves"
 BEHIND_PROXY = "Start several servers behind a proxy (`jaxpaged proxy`, nginx), or give data_parallel_size."
@@ -46,7 +46,6 @@ FOREIGN_SERVER_OPTIONS: dict[str, ForeignOption] = {
             why="a request says whether calls are held to their schema",
             do="Let it set strict of a function.",
         ),
-        absent("trust_request_mm_kwargs", False, why=NO_MEDIA),
         pointless("enable_reasoning", False, bool),  # reasoning_parser alone switches it on
         pointless("cohere_is_reasoning_model", True, bool),
         absent("cohere_format", "cmd4", why="chats of Command models are written by their own template"),

@@ -26,7 +26,7 @@ from jaxpaged.serving.admission import Load, Traffic
 from jaxpaged.serving.engine_client import Engine
 from jaxpaged.serving.errors import ServingError, client_names, failed_request
 from jaxpaged.serving.output_reader import OutputReader, Reading
-from jaxpaged.serving.prompts import Conversation, TokenPrompt, read_conversation
+from jaxpaged.serving.prompts import Conversation, TokenPrompt, has_pictures, read_conversation
 from jaxpaged.serving.requests import RequestContext
 from jaxpaged.serving.service import Service
 
@@ -54,13 +54,16 @@ NumberedTaker = Callable[[int, Output], bool]
 
 @dataclass(frozen=True)
 class TextPrompts:
-    """Texts or token ids to continue. `structured_outputs`: what the outputs must look like."""
+    """Texts or token ids to continue. `structured_outputs`: what the outputs must look like. `images`: bytes or URLs of
+    pictures, or None with a uuid, for one prompt that has a mark for each; `image_uuids` are as many."""
 
     prompts: Sequence[str | list[int]]
     truncation: Truncation = field(default_factory=Truncation)
     add_special_tokens: bool = True
     cache_salt: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    images: Sequence[bytes | str | None] = ()
+    image_uuids: Sequence[str | None] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,12 @@ class GenerateRequest:
     priority: int = 0
     names: Mapping[str, str] = MappingProxyType({})
     repeats_prompt: bool = False
+
+    @property
+    def has_pictures(self) -> bool:
+        if isinstance(self.prompt, Conversation):
+            return has_pictures(self.prompt.messages)
+        return bool(self.prompt.images)
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,11 @@ class EngineRequest:
     def shape(self) -> StructuredOutputsParams | None:
         """What the responses must look like."""
         return None if self.is_pooling else self.params.structured_outputs
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(prompt.num_image_tokens for prompt in self.prompts)
 
     @property
     def is_pooling(self) -> bool:
@@ -177,6 +191,16 @@ def prepare(service: Service, request: GenerateRequest, context: RequestContext)
         if isinstance(prompt, Conversation):
             only, params, reading = read_conversation(prompt, params, service.formats, service.prompts)
             prompts = [only]
+        elif prompt.images:
+            params.structured_outputs = prompt.structured_outputs
+            data = {"multi_modal_data": {"image": list(prompt.images)}}
+            uuids = {"multi_modal_uuids": {"image": list(prompt.image_uuids)}} if any(prompt.image_uuids) else {}
+            prompts = [
+                service.prompts.read_seen(
+                    each, {**data, **uuids}, prompt.truncation, prompt.add_special_tokens, prompt.cache_salt
+                )
+                for each in prompt.prompts
+            ]
         else:
             params.structured_outputs = prompt.structured_outputs
             prompts = service.prompts.read(

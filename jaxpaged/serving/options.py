@@ -79,7 +79,9 @@ class ServerOptions:
     api_key_file: str | None = option(
         None, "file with one key a line; unlike --api-key it does not appear in the list of processes"
     )
-    max_body_bytes: int = option(16 * 2**20, "largest request body in bytes", minimum=1)
+    max_body_bytes: int | None = option(
+        None, "largest request body in bytes (default: 16 MiB, and 64 MiB for a model that takes pictures)", minimum=1
+    )
     max_header_bytes: int = option(64 * 2**10, "largest request line and headers in bytes", minimum=1024)
     max_connections: int = option(
         4096,
@@ -139,6 +141,9 @@ class ServerOptions:
         {}, "variables for the chat template, as JSON such as '{\"enable_thinking\": false}'; a request's own win"
     )
     trust_request_chat_template: bool = option(False, "accept chat templates from requests")
+    trust_request_mm_kwargs: bool = option(
+        False, "accept mm_processor_kwargs and media_io_kwargs from requests: how their pictures are processed"
+    )
     sse_keep_alive_interval: float = option(
         0.0,
         "seconds of silence after which a stream sends a comment, so that proxies keep it open; 0 sends none",

@@ -129,11 +129,11 @@ class OutputReader:
 class UsageCounter:
     """Adds up results: prompts once each, and new or final tokens of every sequence.
 
-    Not `with_cached`: clients hear nothing of prompt tokens that were cached.
+    Not `with_cached`: clients hear nothing of prompt tokens that were cached. `num_image_tokens`: of all prompts.
     """
 
-    def __init__(self, with_cached: bool):
-        self._with_cached = with_cached
+    def __init__(self, with_cached: bool, num_image_tokens: int = 0):
+        self._with_cached, self.num_image_tokens = with_cached, num_image_tokens
         self._prompts: dict[int, tuple[int, int]] = {}  # prompt -> its tokens, and those of them that were cached
         self.num_completion_tokens = 0
 

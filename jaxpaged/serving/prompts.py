@@ -16,6 +16,7 @@ from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.errors import ConfigError, RequestError
+from jaxpaged.messages import MultiModalFeature
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
@@ -35,17 +36,24 @@ SALT_FORBIDDEN = "@/\\\0"
 @dataclass(frozen=True)
 class TokenPrompt:
     """A prompt in tokens. `text` is None when it was given as ids. `cache_salt` keeps its cached blocks to itself.
-    `ending` is the part of a chat that its template wrote behind the last message, where that matters."""
+    `ending` is the part of a chat that its template wrote behind the last message, where that matters. `mm_features`
+    are its pictures, processed."""
 
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
     ending: str | None = None
+    mm_features: Sequence[MultiModalFeature] = ()
 
     def for_engine(self) -> dict[str, Any]:
-        others = {"cache_salt": self.cache_salt, "ending": self.ending}
+        others = {"cache_salt": self.cache_salt, "ending": self.ending, "mm_features": self.mm_features or None}
         others = {name: value for name, value in others.items() if value is not None}
         return {"prompt": self.text, "prompt_token_ids": self.token_ids, **others}
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Of the tokens those in whose place embeddings of pictures stand."""
+        return sum(length for feature in self.mm_features for _, length in feature.runs)
 
 
 class PromptReader:
@@ -84,6 +92,22 @@ class PromptReader:
         parsed = self._processor.parse(prompt, add_special_tokens, truncation, most)
         return TokenPrompt(parsed.token_ids, parsed.text, cache_salt)
 
+    def read_seen(
+        self,
+        prompt: str | list[int],
+        pictures: Mapping[str, Any],
+        truncation: Truncation,
+        add_special_tokens: bool,
+        cache_salt: str | None,
+    ) -> TokenPrompt:
+        """A text or token ids with `pictures`, keys of a prompt dict. This waits until they are processed."""
+        check_salt(cache_salt)
+        given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, **pictures}
+        if cache_salt is not None:
+            given["cache_salt"] = cache_salt
+        parsed = self._processor.parse(given, add_special_tokens, truncation)
+        return TokenPrompt(parsed.token_ids, parsed.text, cache_salt, mm_features=parsed.mm_features)
+
     def read_chat(
         self,
         messages: list[dict[str, Any]],
@@ -95,11 +119,14 @@ class PromptReader:
         template_variables: Mapping[str, Any] = NOTHING,
         **template: Any,
     ) -> TokenPrompt:
-        """A conversation; `template` are further arguments of `InputProcessor.chat_prompt`.
+        """A conversation; `template` are further arguments of `InputProcessor.chat_prompt`. With pictures this waits
+        until they are processed.
 
         Templates write special tokens themselves; `add_special_tokens` adds the tokenizer's own to them.
         """
         check_salt(cache_salt)
+        if cache_salt is not None and has_pictures(messages):
+            template["cache_salt"] = cache_salt  # names of pictures belong to it
         prompt = self._processor.chat_prompt(
             messages,
             add_special_tokens=add_special_tokens,
@@ -108,7 +135,8 @@ class PromptReader:
             template_variables={**self._template_variables, **template_variables},
             **template,
         )
-        return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"))
+        features = prompt.get("mm_features", ())
+        return TokenPrompt(prompt["prompt_token_ids"], prompt["prompt"], cache_salt, prompt.get("ending"), features)
 
     def _check_tokens(self, count: int) -> None:
         """Raise ServingError when so many ids can never fit, before each of them is looked at."""
@@ -264,20 +292,39 @@ def thinking_markers(reasoning_parser: str | None) -> tuple[str, ...]:
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""
+PICTURE_PARTS = {
+    "image": "image",
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "image_pil": "image_pil",
+    "image_embeds": "image_embeds",
+}
+"""Type of a part of a message -> its key that holds a picture, or where one is."""
 
 
-def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates read them: roles checked, parts of text only, aliases of old clients renamed.
+def has_pictures(messages: Sequence[Any]) -> bool:
+    """Whether a part of a message is a picture, or names one. Messages need not have been checked."""
+    return any(
+        isinstance(part, dict) and part.get("type") not in TEXT_PARTS
+        for message in messages
+        if isinstance(message, dict) and isinstance(content := message.get("content"), list)
+        for part in content
+    )
+
+
+def template_messages(messages: list[dict[str, Any]], takes_pictures: bool) -> list[dict[str, Any]]:
+    """Messages as templates read them: roles checked, parts of text and of pictures only, aliases of old clients
+    renamed.
 
     Raises ServingError naming the message at fault.
     """
     if not messages:
         raise ServingError("messages is an empty list. Give at least one message.", "messages")
     check_depth("messages", messages)
-    return [template_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [template_message(message, f"messages[{i}]", takes_pictures) for i, message in enumerate(messages)]
 
 
-def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
+def template_message(message: dict[str, Any], path: str, takes_pictures: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ServingError(f"{path}.role is {role!r}; it must be a text such as 'user'.", f"{path}.role")
@@ -286,7 +333,9 @@ def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
         prepared.setdefault("reasoning", prepared.pop("reasoning_content"))
     content = message.get("content")
     if isinstance(content, list):
-        prepared["content"] = [text_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        prepared["content"] = [
+            template_part(part, f"{path}.content[{i}]", takes_pictures) for i, part in enumerate(content)
+        ]
     elif content is None and role == "assistant":
         prepared["content"] = ""  # an output that was nothing but tool calls; templates add texts to it
     elif not isinstance(content, str):
@@ -294,25 +343,35 @@ def template_message(message: dict[str, Any], path: str) -> dict[str, Any]:
     return prepared
 
 
-def text_part(part: Any, path: str) -> dict[str, str]:
-    """A part as a text part. Raises ServingError for other media."""
+def template_part(part: Any, path: str, takes_pictures: bool) -> dict[str, Any]:
+    """A part as a text, or as a picture that knows what clients call it. Raises ServingError for other media."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
+        if takes_pictures and kind in PICTURE_PARTS:
+            return picture_part(part, path)
+        what, types = ("text and pictures", "'text' and 'image_url'") if takes_pictures else ("text", "'text'")
         raise ServingError(
-            f"{path}.type is {kind!r}, but the model takes text only. Use parts of type 'text'.", f"{path}.type"
+            f"{path}.type is {kind!r}, but the model takes {what} only. Use parts of type {types}.", f"{path}.type"
         )
     if not isinstance(part.get(key), str):
         raise ServingError(f"{path}.{key} must be a text. Correct it.", f"{path}.{key}")
     return {"type": "text", "text": part[key]}
 
 
+def picture_part(part: dict[str, Any], path: str) -> dict[str, Any]:
+    """The part as `InputProcessor.chat_prompt` reads it; `field` is what errors call it."""
+    key = PICTURE_PARTS[part["type"]]
+    is_object = key == "image_url" and isinstance(part.get(key), dict)
+    return {**part, "field": f"{path}.{key}.url" if is_object else f"{path}.{key}"}
+
+
 def message_text(message: dict[str, Any]) -> str:
     """The text of a prepared message."""
     content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
 def checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,9 +4,11 @@ This module knows no protocol and no model.
 """
 
 import asyncio
+import functools
 import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +44,13 @@ class RequestContext:
     unless_it_leaves: Callable[[Awaitable[None]], Awaitable[None]] | None = None
 
 
-async def off_loop[T](num_bytes: int, function: Callable[..., T], *arguments: Any) -> T:
+async def off_loop[T](
+    num_bytes: int, function: Callable[..., T], *arguments: Any, threads: Executor | None = None
+) -> T:
     """`function(*arguments)`, in a thread unless the request has few bytes: what is done with one takes time that grows
-    with it, and nobody else is to wait for that."""
+    with it, and nobody else is to wait for that. `threads`: those that it needs whatever its size."""
+    if threads is not None:
+        return await asyncio.get_running_loop().run_in_executor(threads, functools.partial(function, *arguments))
     if num_bytes <= SHORT_BODY:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,10 @@ from jaxpaged.serving.errors import ErrorKind, ServingError
 from jaxpaged.serving.grammar_checks import GrammarChecks
 from jaxpaged.serving.options import ServerOptions
 from jaxpaged.serving.prompts import PromptReader, output_formats
+from jaxpaged.serving.requests import check_depth
 
+MAX_BODY_BYTES, MAX_BODY_BYTES_WITH_PICTURES = 16 << 20, 64 << 20
+"""Where no option says how long a request may be; pictures in base64 are long."""
 COUNTED_CONTEXTS = 8
 """Texts whose tokens are only counted may be longer than the model takes, so many times."""
 
@@ -69,6 +73,10 @@ class Service:
         self.prompts = PromptReader(engine.input_processor, options.default_chat_template_kwargs)
         self.formats = output_formats(options, engine.input_processor.chat_templates)
         self.most_counted = COUNTED_CONTEXTS * model.max_model_len
+        self.takes_pictures = engine.input_processor.pictures is not None
+        self.max_body_bytes = options.max_body_bytes or (
+            MAX_BODY_BYTES_WITH_PICTURES if self.takes_pictures else MAX_BODY_BYTES
+        )
         self.pace = Pace()
         self.grammars = GrammarChecks(engine.input_processor.grammar_checker)
         self.has_been_ready = False  # at some time since the start
@@ -90,6 +98,30 @@ class Service:
         """A request with these is refused, or given up: what another engine lends for it is given back."""
         if kv_transfer_params:
             await let_go(self.engine.call, kv_transfer_params)
+
+    @property
+    def picture_threads(self) -> Executor:
+        """In which requests with pictures are prepared, of a model that takes them: they wait long, for other servers
+        and for processes that decode, and texts are not to wait behind them."""
+        return self.engine.input_processor.pictures.threads
+
+    def check_picture_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Those of `mm_processor_kwargs` and `media_io_kwargs` that a request has. Raises ServingError unless it may
+        have some."""
+        wanted = {name: value for name, value in given.items() if value}
+        for name, value in wanted.items():
+            if not self.takes_pictures:
+                raise ServingError(f"{name} is given, but the model takes text only. Leave it out.", name)
+            if not self.options.trust_request_mm_kwargs:
+                raise ServingError(
+                    f"{name} is given, but this server processes all pictures alike. Leave it out, or start the server "
+                    "with --trust-request-mm-kwargs.",
+                    name,
+                )
+            if not isinstance(value, dict):
+                raise ServingError(f"{name} must be an object. Correct it.", name)
+            check_depth(name, value)
+        return wanted
 
     def obstacle(self) -> str | None:
         """Why new requests should go elsewhere."""

@@ -23,7 +23,7 @@ from jaxpaged.multimodal.budget import ByteBudget
 from jaxpaged.multimodal.decoding import PictureLimits, picture_size
 from jaxpaged.multimodal.fetching import FetchLimits, MediaFetcher
 from jaxpaged.multimodal.headers import read_header
-from jaxpaged.multimodal.identity import source_digest
+from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
 from jaxpaged.multimodal.pictures import data_url_bytes, image_pixels
 from jaxpaged.multimodal.processes import KeyedPicture, PictureProcesses
 from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
@@ -44,6 +44,16 @@ class Loaded:
     source: PictureSource
     content: bytes | np.ndarray
     digest: bytes
+
+
+@dataclass(frozen=True)
+class InspectedPicture:
+    """A picture that was not decoded: its size, what it becomes, and the key that block hashes have of it."""
+
+    width: int
+    height: int
+    layout: PictureLayout
+    key: bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class PictureIntake:
     ):
         self.config = config
         self.local_files = local_files
+        self._identity = identity
         self.limits = PictureLimits()
         self._base: Processor = processor_of(hf_config, preprocessor_config)
         self.processor = self._with_engine_options()
@@ -145,16 +156,17 @@ class PictureIntake:
             raise RequestError(str(error), "media_io_kwargs") from None
         return Wanted(kwargs, {**processor.options, "background": list(background)}, background, options.salt)
 
-    def inspect(
-        self, data: bytes, field: str, processor_kwargs: Mapping[str, Any] | None = None
-    ) -> tuple[int, int, PictureLayout]:
-        """Width, height and layout of a file's picture, from its header alone. Raises RequestError."""
+    def inspect(self, data: bytes, field: str, processor_kwargs: Mapping[str, Any] | None = None) -> "InspectedPicture":
+        """What a file's picture will be, from its bytes and its header. Nothing is decoded. Raises RequestError."""
         processor = self.processor
         if processor_kwargs:
             kwargs = {**self.config.mm_processor_kwargs, **processor_kwargs}
             processor = self._base.with_options(kwargs, "mm_processor_kwargs")
         width, height = picture_size(data, field, self.limits)
-        return width, height, processor.layout(width, height, field)
+        layout = processor.layout(width, height, field)
+        options = options_on(processor.options, self.config.background)
+        key = picture_key(self._identity, "image", options, layout, source_digest(data))
+        return InspectedPicture(width, height, layout, key)
 
     def close(self) -> None:
         """End the processes and threads. Pictures under way fail."""

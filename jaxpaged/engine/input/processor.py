@@ -373,7 +373,8 @@ class InputProcessor:
         }
         sources: list[PictureSource] = []
         if self._picture_prompts is None:
-            refuse_pictures(messages, self._why_no_pictures)
+            if has_parts(messages):
+                refuse_pictures(messages, self._why_no_pictures)
         else:
             check_messages(messages, add_generation_prompt, continue_final_message)
             messages, sources = self._picture_prompts.opened(messages, template.takes_parts)
@@ -558,3 +559,10 @@ def budget_tokens(budget: int, found: tuple[int, int] | None) -> tuple[int, int]
             "thinking_token_budget",
         )
     return found
+
+
+def has_parts(messages: Any) -> bool:
+    """Whether the content of a message is a list. Messages may be malformed still."""
+    return isinstance(messages, Sequence) and any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple) for message in messages
+    )

@@ -130,7 +130,7 @@ def serve(args: argparse.Namespace) -> int:
     from jaxpaged.entrypoints.http.server import api_keys
     from jaxpaged.entrypoints.http.transport.listener import Listener, bind, url_of
     from jaxpaged.entrypoints.http.transport.tls import tls_settings
-    from jaxpaged.entrypoints.proxy.app import Proxy, create_app
+    from jaxpaged.entrypoints.proxy.app import MAX_BODY_BYTES, Proxy, create_app
     from jaxpaged.serving.options import ServerOptions
 
     options = ServerOptions.from_options({name: getattr(args, name) for name in SERVER_OPTIONS if hasattr(args, name)})
@@ -145,7 +145,7 @@ def serve(args: argparse.Namespace) -> int:
             least=args.min_prefill_tokens,
             timeout=args.timeout,
             has_key=args.engine_key_file is not None,
-            max_body_bytes=options.max_body_bytes,
+            max_body_bytes=options.max_body_bytes or MAX_BODY_BYTES,
             waits=args.wait_for_prefill,
         )
         listener = Listener(

@@ -20,6 +20,7 @@ CODES = {
     ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
     ErrorKind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
     ErrorKind.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorKind.UNFETCHABLE: grpc.StatusCode.INVALID_ARGUMENT,
     ErrorKind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorKind.TOO_MANY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ErrorKind.INTERNAL: grpc.StatusCode.INTERNAL,

@@ -67,8 +67,9 @@ class Inference:
         service = self._service
         await service.pace.turn()
         context, processor = self._own(request, context), service.engine.input_processor
-        wanted = requests.generate_request(request, processor.defaults.sampling)
-        prepared = await off_loop(context.num_bytes, prepare, service, wanted, context)
+        wanted = requests.generate_request(request, processor.defaults.sampling, service.takes_pictures)
+        threads = service.picture_threads if service.takes_pictures and wanted.has_pictures else None
+        prepared = await off_loop(context.num_bytes, prepare, service, wanted, context, threads=threads)
         await check_shape(service, prepared.generation, context)
         return prepared.generation, Responses(
             own_id(context.request_id),
@@ -76,6 +77,7 @@ class Inference:
             processor.tokenizer,
             with_prompt=request.return_prompt_token_ids,
             with_cached_tokens=service.options.enable_prompt_tokens_details,
+            num_image_tokens=prepared.generation.num_image_tokens,
         )
 
     def _own(self, request: Request, context: RequestContext) -> RequestContext:
@@ -134,7 +136,9 @@ class Inference:
     async def Tokenize(self, request: pb.TokenizeRequest, context: RequestContext) -> pb.TokenizeResponse:
         service = self._service
         service.check_model(request.model)
-        ids = (await off_loop(size_of(request), requests.tokenized_prompt, service, request)).token_ids
+        threads = service.picture_threads if service.takes_pictures and requests.has_images(request.chat) else None
+        prompt = await off_loop(size_of(request), requests.tokenized_prompt, service, request, threads=threads)
+        ids = prompt.token_ids
         names = token_strs(service.engine.input_processor, ids) if request.return_token_strs else []
         return pb.TokenizeResponse(token_ids=ids, token_strs=names, max_model_len=service.model.max_model_len)
 
@@ -157,6 +161,7 @@ class Inference:
             vocab_size=processor.vocab_size,
             chats=bool(processor.chat_templates.sources),
             task="generate" if processor.pooler is None else processor.pooler.convert,
+            takes_images=self._service.takes_pictures,
         )
 
     async def GetServerInfo(

@@ -1,6 +1,6 @@
 """Messages of `jaxpaged.proto` as the requests of `serving`, which checks and prepares them for all protocols."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -42,6 +42,9 @@ def present(message: Message, names: Iterable[str]) -> dict[str, Any]:
 
 def message_values(message: pb.ChatMessage) -> dict[str, Any]:
     values: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        first = [{"type": "text", "text": message.content}] if message.content else []
+        values["content"] = first + list(map(part_values, message.parts))
     values |= {name: value for name in ("name", "reasoning", "tool_call_id") if (value := getattr(message, name))}
     if message.tool_calls:
         values["tool_calls"] = [
@@ -49,6 +52,43 @@ def message_values(message: pb.ChatMessage) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return values
+
+
+def part_values(part: pb.ContentPart) -> dict[str, Any]:
+    """A part without anything is an empty text."""
+    if not part.HasField("image"):
+        return {"type": "text", "text": part.text}
+    uuid = {"uuid": part.image.uuid} if part.image.uuid else {}
+    return {"type": "image", "image": picture(part.image), **uuid}
+
+
+def picture(image: pb.Image) -> bytes | str | None:
+    """The bytes or the URL; None: only its uuid is given."""
+    source = image.WhichOneof("source")
+    return None if source is None else getattr(image, source)
+
+
+def has_images(chat: pb.Chat) -> bool:
+    return any(part.HasField("image") for message in chat.messages for part in message.parts)
+
+
+def messages_of(chat: pb.Chat, takes_pictures: bool) -> list[dict[str, Any]]:
+    """The messages as templates read them, where errors name parts as they are here. Raises ServingError."""
+    given = list(map(message_values, chat.messages))
+    if not has_images(chat):
+        return template_messages(given, takes_pictures)
+    for number, message in enumerate(chat.messages):
+        if not takes_pictures and any(part.HasField("image") for part in message.parts):
+            path = f"messages[{number}].parts"
+            raise ServingError(f"{path} has a picture, but the model takes text only. Leave it out.", path)
+    messages = template_messages(given, takes_pictures)
+    for number, message in enumerate(chat.messages):
+        found = [part for part in messages[number]["content"] if "field" in part] if message.parts else []
+        places = [place for place, part in enumerate(message.parts) if part.HasField("image")]
+        for place, part in zip(places, found, strict=True):
+            source = message.parts[place].image.WhichOneof("source") or "uuid"
+            part["field"] = f"messages[{number}].parts[{place}].image.{source}"
+    return messages
 
 
 def tool_values(tool: pb.Tool, number: int) -> dict[str, Any]:
@@ -82,8 +122,11 @@ def whole_numbers(value: Any) -> Any:
     return [whole_numbers(each) for each in value] if isinstance(value, list) else value
 
 
-def generate_request(request: pb.GenerateRequest, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateRequest:
-    """`defaults`: the model's. Raises ServingError and RequestError without a prompt, and for what cannot be."""
+def generate_request(
+    request: pb.GenerateRequest, defaults: Mapping[str, Any] = NO_DEFAULTS, takes_pictures: bool = False
+) -> GenerateRequest:
+    """`defaults`: the model's, and whether it `takes_pictures`. Raises ServingError and RequestError without a prompt,
+    and for what cannot be."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise ServingError("text, token_ids or chat is missing. Give one of them.", "text")
@@ -92,15 +135,34 @@ def generate_request(request: pb.GenerateRequest, defaults: Mapping[str, Any] = 
     params, shape = sampling_params(request, kind, defaults, transfer), shape_of(request.sampling_params)
     prompt: TextPrompts | Conversation
     if kind == "chat":
-        prompt, names = conversation(request, shape), {"prompt": "messages"}
+        if request.images:
+            raise ServingError("images are given beside a chat, whose pictures are in its messages.", "images")
+        prompt, names = conversation(request, shape, takes_pictures), {"prompt": "messages"}
         if prompt.tool_use is not None and prompt.tool_use.is_forced:
             names["structured_outputs"] = "tools"
     else:
-        names = {"prompt": kind}
+        names = {"prompt": kind, **image_names(request.images)}
+        if request.images and not takes_pictures:
+            raise ServingError("images is given, but the model takes text only. Leave it out.", "images")
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         text = request.text if kind == "text" else list(request.token_ids.ids)
-        prompt = TextPrompts([text], truncation_of(request), special, request.cache_salt or None, shape)
+        prompt = TextPrompts(
+            [text],
+            truncation_of(request),
+            special,
+            request.cache_salt or None,
+            shape,
+            images=list(map(picture, request.images)),
+            image_uuids=[each.uuid or None for each in request.images],
+        )
     return GenerateRequest(prompt=prompt, params=params, priority=request.priority, names=names)
+
+
+def image_names(images: Sequence[pb.Image]) -> dict[str, str]:
+    """What the engine calls pictures of a text -> what they are called here."""
+    if len(images) == 1:
+        return {"multi_modal_data.image": "images[0]"}
+    return {f"multi_modal_data.image[{number}]": f"images[{number}]" for number in range(len(images))}
 
 
 def check_streamed(request: pb.GenerateRequest, transfer: Mapping[str, Any]) -> None:
@@ -170,10 +232,12 @@ def side_of(request: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest) -> 
     return SIDES[request.truncation_side]
 
 
-def conversation(request: pb.GenerateRequest, shape: StructuredOutputsParams | None) -> Conversation:
+def conversation(
+    request: pb.GenerateRequest, shape: StructuredOutputsParams | None, takes_pictures: bool
+) -> Conversation:
     """Raises ServingError for messages and tools that cannot be."""
     chat = request.chat
-    messages, template = template_messages(list(map(message_values, chat.messages))), template_of(chat)
+    messages, template = messages_of(chat, takes_pictures), template_of(chat)
     named = chat.tool_choice if chat.tool_choice not in ("", "none", "auto", "required") else None
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
     return Conversation(
@@ -241,7 +305,7 @@ def tokenized_prompt(service: Service, request: pb.TokenizeRequest) -> TokenProm
         special = request.add_special_tokens if given else True
         with client_names({"prompt": "text"}):
             return service.prompts.read([request.text], Truncation(), special, None, most=service.most_counted)[0]
-    messages, template = template_messages(list(map(message_values, request.chat.messages))), template_of(request.chat)
+    messages, template = messages_of(request.chat, service.takes_pictures), template_of(request.chat)
     with client_names({"prompt": "messages"}):
         return service.prompts.read_chat(
             messages, Truncation(), request.add_special_tokens, None, most=service.most_counted, **template

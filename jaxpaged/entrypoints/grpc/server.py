@@ -105,7 +105,7 @@ class GrpcListener:
 
     def _made(self) -> grpc.aio.Server:
         limits = {
-            "grpc.max_receive_message_length": self._service.options.max_body_bytes,
+            "grpc.max_receive_message_length": self._service.max_body_bytes,
             "grpc.max_send_message_length": -1,
             "grpc.max_allowed_incoming_connections": self._max_connections,
         }

@@ -47,7 +47,7 @@ class Admin:
 
     async def abort_requests(self, request: Request) -> Response:
         """End the requests with these ids; unknown ones pass. Their clients get what there was so far."""
-        body = await read_struct(request, AbortRequest, self._service.options.max_body_bytes)
+        body = await read_struct(request, AbortRequest, self._service.max_body_bytes)
         return await self._abort(body.request_ids)
 
     async def abort_all(self, request: Request) -> Response:

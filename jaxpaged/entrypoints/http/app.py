@@ -30,6 +30,7 @@ from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Below, Endpoint, KnownPaths, Query
 from jaxpaged.entrypoints.http.errors import respond_with_error
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
+from jaxpaged.entrypoints.http.images import Images, InspectRequest, InspectResponse
 from jaxpaged.entrypoints.http.invocations import ANY_REQUEST, ANY_RESPONSE, Invocations
 from jaxpaged.entrypoints.http.kv_event_sources import EventSources, KVEventSources
 from jaxpaged.entrypoints.http.metrics import Metrics
@@ -90,6 +91,7 @@ def public_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/v1/models/{id:path}", models.retrieve, response=ModelCard, not_found=True),
         Endpoint("POST", "/tokenize", tokens.tokenize, TokenizeRequest, TokenizeResponse),
         Endpoint("POST", "/detokenize", tokens.detokenize, DetokenizeRequest, DetokenizeResponse),
+        Endpoint("POST", "/v1/images/inspect", Images(service).inspect, InspectRequest, InspectResponse),
         *pooling_endpoints(service),
         Endpoint("POST", "/abort_requests", Admin(service).abort_requests, AbortRequest),
         Endpoint("GET", "/metrics", Metrics(service).read),

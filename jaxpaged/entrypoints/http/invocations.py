@@ -53,7 +53,7 @@ class Invocations:
         """Whatever the body asks for: a chat, a completion, embeddings, classes, scores, or a ranking."""
         service = self._service
         await service.pace.turn()
-        body = await read_json(request, service.options.max_body_bytes)
+        body = await read_json(request, service.max_body_bytes)
         stages = stages_of(service, decoded(body, dict[str, msgspec.Raw]))
         return await respond_to(service, stages, request, await struct_of(request, body, stages.body))
 

@@ -84,12 +84,13 @@ class Stages:
     parse: Callable[[Service, Any, RequestContext], Parsed]  # of a body
     write: Callable[[Service, Parsed, Sequence[Output]], Any]
     writer: Callable[[Service, Parsed], EventWriter] | None = None
+    has_pictures: Callable[[Any], bool] | None = None  # a body that may hold some
 
 
 async def respond(service: Service, stages: Stages, request: Request) -> Response:
     """The response to a request, or the stream of its events."""
     await service.pace.turn()
-    body = await read_struct(request, stages.body, service.options.max_body_bytes)
+    body = await read_struct(request, stages.body, service.max_body_bytes)
     return await respond_to(service, stages, request, body)
 
 
@@ -107,7 +108,10 @@ async def parse(service: Service, stages: Stages, body: Any, context: RequestCon
 
     Raises ServingError and RequestError for what cannot be.
     """
-    parsed = await off_loop(context.num_bytes, stages.parse, service, body, context)
+    threads = None
+    if service.takes_pictures and stages.has_pictures is not None and stages.has_pictures(body):
+        threads = service.picture_threads
+    parsed = await off_loop(context.num_bytes, stages.parse, service, body, context, threads=threads)
     await check_shape(service, parsed.generation, context)
     return parsed
 

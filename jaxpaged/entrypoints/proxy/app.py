@@ -38,6 +38,8 @@ KEYS = ("authorization", "x-api-key")
 """Headers that engines get as the client sent them, keys unless the proxy has one of its own for them."""
 CLIENT_LEFT = 499
 """What is answered to nobody."""
+MAX_BODY_BYTES = 64 << 20
+"""Engines have limits of their own, and pictures in base64 are long."""
 PROBE_SECONDS = 5.0
 ANY = ("/v1/models", "/v1/models/{id:path}", "/health", "/ready", "/startup", "/ping", "/version")
 """Paths at which every decode engine says the same."""
@@ -80,7 +82,7 @@ class Proxy:
         least: int,
         timeout: float,
         has_key: bool = False,
-        max_body_bytes: int = 16 << 20,
+        max_body_bytes: int = MAX_BODY_BYTES,
         waits: bool = False,
     ):
         self.prefill, self.decode, self._least, self._timeout = prefill, decode, least, timeout

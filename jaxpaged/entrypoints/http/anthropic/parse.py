@@ -53,7 +53,7 @@ def parse(service: Service, body: MessagesRequest, context: RequestContext) -> P
     names, processor = engine_names(body), service.engine.input_processor
     with client_names(names):
         params = sampling_params(body, processor.defaults.sampling, processor.thinking_token_ids is not None)
-        conversation = conversation_of(body, body.cache_salt)
+        conversation = conversation_of(service, body, body.cache_salt)
     request = GenerateRequest(prompt=conversation, params=params, priority=body.priority or 0, names=names)
     prepared = prepare(service, request, context)
     return Parsed(body, context.model, prepared.generation, prepared.reading)
@@ -62,7 +62,7 @@ def parse(service: Service, body: MessagesRequest, context: RequestContext) -> P
 def count_tokens(service: Service, body: CountTokensRequest) -> int:
     """How many tokens the prompt has. Raises ServingError and RequestError."""
     check_prompt_fields(body)
-    conversation = conversation_of(body)
+    conversation = conversation_of(service, body)
     with client_names(engine_names(body)):
         prompt = service.prompts.read_chat(
             conversation.messages,
@@ -179,11 +179,11 @@ def check_calls_are_found(body: MessagesPrompt, tool_parser: str | None) -> None
         )
 
 
-def conversation_of(body: MessagesPrompt, cache_salt: str | None = None) -> Conversation:
+def conversation_of(service: Service, body: MessagesPrompt, cache_salt: str | None = None) -> Conversation:
     """The request as all APIs have it. Raises ServingError and RequestError."""
     use = tool_use(body)
     return Conversation(
-        messages=chat_messages(body),
+        messages=chat_messages(body, service.takes_pictures),
         template={
             "add_generation_prompt": not continues(body),
             "continue_final_message": continues(body),

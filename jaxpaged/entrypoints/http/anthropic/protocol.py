@@ -37,14 +37,23 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use", tag_field="type"):
     input: dict[str, Any]
 
 
-class ImageBlock(msgspec.Struct, tag="image", tag_field="type"):
-    """An image, which is refused: the model takes text only."""
+class ImageSource(msgspec.Struct):
+    """A picture in base64 with its media type, or a URL of one. `file`, an upload, is refused."""
 
-    source: Any = None
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(msgspec.Struct, tag="image", tag_field="type"):
+    """A picture; refused by models that take text only."""
+
+    source: ImageSource | None = None
 
 
 class DocumentBlock(msgspec.Struct, tag="document", tag_field="type"):
-    """A document, which is refused too."""
+    """A document, which is refused."""
 
     source: Any = None
 

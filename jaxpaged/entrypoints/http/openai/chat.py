@@ -51,6 +51,7 @@ from jaxpaged.serving.output_reader import OutputReader, UsageCounter
 from jaxpaged.serving.prompts import (
     Conversation,
     checked_tools,
+    has_pictures,
     message_text,
     template_messages,
     template_variables,
@@ -70,6 +71,7 @@ REFUSALS = {
 """Field -> why it is not served."""
 NOTHING = (None, False, "", [], {}, ["text"], "medium", "none", "auto")
 """Values of those that ask for nothing."""
+PICTURE_OPTIONS = ("media_io_kwargs", "mm_processor_kwargs")
 ENGINE_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """The engine's name of a field -> what it is called in a chat."""
 
@@ -86,7 +88,7 @@ def parse(service: Service, body: ChatCompletionRequest, context: RequestContext
     """Raises ServingError and RequestError for what cannot be."""
     check(body)
     params, beams = params_of(service, body)
-    conversation = conversation_of(body, service.options.trust_request_chat_template)
+    conversation = conversation_of(service, body)
     names = names_of(body, conversation)
     request = GenerateRequest(prompt=conversation, params=params, beams=beams, priority=body.priority or 0, names=names)
     prepared = prepare(service, request, context)
@@ -129,9 +131,9 @@ def names_of(body: ChatCompletionRequest, conversation: Conversation) -> dict[st
     return {**ENGINE_NAMES, **own}
 
 
-def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conversation:
+def conversation_of(service: Service, body: ChatCompletionRequest) -> Conversation:
     """The request as all APIs have it. Raises ServingError and RequestError."""
-    messages, template = template_messages(body.messages), template_arguments(body, trust_template)
+    messages, template = template_messages(body.messages, service.takes_pictures), template_arguments(service, body)
     choice, named = body.tool_choice, None
     if isinstance(choice, NamedToolChoice):
         choice, named = None, choice.function.name
@@ -147,12 +149,10 @@ def conversation_of(body: ChatCompletionRequest, trust_template: bool) -> Conver
     )
 
 
-def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_template: bool) -> dict[str, Any]:
+def template_arguments(service: Service, body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
     """The arguments of `InputProcessor.chat_prompt` besides the messages. Raises ServingError."""
-    for name in ("media_io_kwargs", "mm_processor_kwargs"):
-        if getattr(body, name):
-            raise ServingError(f"{name} is given, but the model takes text only. Leave it out.", name)
-    if body.chat_template is not None and not trust_template:
+    of_pictures = service.check_picture_options({name: getattr(body, name) for name in PICTURE_OPTIONS})
+    if body.chat_template is not None and not service.options.trust_request_chat_template:
         raise ServingError(
             "chat_template is given, but this server uses the model's own. Leave it out, or start the server with "
             "--trust-request-chat-template.",
@@ -164,13 +164,14 @@ def template_arguments(body: ChatCompletionRequest | TokenizeRequest, trust_temp
         "continue_final_message": bool(body.continue_final_message),
         "tools": None if body.tools is None else checked_tools([msgspec.to_builtins(tool) for tool in body.tools]),
         "template_variables": template_variables(body.chat_template_kwargs, body.documents, body.reasoning_effort),
+        **of_pictures,
     }
 
 
 def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
     """The whole of it: `outputs` is the last result of the one prompt."""
     [output], body, tokenizer = outputs, chat.body, service.engine.input_processor.tokenizer
-    usage = UsageCounter(service.options.enable_prompt_tokens_details)
+    usage = UsageCounter(service.options.enable_prompt_tokens_details, chat.generation.num_image_tokens)
     usage.add(0, output)
     readers = [chat.new_reader() for _ in output.outputs]
     return ChatCompletionResponse(
@@ -322,7 +323,7 @@ def chat_delta(delta: Delta) -> ChatDelta:
     return ChatDelta(tool_calls=[ChatToolCallDelta(call.index, call.id, call.id and "function", function)])
 
 
-CHATS = Stages("chatcmpl", ChatCompletionRequest, parse, answer, ChatStream)
+CHATS = Stages("chatcmpl", ChatCompletionRequest, parse, answer, ChatStream, lambda body: has_pictures(body.messages))
 
 
 class Chats:

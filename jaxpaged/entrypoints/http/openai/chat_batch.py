@@ -56,7 +56,7 @@ class ChatBatches:
 async def respond_to_batch(service: Service, stages: Stages, request: Request) -> Response:
     """`stages`: those of chats."""
     await service.pace.turn()
-    body = await read_struct(request, ChatBatchRequest, service.options.max_body_bytes)
+    body = await read_struct(request, ChatBatchRequest, service.max_body_bytes)
     check(body)
     context = context_of(service, stages.prefix, request, body)
     service.traffic.check_num_sequences(len(body.messages), 1)

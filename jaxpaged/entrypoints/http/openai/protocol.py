@@ -12,10 +12,11 @@ from jaxpaged.messages import Logprob
 from jaxpaged.serving.output_reader import UsageCounter
 
 
-class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens that came from the prefix cache."""
+class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
+    """Prompt tokens that came from the prefix cache, and those of pictures: `{"image": ...}`, as vLLM has it."""
 
-    cached_tokens: int
+    cached_tokens: int | None = None
+    multimodal_tokens: dict[str, int] | None = None
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -37,8 +38,9 @@ class Usage(msgspec.Struct):
 def usage_of(counter: UsageCounter, in_stream: bool = False, num_thinking: int | None = None) -> Usage:
     """What was counted so far. In streams there are no nulls. `num_thinking` None: thinking is not looked for."""
     details = msgspec.UNSET if in_stream else None
-    if (cached := counter.num_cached_tokens) is not None:
-        details = PromptTokensDetails(cached)
+    cached, num_image_tokens = counter.num_cached_tokens, counter.num_image_tokens
+    if cached is not None or num_image_tokens:
+        details = PromptTokensDetails(cached, {"image": num_image_tokens} if num_image_tokens else None)
     prompt_tokens, completion_tokens = counter.num_prompt_tokens, counter.num_completion_tokens
     thinking = msgspec.UNSET
     if num_thinking is not None:
@@ -158,8 +160,8 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
@@ -296,8 +298,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     prompt: str | None = None
     model: str | None = None
     add_special_tokens: bool | None = None

@@ -14,7 +14,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
 )
 from jaxpaged.entrypoints.http.transport.sending import ITEMS_AT_ONCE, BigResponse, encoded
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.prompts import TokenPrompt, template_messages, text_of_tokens, token_strs
+from jaxpaged.serving.prompts import TokenPrompt, has_pictures, template_messages, text_of_tokens, token_strs
 from jaxpaged.serving.requests import off_loop
 from jaxpaged.serving.service import Service
 
@@ -28,14 +28,15 @@ class Tokens:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service = self._service
-        body = await read_struct(request, TokenizeRequest, service.options.max_body_bytes)
+        body = await read_struct(request, TokenizeRequest, service.max_body_bytes)
         service.check_model(body.model)
-        return await off_loop(num_bytes_of(request), tokenized, service, body)
+        threads = service.picture_threads if service.takes_pictures and has_pictures(body.messages or ()) else None
+        return await off_loop(num_bytes_of(request), tokenized, service, body, threads=threads)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         service = self._service
-        body = await read_struct(request, DetokenizeRequest, service.options.max_body_bytes)
+        body = await read_struct(request, DetokenizeRequest, service.max_body_bytes)
         service.check_model(body.model)
         return json_response(
             DetokenizeResponse(
@@ -59,8 +60,8 @@ def prompt_of(service: Service, body: TokenizeRequest) -> TokenPrompt:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return service.prompts.read([body.prompt], Truncation(), special, None, most=service.most_counted)[0]
-    template = template_arguments(body, service.options.trust_request_chat_template)
-    messages = template_messages(body.messages)
+    template = template_arguments(service, body)
+    messages = template_messages(body.messages, service.takes_pictures)
     return service.prompts.read_chat(
         messages, Truncation(), bool(body.add_special_tokens), None, most=service.most_counted, **template
     )

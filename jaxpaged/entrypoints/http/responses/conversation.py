@@ -11,6 +11,7 @@ from typing import Any
 from jaxpaged.engine.input.tokenizer import PromptTooLongError
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.generate import PreparedRequest
+from jaxpaged.serving.prompts import has_pictures as parts_have_pictures
 from jaxpaged.serving.prompts import template_message
 from jaxpaged.serving.tool_use import ToolUse
 
@@ -26,7 +27,8 @@ Messages = list[dict[str, Any]]
 class Turns:
     """Collects messages, a turn of the model in one. `messages` are for templates."""
 
-    def __init__(self, instructions: str | None = None):
+    def __init__(self, instructions: str | None = None, takes_pictures: bool = False):
+        self._takes_pictures = takes_pictures
         self.messages: Messages = []
         self._turn: dict[str, Any] | None = None  # the model's message that may still get items
         self._names: dict[str, str] = {}  # id of a call -> name of its function
@@ -56,7 +58,7 @@ class Turns:
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
             raise ServingError(f"{path}.role is {role!r}; it must be one of {', '.join(ROLES)}.", f"{path}.role")
-        message = template_message({"role": ROLES[role], "content": item.get("content")}, path)
+        message = template_message({"role": ROLES[role], "content": item.get("content")}, path, self._takes_pictures)
         if role == "assistant":
             turn = self._turn
             if turn is None or turn["content"] or "tool_calls" in turn:
@@ -88,12 +90,15 @@ class Turns:
         if item.get("output") is None:
             raise ServingError(f"{path}.output is missing. Give what the function returned.", f"{path}.output")
         try:
-            message = template_message({"role": "tool", "content": item["output"]}, path)
+            message = template_message({"role": "tool", "content": item["output"]}, path, self._takes_pictures)
         except ServingError as error:
             raise ServingError(
                 str(error).replace(f"{path}.content", f"{path}.output"),
                 (error.parameter or path).replace(f"{path}.content", f"{path}.output"),
             ) from None
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if "field" in part:
+                part["field"] = part["field"].replace(f"{path}.content", f"{path}.output")
         self._turn = None
         self.messages.append({**message, "tool_call_id": call_id, "name": self._names[call_id]})
 
@@ -124,7 +129,15 @@ def text_field(item: Item, key: str, path: str) -> str:
 
 
 def plain(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+
+def has_pictures(items: str | Sequence[Item]) -> bool:
+    """Whether an item has a part that is a picture, or names one. Items need not have been checked."""
+    if isinstance(items, str):
+        return False
+    contents = (item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output"))
+    return parts_have_pictures([{"content": content} for content in contents])
 
 
 def input_items(value: str | list[Item]) -> list[Item]:

@@ -103,7 +103,7 @@ def parse(
     shape_field = "text.format" if body.structured_outputs is None else "structured_outputs"
     names = {**ENGINE_NAMES, "structured_outputs": shape_field}
     with client_names(names):
-        turns = Turns(body.instructions)
+        turns = Turns(body.instructions, service.takes_pictures)
         turns.add_all(earlier, "previous_response_id")
         turns.add_all(items, "input")
         prepared = prepared_conversation(service, body, context, names, turns.messages)
@@ -149,7 +149,8 @@ def prepared_conversation(
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
-    template = {"template_variables": variables, "tools": None if use is None else list(use.tools)}
+    of_pictures = service.check_picture_options({"mm_processor_kwargs": body.mm_processor_kwargs})
+    template = {"template_variables": variables, "tools": None if use is None else list(use.tools), **of_pictures}
     shape, params = shape_of(body), params_of(service, body)
 
     def with_messages(kept: Messages) -> PreparedRequest:

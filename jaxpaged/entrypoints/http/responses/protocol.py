@@ -57,6 +57,7 @@ class ResponsesRequest(EngineFields, kw_only=True):
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     prompt_cache_key: str | None = None

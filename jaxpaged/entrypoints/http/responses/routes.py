@@ -15,6 +15,7 @@ from jaxpaged.entrypoints.http.respond import (
     streamed,
     unless_left,
 )
+from jaxpaged.entrypoints.http.responses.conversation import has_pictures
 from jaxpaged.entrypoints.http.responses.generate import ResponseRun
 from jaxpaged.entrypoints.http.responses.parse import ParsedResponse, check, earlier_items, parse
 from jaxpaged.entrypoints.http.responses.protocol import DeletedResponse, ResponsesRequest, new_id
@@ -41,7 +42,7 @@ class Responses:
         """Answer an input with a response: at once, as a stream, or in the background."""
         service = self._service
         await service.pace.turn()
-        body = await read_struct(request, ResponsesRequest, service.options.max_body_bytes)
+        body = await read_struct(request, ResponsesRequest, service.max_body_bytes)
         await off_loop(num_bytes_of(request), check, body)
         context = context_of(service, "resp", request, body, request_id=new_id("resp"))
         request_id = request.scope["request_id"]
@@ -61,7 +62,10 @@ class Responses:
         owner = owner_of(request)
         earlier = earlier_items(self._store, body, owner)
         num_bytes = SHORT_BODY + 1 if earlier else context.num_bytes
-        parsed = await off_loop(num_bytes, parse, self._service, self._store, body, context, owner, earlier)
+        service, threads = self._service, None
+        if service.takes_pictures and (has_pictures(body.input) or has_pictures(earlier)):
+            threads = service.picture_threads
+        parsed = await off_loop(num_bytes, parse, service, self._store, body, context, owner, earlier, threads=threads)
         await check_shape(self._service, parsed.generation, context)
         return parsed
 
