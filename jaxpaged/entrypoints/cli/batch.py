@@ -7,8 +7,11 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxpaged.engine.input.picture_parts import has_pictures
+from jaxpaged.engine.input.prompts import ChatWithPictures
 from jaxpaged.entrypoints.cli.engine import Engine, default_max_tokens, has_chat_template
 from jaxpaged.entrypoints.cli.flags import sampling_options
+from jaxpaged.entrypoints.cli.images import url_of, with_pictures
 from jaxpaged.entrypoints.cli.prompts import PromptSource
 from jaxpaged.entrypoints.terminal import ProgressLine, complain
 from jaxpaged.errors import RequestError
@@ -53,7 +56,7 @@ class Batch:
         is_limited = "max_tokens" not in {**self.engine.input_processor.defaults.sampling, **given}
         for index, source in enumerate(sources):
             try:
-                prompt = self._engine_prompt(source, chat, args.system)
+                prompt = self._engine_prompt(source, chat, args.system, args.image)
                 is_chat = chat or source.messages is not None
                 params = self.params_of(given, is_chat)
                 if is_limited:
@@ -62,7 +65,9 @@ class Batch:
             except RequestError as error:
                 self._fail(index, str(error))
 
-    def _engine_prompt(self, source: PromptSource, chat: bool, system: str | None) -> Any:
+    def _engine_prompt(
+        self, source: PromptSource, chat: bool, system: str | None, images: Sequence[dict[str, Any]]
+    ) -> Any:
         """What `add_request` takes. Raises RequestError."""
         if source.error is not None:
             raise source.error
@@ -71,12 +76,16 @@ class Batch:
         messages = source.messages
         if messages is None:
             if not chat and system is None:
-                return source.text
+                return raw_prompt(source.text, images)
             if not source.text:
                 raise RequestError("the prompt is empty. Give it at least one character.", "prompt")
             messages = [{"role": "user", "content": source.text}]
         if system is not None:
             messages = [{"role": "system", "content": system}, *messages]
+        if images:
+            messages = with_pictures(messages, images)
+        if has_pictures(messages):  # they are read when their turn comes
+            return {"chat": ChatWithPictures(messages, {})}
         return self.engine.input_processor.chat_prompt(messages)
 
     def finish(self) -> None:
@@ -125,3 +134,10 @@ class Batch:
         if len(title) > TITLE_LENGTH:
             title = title[: TITLE_LENGTH - 3] + "..."
         complain("jaxpaged generate", f"prompt {index} ({title!r}): {error}")
+
+
+def raw_prompt(text: str | None, images: Sequence[dict[str, Any]]) -> Any:
+    """A text that is continued as it is: it has the model's own mark for each picture."""
+    if not images:
+        return text
+    return {"prompt": text, "multi_modal_data": {"image": [url_of(part) for part in images]}}

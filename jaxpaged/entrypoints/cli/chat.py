@@ -16,6 +16,7 @@ from typing import Any
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.conversation import Conversation
 from jaxpaged.entrypoints.cli.flags import add_model_argument, add_sampling_flags, chosen_model, sampling_options
+from jaxpaged.entrypoints.cli.images import picture_part
 from jaxpaged.entrypoints.cli.remote import (
     add_server_flags,
     asking,
@@ -32,6 +33,7 @@ QUOTES = '"""'
 COMMANDS = {
     "/help": "show these commands",
     "/regen": "answer the last message again (with temperature 0, or a seed, it is the same answer)",
+    "/image": "/image FILE adds a picture to the next message, for a model that sees",
     "/set": "/set temperature 0.7 sets a sampling parameter, /set temperature forgets it, /set shows all",
     "/system": "/system TEXT sets the system message and forgets the conversation",
     "/clear": "forget the conversation, keep the system message",
@@ -235,6 +237,12 @@ def command(conversation: Conversation, word: str, rest: str) -> bool:
             conversation.clear(rest)
         case "/regen":
             return conversation.regenerate()
+        case "/image":
+            if not rest:
+                raise UsageError("/image needs the name of a file.")
+            conversation.pictures.append(picture_part(rest))
+            others = len(conversation.pictures) - 1
+            say(f"the next message is about {rest}{f' and {others} more' if others else ''}")
         case "/save":
             if not rest:
                 raise UsageError("/save needs the name of a file.")

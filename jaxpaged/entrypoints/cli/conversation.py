@@ -55,11 +55,13 @@ class Conversation:
     def clear(self, system: str | None) -> None:
         """Forget everything and start with this system message, if any."""
         self.system = system
+        self.pictures: list[dict[str, Any]] = []  # that the next message is about
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> bool:
         """One turn. A turn that fails or is interrupted leaves the conversation as it was; False when it failed."""
-        return self._answer([*self.messages, {"role": "user", "content": text}])
+        content = [*self.pictures, {"type": "text", "text": text}] if self.pictures else text
+        return self._answer([*self.messages, {"role": "user", "content": content}])
 
     def regenerate(self) -> bool:
         """Answer the last message once more. Raises UsageError before the first one."""
@@ -109,6 +111,7 @@ class Conversation:
             return False
         end_line()
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.pictures = []
         self._remark(answer)
         return True
 

@@ -42,6 +42,7 @@ examples:
   cat letter.txt | jaxpaged generate --prompt-file -
   jaxpaged generate --file prompts.txt --json > answers.jsonl
   jaxpaged generate --json-schema person.json "Invent a person."
+  jaxpaged generate -m google/gemma-3-4b-it --image cat.jpg "What is in the picture?"
   jaxpaged generate --model Qwen/Qwen3-0.6B --max-model-len 4K --raw "Once upon a time"
   jaxpaged generate --server localhost:50051 "What is 27 + 45?"
 """
@@ -65,6 +66,13 @@ def add_parser(commands: Any) -> None:
         default=[],
         help="file whose whole text is one prompt; - is standard input; may be repeated",
     )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a picture that every prompt is about, for a model that sees; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for every answer")
     parser.add_argument("--raw", action="store_true", help="continue the text, without the model's chat template")
     parser.add_argument("--json-schema", metavar="FILE", help="file with a JSON schema that every answer follows")
@@ -87,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     check_combination(args)
     read_schema(args)
     check_recordings(args)
+    read_images(args)
     sources = collect_prompts(args.prompts, args.file, args.prompt_file)
     remark_on_models(args)
     if args.server is not None:
@@ -157,6 +166,19 @@ def remark_on_models(args: argparse.Namespace) -> None:
     is_folder = bool(word) and not set(word) & set(" \n") and os.path.isfile(os.path.join(word, "config.json"))
     if (is_folder or re.fullmatch(r"[\w.-]+/[\w.-]+", word)) and not hasattr(args, "model") and not args.config:
         complain("jaxpaged generate", f"{word} is taken as a prompt; a model is given with -m {word}")
+
+
+def read_images(args: argparse.Namespace) -> None:
+    """Read the files of --image once for all prompts. Raises UsageError."""
+    from jaxpaged.errors import UsageError
+
+    if not args.image:
+        return
+    from jaxpaged.entrypoints.cli.images import picture_part
+
+    args.image = [picture_part(path) for path in args.image]
+    if args.raw and args.server is not None:
+        raise UsageError("--image needs the chat template that --raw switches off. Leave one of them out.")
 
 
 def read_schema(args: argparse.Namespace) -> None:

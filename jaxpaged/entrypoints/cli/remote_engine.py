@@ -97,7 +97,9 @@ class RemoteEngine:
 
     def add_request(self, request_id: str, prompt: Any, values: Mapping[str, Any]) -> None:
         """`values`: see `request_values`. Raises RequestError for a prompt that is none."""
-        given = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
+        given = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt["chat"].messages if "chat" in prompt else prompt["prompt_token_ids"]
         whole = values.get("prompt_logprobs") is not None  # they come with the whole answer only
         try:
             responses = self._client.generate(
