@@ -8,7 +8,7 @@ and generation settings, so that it is a `--model` by itself. Knows letters and 
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from jaxpaged.params.spec import Spec
 
 ARRAYS = "orbax"
 """The folder inside the checkpoint's folder that orbax owns."""
+
+TOWER, BESIDE_TOWER = "vision.", "decoder."
+"""How the paths of a tower's parameters begin, and those of a decoder that has one beside it."""
 
 BYTES_AT_ONCE = 2**30
 """That are read between two words of progress: orbax says nothing before all that it was asked for is there."""
@@ -94,16 +97,20 @@ def load_orbax(
     names, sizes = names_of(specs), config.dim_sizes()
     shapes = jax.tree.leaves(param_shapes(specs, config, mesh, dtype), is_leaf=is_quantized)
     stored = stored_shapes(specs, sizes)
-    wanted = {
-        name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-        if is_quantized(shape) or shape.shape != stored[name]
-        else ocp.ArrayRestoreArgs(dtype=shape.dtype, sharding=shape.sharding)
-        for name, shape in zip(names, shapes, strict=True)
-    }
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             path = (folder / ARRAYS).absolute()
-            check_arrays(checkpointer.metadata(path).item_metadata, stored, path)
+            found_there = checkpointer.metadata(path).item_metadata
+            if found_there is not None and has_tower(found_there.tree) and not has_tower(stored):
+                names = [BESIDE_TOWER + name for name in names]
+                stored = {BESIDE_TOWER + name: shape for name, shape in stored.items()}
+            check_arrays(found_there, stored, path)
+            wanted = {
+                name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+                if is_quantized(shape) or shape.shape != stored[name]
+                else ocp.ArrayRestoreArgs(dtype=shape.dtype, sharding=shape.sharding)
+                for name, shape in zip(names, shapes, strict=True)
+            }
             found: dict[str, Any] = {}
             sizes_in_bytes = {name: math.prod(stored[name]) * jnp.dtype(dtype).itemsize for name in names}
             for few in read_at_once(sizes_in_bytes):
@@ -132,6 +139,11 @@ def read_at_once(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     yield few
 
 
+def has_tower(names: Iterable[str]) -> bool:
+    """Whether arrays of these names are those of a model that sees."""
+    return any(name.startswith(TOWER) for name in names)
+
+
 def names_of(specs: Any) -> list[str]:
     """`layers.0.self_attn.q_proj.weight`: the path of every parameter."""
     paths, _ = jax.tree_util.tree_flatten_with_path(specs)
@@ -154,6 +166,8 @@ def check_arrays(metadata: Any, stored: Mapping[str, tuple[int, ...]], path: Pat
             f"{path} has no readable list of its arrays: it is damaged. Run `jaxpaged convert` again."
         )
     found = metadata.tree
+    if not has_tower(stored):  # it may stay on disk
+        found = {name: array for name, array in found.items() if not name.startswith(TOWER)}
     for name in sorted(found.keys() ^ stored.keys()):
         state = "is missing" if name in stored else "is not part of the model that config.json describes"
         raise CheckpointError(f"{path}: array {name} {state}. Run `jaxpaged convert` again.")

@@ -16,6 +16,7 @@ from jaxpaged.params import orbax_format
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.orbax_format import ARRAYS, save_orbax
 from tests.models.checkpoints import write_checkpoint
+from tests.models.seeing_checkpoints import SEEING, write_seeing_checkpoint
 
 
 def load(folder, num_shards=1, dtype=jnp.float32, **changes):
@@ -112,3 +113,21 @@ def test_truncated_arrays_are_an_error(folders, tmp_path):
         path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="jaxpaged convert"):
         load(tmp_path / "model")
+
+
+def test_a_model_that_sees_comes_back_with_its_tower_or_without(tmp_path):
+    name = "gemma3_seeing"
+    hf, source, out = SEEING[name], write_seeing_checkpoint(name, tmp_path / "source"), tmp_path / "out"
+    load_with = lambda folder, only_text: load_model(model_for(hf, only_text), hf, folder)
+    specs, config, params = load_with(source, False)
+    save_orbax(specs, config, params, source, out)
+    for only_text, expected in ((False, params), (True, params.decoder)):
+        *_, again = load_with(out, only_text)
+        assert jax.tree.structure(again) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, again, expected)
+
+
+def load_model(model, hf, folder):
+    config = model.config_from_hf(hf)
+    specs = model.param_specs(config, 1)
+    return specs, config, load_params(specs, config, folder, make_mesh(1), jnp.float32)

@@ -5,7 +5,7 @@ still being compiled. `wait` is when the host had nothing else to do than wait f
 happens between two calls of the core: text, streaming, the caller. `device` is from the later of dispatch and the
 result before it, to the result: with asynchronous scheduling an upper bound, since the host may look late. `gap` is
 when no step was in flight though requests were unfinished: the device certainly had nothing to do, for another reason
-than `compile`.
+than `compile`. `encode` is the part of `device` until the embeddings of pictures were there, as far as the host knows.
 """
 
 import time
@@ -29,6 +29,7 @@ class StepTimes:
     front_end: float
     device: float
     gap: float
+    encode: float = 0.0
 
     @property
     def host(self) -> float:
@@ -43,6 +44,7 @@ def step_times(records: Sequence[StepRecord]) -> list[StepTimes]:
         before = records[i - 1] if i else None
         ready_before = before.result_ready if before else record.schedule_end
         idle = before is not None and not before.num_unfinished
+        begin = device_begin(record, ready_before)
         times.append(
             StepTimes(
                 schedule=record.schedule_end - record.schedule_begin,
@@ -51,8 +53,9 @@ def step_times(records: Sequence[StepRecord]) -> list[StepTimes]:
                 wait=record.result_ready - record.wait_begin,
                 update=record.update_end - record.result_ready,
                 front_end=front_end_after(records, i),
-                device=record.result_ready - device_begin(record, ready_before),
+                device=record.result_ready - begin,
                 gap=0.0 if idle else max(record.schedule_end - ready_before, 0.0),
+                encode=max(record.encoded_at - begin, 0.0) if record.num_encoded else 0.0,
             )
         )
     return times

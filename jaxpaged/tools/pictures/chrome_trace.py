@@ -53,6 +53,7 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
         "steps": record.num_steps,
         "pages_saved": record.pages_saved,
         "pages_loaded": record.pages_loaded,
+        "encoded": record.num_encoded,
     }
 
     def bar(name: str, track: str, begin: float, end: float) -> dict[str, Any]:
@@ -76,6 +77,8 @@ def step_events(record: StepRecord, origin: float, ready_before: float) -> Itera
     yield bar("update", "engine core", record.result_ready, record.update_end)
     begin = device_begin(record, ready_before)
     yield bar("step", "device", begin, record.result_ready)
+    if record.num_encoded:
+        yield bar("encode", "device", begin, max(record.encoded_at, begin))
     if record.pages_saved or record.pages_loaded:
         yield {
             "ph": "C",

@@ -56,6 +56,8 @@ class Summary:
     num_dropped: int
     pages_saved: int = 0
     pages_loaded: int = 0
+    num_encoded: int = 0
+    encode: float = 0.0
 
     @property
     def padding_share(self) -> float:
@@ -76,6 +78,8 @@ class Summary:
         ]
         if self.compile:
             lines.append(("compiling", f"{self.compile:.2f} s of waiting for programs"))
+        if self.num_encoded:
+            lines.append(("pictures", f"{self.num_encoded} embeddings in at most {self.encode:.2f} s of the device"))
         if self.pages_saved or self.pages_loaded:
             lines.append(("besides", f"{self.pages_saved} blocks copied off the device, {self.pages_loaded} to it"))
         return lines + ([("forgotten", f"{self.num_dropped} earlier steps")] if self.num_dropped else [])
@@ -118,6 +122,7 @@ class Timeline:
                     "full_sampler": record.full_sampler,
                     "pages_saved": record.pages_saved,
                     "pages_loaded": record.pages_loaded,
+                    "encoded": record.num_encoded,
                     **{f"{name}_ms": seconds * MILLISECONDS for name, seconds in vars(times).items()},
                 }
             )
@@ -142,6 +147,8 @@ class Timeline:
             num_dropped=self.num_dropped,
             pages_saved=sum(record.pages_saved for record in records),
             pages_loaded=sum(record.pages_loaded for record in records),
+            num_encoded=sum(record.num_encoded for record in records),
+            encode=sum(t.encode for t in times),
         )
 
     def save(self, path: str | Path) -> Path:

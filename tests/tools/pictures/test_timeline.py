@@ -32,6 +32,15 @@ def test_waiting_for_a_program_is_a_part_of_its_own():
     assert "waiting for a program" in [text.get_text() for text in parts.get_legend().get_texts()]
 
 
+def test_encoding_pictures_is_the_beginning_of_a_step():
+    timeline = Timeline([record(unfinished=0, num_encoded=48, encoded_at=4.0)])
+    assert timeline.times[0].encode == 3 and timeline.times[0].device == 7
+    assert ("pictures", "48 embeddings in at most 3.00 s of the device") in timeline.summary().lines()
+    assert timeline.rows[0]["encoded"] == 48 and timeline.rows[0]["encode_ms"] == 3000
+    bars = {e["name"]: (e["ts"], e["dur"]) for e in trace_events(timeline.records) if e["ph"] == "X"}
+    assert bars["encode 1"] == (1e6, 3e6) and bars["step 1"] == (1e6, 7e6)
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 30, 1500, 20_000])
 @pytest.mark.parametrize("slowest", [1.0, 1e6])
 def test_no_text_of_a_picture_lies_over_another(num_steps, slowest):
