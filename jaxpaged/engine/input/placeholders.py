@@ -55,7 +55,7 @@ class Placeholders:
         self._marks, self._special = any_of(marks), any_of(self._words)
         digits = [str(10**17 + secrets.randbelow(9 * 10**17)) for _ in range(2)]  # no filter of a template changes them
         self._begin, self._end = digits
-        self._codes = re.compile(f"{self._begin}(\\d+){self._end}")
+        self._codes = re.compile(f"{self._begin}(\\d+?){self._end}")
 
     # ---- words of users
 

@@ -174,6 +174,7 @@ def test_a_chat_has_its_pictures_where_its_parts_were(processor):
 
 
 TYPED = [
+    "<start_of_image><image_soft_token>1<start_of_image>",  # one behind the other
     "<start_of_image>",
     PLACEHOLDER,
     "<end_of_image>",
