@@ -22,9 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError, ConfigError, did_you_mean
 from jaxpaged.params import orbax_format
 from jaxpaged.params.block_scaled import SCALES, scaled, without_scales
+from jaxpaged.params.hub import ASSETS
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers, refuse_quantised_tensors
 from jaxpaged.params.placing import place, stored_shapes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
@@ -171,7 +173,7 @@ def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     copies: dict[str, list[TensorEntry]] = {}
     index = read_index(folder / INDEX) if (folder / INDEX).exists() else None
-    files = {path.name: read_header(path) for path in weight_files(folder)}
+    files = {str(path.relative_to(folder)): read_header(path) for path in weight_files(folder)}
     if index is not None:
         check_index(folder, index, {file: {entry.name for entry in entries} for file, entries in files.items()})
     for file, entries in files.items():
@@ -238,7 +240,7 @@ def read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once_each)["weight_map"]
         names = sorted(set(weight_map.values()))
-        well_formed = names and all(Path(name).name == name for name in names)
+        well_formed = names and all(Path(name).name == name or is_embedded(index.parent, name) for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         well_formed = False
     if not well_formed:
@@ -250,6 +252,11 @@ def read_index(index: Path) -> dict[str, str]:
             "Download them."
         )
     return weight_map
+
+
+def is_embedded(folder: Path, name: str) -> bool:
+    """Whether an embedded model takes this file from the folder of another one: the same weights are there once."""
+    return folder.parent == ASSETS and name == f"../{EMBEDDED_MODEL}/model.safetensors"
 
 
 def tensors_of(specs: list[Spec], sizes: Mapping[str, int]) -> dict[str, Spec]:

@@ -14,7 +14,9 @@ from jaxpaged.params.other_formats import refuse_gguf_name, refuse_pointers
 
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
-EMBEDDED_FOLDERS = {name: ASSETS / name for name in (EMBEDDED_MODEL, *OWN_DRAFT_MODELS.values())}
+EMBEDDED_SEEING = "demo-vision"
+"""The embedded model with a tower, through which it sees. Its index takes the text weights from the other's folder."""
+EMBEDDED_FOLDERS = {name: ASSETS / name for name in (EMBEDDED_MODEL, EMBEDDED_SEEING, *OWN_DRAFT_MODELS.values())}
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
 DESCRIPTION_FILES = [

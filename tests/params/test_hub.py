@@ -6,7 +6,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.params.hub import resolve_model_folder
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-draft", "demo-eagle3"])
+@pytest.mark.parametrize("name", ["demo", "demo-vision", "demo-draft", "demo-eagle3"])
 def test_the_embedded_models_have_names(name):
     folder = resolve_model_folder(name)
     assert folder.parts[-3:] == ("jaxpaged", "assets", name) and (folder / "model.safetensors").exists()
