@@ -9,7 +9,15 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.layers.attention import AttentionBatch, AttentionContext, allocate_kv, attend, kv_sharding, kv_struct
+from jaxpaged.layers.attention import (
+    MASK_DIM,
+    AttentionBatch,
+    AttentionContext,
+    allocate_kv,
+    attend,
+    kv_sharding,
+    kv_struct,
+)
 from jaxpaged.params.sharding import MODEL_AXES
 from pallas_kernels.ragged_paged_attention import make_metadata
 
@@ -23,7 +31,7 @@ def context(num_devices: int) -> AttentionContext:
     return AttentionContext(mesh, "reference")
 
 
-def attend_layers(context: AttentionContext, q_TNH, kvs, sinks_N=None):
+def attend_layers(context: AttentionContext, q_TNH, kvs, sinks_N=None, visible_end_T=None, masked_T=None):
     """Several layers, each attending from the output of the one before: a prompt, a decode, padding."""
     metadata = make_metadata(
         jnp.int32(2),
@@ -34,11 +42,12 @@ def attend_layers(context: AttentionContext, q_TNH, kvs, sinks_N=None):
         block_size=S,
         window=None,
         backend=context.backend,
+        visible_end_T=visible_end_T,
     )
     kvs_after = []
     for kv in kvs:
         k_TKH, v_TKH = q_TNH[:, :K] * 2, q_TNH[:, K:]
-        batch = AttentionBatch(metadata, context, window=None)
+        batch = AttentionBatch(metadata, context, None, masked_T)
         q_TNH, kv = attend(batch, q_TNH, k_TKH, v_TKH, kv, scale=0.3, sinks_N=sinks_N)
         kvs_after.append(kv)
     return q_TNH, kvs_after
@@ -62,6 +71,26 @@ def test_sharded_over_devices_gives_what_one_device_gives():
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *results)
     assert np.isfinite(results[0][0]).all()
     assert np.abs(results[0][0][:10]).min(axis=(1, 2)).all()
+
+
+def test_what_tokens_see_behind_them_is_the_same_on_all_devices_and_masked_tokens_stay_unseen():
+    """The prompt's tokens 2 to 6 see each other both ways; a padded head dim masks one of them."""
+    ends_T, masked_T = jnp.full(T, 0).at[2:7].set(7), jnp.arange(T) == 5
+    results = []
+    for num_devices in (1, 4):
+        here = context(num_devices)
+        kvs = [allocate_kv(here, BLOCKS, S, K, H + MASK_DIM, jnp.float32)]
+        run = jax.jit(functools.partial(attend_layers, here))
+        results.append(np.asarray(run(random_queries(), kvs, None, ends_T, masked_T)[0]))
+    np.testing.assert_allclose(*results, atol=1e-6)
+    q_QNH, seen = np.asarray(random_queries())[:9], np.tri(9, dtype=bool)
+    seen[2:7, 2:7] = True
+    seen[:, 5] = False
+    score_NQP = 0.3 * np.einsum("QNH,PNH->NQP", q_QNH, np.repeat(2 * q_QNH[:, :K], N // K, axis=1))
+    weight_NQP = np.where(seen, np.exp(score_NQP), 0)
+    weight_NQP /= weight_NQP.sum(-1, keepdims=True)
+    expected_QNH = np.einsum("NQP,PNH->QNH", weight_NQP, np.repeat(q_QNH[:, K:], N // K, axis=1))
+    np.testing.assert_allclose(results[0][:9], expected_QNH, atol=1e-5)
 
 
 def test_the_cache_is_split_by_kv_head():

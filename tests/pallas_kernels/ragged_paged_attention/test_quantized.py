@@ -16,6 +16,7 @@ from pallas_kernels.testing import Step, is_simulated, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import attend_step, case_tolerance, error, marks
 
 CASE = Case("quantised", ((300, 1), (20, 40), (37, 1), (0, 1), (130, 3)), group_size=3, window=150)
+AHEAD = dataclasses.replace(CASE, both_ways=((1, 15, 55), (4, 130, 133)), window=30)
 GPU = "gpu-interpret" if is_simulated("gpu") else "gpu"
 INT8, FP8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
 
@@ -95,13 +96,20 @@ CASES = [
     ("gpu-triton-interpret", CASE, jnp.float32, FP8, "token"),
     ("gpu-triton-interpret", CASE, jnp.bfloat16, INT8, "head"),
     ("gpu-triton-interpret", CASE, jnp.float16, FP8, "none"),
+    ("reference", AHEAD, jnp.float32, INT8, "token"),
+    ("tpu-interpret", AHEAD, jnp.bfloat16, FP8, "head"),
+    (GPU, AHEAD, jnp.float32, INT8, "head"),
+    ("gpu-triton-interpret", AHEAD, jnp.float32, INT8, "token"),
 ]
-QUICK = [*CASES[:3], CASES[3], CASES[7]]
+QUICK = [*CASES[:3], CASES[3], CASES[7], CASES[-4]]
 
 
 @pytest.mark.parametrize(
     ("backend", "case", "dtype", "kv_dtype", "kind"),
-    [pytest.param(*x, id=f"{x[0]}, {x[3]}, {x[4]}", marks=marks(i, x in QUICK)) for i, x in enumerate(CASES)],
+    [
+        pytest.param(*x, id=f"{x[0]}, {x[3]}, {x[4]}{', both ways' * (x[1] is AHEAD)}", marks=marks(i, x in QUICK))
+        for i, x in enumerate(CASES)
+    ],
 )
 def test_attention_over_a_quantised_cache_equals_attention_over_what_it_means(
     monkeypatch, backend, case, dtype, kv_dtype, kind
