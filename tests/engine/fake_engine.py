@@ -15,12 +15,13 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.input.chat_template import ChatTemplates
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
+from jaxpaged.engine.input.pictures import PictureIntake
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.errors import ConflictError
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (
     ModelRunnerOutput,
     NewRequestData,
@@ -283,9 +284,10 @@ def make_engine(
     grammar_checker: GrammarChecker | None = None,
     pooler: Pooler | None = None,
     tokenizer: Tokenizer | None = None,
+    pictures: PictureIntake | None = None,
     **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
-    """An engine over a fake executor, whose model counts unless another is given."""
+    """An engine over a fake executor, whose model counts unless another is given. With `pictures` it takes some."""
     tokenizer = tokenizer or make_tokenizer()
     executor = executor or FakeExecutor(counting_model(tokenizer.vocab_size), tokenizer.vocab_size)
     config = make_config(**options)
@@ -300,7 +302,10 @@ def make_engine(
         chat_templates=ChatTemplates({"default": chat} if chat else {}),
         grammar_checker=grammar_checker,
         pooler=pooler,
+        pictures=pictures,
     )
+    if pictures is not None:
+        executor.encoder_cache_config = EncoderCacheConfig(num_pages=64, page_size=16, max_step_embeds=256)
     return LLMEngine(config, processor, EngineCore(config, executor, grammars)), executor
 
 
