@@ -1,4 +1,4 @@
-"""Pictures over HTTP: how each API gives them, what the engine gets, what clients are told; remote ones, and inspection.
+"""Pictures over HTTP: how each API gives them, what the engine gets, what clients are told; remote and inspected ones.
 
 The processes that decode are real; the engine behind has no model.
 """
