@@ -347,6 +347,10 @@ class KVBlockMap(msgspec.Struct):
     content that a later request can reuse.
     With a `stride` above 1 only the null block and blocks 1, 1 + stride, 1 + 2 * stride, ... are in the arrays. Blocks
     at the end that were never used may be left out.
+
+    Where the engine sees, `picture` has the index in `picture_keys` of the picture that a held block has tokens of, the
+    last one if it has several, and -1 for the others. `encoder_picture` has the same for each page of the encoder
+    cache, -1 where it is free, and `encoder_held` says whether a request still reads it.
     """
 
     block_size: int
@@ -356,6 +360,10 @@ class KVBlockMap(msgspec.Struct):
     cached: np.ndarray
     stride: int = 1
     holds: list[str] = []
+    picture_keys: list[bytes] = []
+    picture: np.ndarray | None = None
+    encoder_picture: np.ndarray | None = None
+    encoder_held: np.ndarray | None = None
 
     @property
     def kinds(self) -> np.ndarray:

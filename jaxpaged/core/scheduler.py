@@ -401,7 +401,7 @@ class Scheduler:
     def block_map(self, most: int | None = None) -> KVBlockMap:
         """Which request holds which block now: the blocks of one rank after those of another. `most`: see
         `map_blocks`."""
-        return map_blocks([(rank.kv_cache_manager, rank.running) for rank in self.ranks], most)
+        return map_blocks([(rank.kv_cache_manager, rank.running) for rank in self.ranks], most, self.ranks[0].pictures)
 
     def make_stats(self, step: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and caches of all ranks as they are now; id and tokens are those of `step`, or of the last step."""

@@ -95,7 +95,25 @@ def merged_block_maps(maps: Sequence[KVBlockMap]) -> KVBlockMap:
         cached=joined("cached"),
         stride=max(each.stride for each in maps),
         holds=holds,
+        **merged_pictures(maps),
     )
+
+
+def merged_pictures(maps: Sequence[KVBlockMap]) -> dict[str, Any]:
+    """Where pictures are, by the names of `KVBlockMap`; nothing where an engine sees none."""
+    merged: dict[str, list[np.ndarray]] = {"picture": [], "encoder_picture": [], "encoder_held": []}
+    keys: list[bytes] = []
+    for number, each in enumerate(maps):
+        if each.picture is None or each.encoder_picture is None or each.encoder_held is None:
+            return {}
+        new_places = np.append(np.arange(len(each.picture_keys)) + len(keys), -1).astype(
+            np.int32
+        )  # the last is that of -1
+        merged["picture"].append(new_places[each.picture][bool(number) :])
+        merged["encoder_picture"].append(new_places[each.encoder_picture])
+        merged["encoder_held"].append(each.encoder_held)
+        keys += each.picture_keys
+    return {"picture_keys": keys, **{name: np.concatenate(parts) for name, parts in merged.items()}}
 
 
 def merged_snapshots(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:

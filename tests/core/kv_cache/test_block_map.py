@@ -5,7 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.merged_results import merged_block_maps
+from jaxpaged.kv_cache_spec import EncoderCacheConfig
 from jaxpaged.tools.pictures.block_map import BlockMap
+from tests.core.simulation import Engine, illustrated, prompt_of
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config
 from tests.engine.test_core import VOCAB, request
 
@@ -129,3 +132,25 @@ def test_who_is_no_request_holds_blocks_under_its_own_name_and_may_lose_what_the
     core.step()
     core._scheduler.check_integrity()
     assert core.block_map().holds == []
+
+
+def test_blocks_and_pages_say_which_picture_they_have():
+    engine = Engine(encoder=EncoderCacheConfig(8, 2, 16), max_num_batched_tokens=24)
+    prompt, features = illustrated(prompt_of(8), (3, "x", (6,)), (8, "y", (3,)))
+    engine.add("a", prompt[:-1], mm_features=features[:1])
+    engine.run()
+    engine.add("b", prompt + [5], mm_features=features)
+    engine.dispatch()
+    found, (table,) = engine.scheduler.block_map(), engine.scheduler.running[0].blocks
+    names = [key[:1].decode() for key in found.picture_keys]
+    in_block = {block.block_id: found.picture[block.block_id] for block in table}
+    assert [names[number] if number >= 0 else "-" for number in in_block.values()] == ["x", "x", "x", "y", "y"]
+    assert (np.delete(found.picture, list(in_block)) == -1).all() and len(found.picture) == len(found.owner)
+    assert sorted(names[number] for number in found.encoder_picture if number >= 0) == ["x"] * 3 + ["y"] * 2
+    assert (found.encoder_held == (found.encoder_picture == names.index("y"))).all(), "what x gave is cached"
+    both = merged_block_maps([found, found])
+    assert both.picture_keys == found.picture_keys * 2 and len(both.picture) == len(both.owner)
+    assert (both.picture[len(found.picture) :] == np.where(found.picture < 0, -1, found.picture + 2)[1:]).all()
+    assert (both.encoder_picture[8:] == np.where(found.encoder_picture < 0, -1, found.encoder_picture + 2)).all()
+    engine.run()
+    assert Engine().scheduler.block_map().picture is None
