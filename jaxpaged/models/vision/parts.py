@@ -58,14 +58,18 @@ def block(x_PX: jax.Array, p: Block, activation: str) -> jax.Array:
 
 
 def square_patches(pixels_IHWC: jax.Array, table_CV: jax.Array, side: int, dtype: Any) -> jax.Array:
-    """[P, 3 * side * side] of items of one size, row by row; a patch is in the order channel, row, column.
+    """[P, side * side * 3] of items of one size, row by row; a patch is in the order row, column, channel.
 
-    Pixels become numbers by the table, which is rounded to `dtype`.
+    Pixels become numbers by the table, which is rounded to `dtype`. Nothing on the way ends with an axis of a few
+    numbers, of which a TPU makes 128: on its way to patches that begin with channels a picture of Gemma 3 had 470 MB.
     """
     items, height, width, channels = pixels_IHWC.shape
-    rows, columns = height // side, width // side
-    cells = pixels_IHWC.reshape(items, rows, side, columns, side, channels).transpose(0, 1, 3, 5, 2, 4)
-    return numbers(cells.reshape(-1, channels * side * side), table_CV, dtype)
+    lines = pixels_IHWC.reshape(items * height, width * channels).astype(jnp.int32)
+    values = table_CV.shape[1]
+    of_channel = jnp.arange(width * channels, dtype=jnp.int32) % channels * values
+    looked_up = jnp.asarray(table_CV, dtype).reshape(-1)[lines + of_channel]
+    cells = looked_up.reshape(items * height // side, side, width // side, side * channels)
+    return cells.swapaxes(1, 2).reshape(-1, side * side * channels)
 
 
 def numbers(patches_PX: jax.Array, table_CV: jax.Array, dtype: Any) -> jax.Array:

@@ -107,7 +107,7 @@ def layer_specs(name: str) -> Layer:
 
 def tower(p: Tower, config: VisionConfig, pixels_IHWC: jax.Array, table_CV: jax.Array) -> jax.Array:
     """A vector [width] of each patch of each item, item by item and row by row, in the type of the parameters."""
-    weight, dtype = p.patch_embedding.weight, p.position_embedding.dtype
+    weight, dtype = p.patch_embedding.weight.transpose(0, 2, 3, 1), p.position_embedding.dtype
     patches = square_patches(pixels_IHWC, table_CV, config.patch, dtype)
     embedded = matrix_product(patches, weight.reshape(config.width, -1), dtype) + p.patch_embedding.bias
     x = embedded + jnp.tile(p.position_embedding, (len(pixels_IHWC), 1))
