@@ -225,6 +225,22 @@ class TestCache:
         assert names(engine.dispatch()) == ["x"]
         engine.run()
 
+    def test_embeddings_that_are_no_numbers_fail_their_requests_in_the_step_that_encodes_them(self):
+        """Though the step computes only a part of their prompts, and gives them no token."""
+        engine = engine_of(sees(), max_num_batched_tokens=8)
+        add(engine, "a", prompt_of(9), (1, "x", (4,)))
+        engine.add("b", prompt_of(3, 1), max_tokens=2, **ENDLESS)
+        engine.dispatch()
+        scheduled, output = engine.in_flight.pop()
+        output.failed, output.corrupted = {"a": "its picture gave no finite numbers"}, ["a"]
+        assert output.request_ids == ["b"]
+        engine.record(engine.scheduler.update_from_output(scheduled, output))
+        assert engine.ends["a"].error == "its picture gave no finite numbers"
+        assert engine.scheduler.make_stats().num_corrupted_reqs == 1
+        add(engine, "c", prompt_of(9), (1, "x", (4,)))
+        assert names(engine.dispatch()) == ["x"]
+        engine.run()
+
     @pytest.mark.parametrize("lose", ["reset_prefix_cache", "lose_content", "change_weights"])
     def test_content_is_lost_with_that_of_the_kv_cache(self, lose):
         engine = engine_of(sees())
