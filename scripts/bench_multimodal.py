@@ -1,0 +1,203 @@
+"""Pictures: what decoding and resizing costs against transformers, and what requests with pictures cost others.
+
+    python scripts/bench_multimodal.py --peer ENV/bin/python [--parts pixels processes first-token step]
+
+`--peer` is a Python with transformers and Pillow (`pip install transformers==5.23.0 pillow`); without it only jaxpaged
+is measured. Pictures are drawn here. All that is compared takes turns in one run, and CPU time counts for pixels, so
+that other programs on the machine do not; ratios say more than times.
+
+* pixels: decode and preprocess for Gemma 3 (896 x 896), CPU milliseconds a picture.
+* processes: pictures a second by number of decoding processes.
+* first-token: of a new picture, of a picture whose embeddings are cached, and of a prompt that is cached whole.
+* step: host microseconds of a decode step with 64 requests that have pictures, and with 64 that have none.
+"""
+
+import argparse
+import io
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from PIL import Image
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.multimodal.decoding import PictureLimits, decode_picture
+from jaxpaged.multimodal.processes import PictureProcesses
+from jaxpaged.multimodal.processors import processor_of
+
+CONFIG = {"model_type": "gemma3", "mm_tokens_per_image": 256}
+PREPROCESSOR = {"size": {"height": 896, "width": 896}, "image_seq_length": 256}
+SIZES = {"640x480": (640, 480), "1080p": (1920, 1080), "12 megapixels": (4000, 3000)}
+OPTIONS = {"max_model_len": 512, "max_num_batched_tokens": 512, "token_buckets": (64, 512), "max_num_seqs": 64}
+
+PEER = """
+import io, json, sys, time
+from PIL import Image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+size = {"height": 896, "width": 896}
+processor = Gemma3ImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+for line in sys.stdin:
+    data = open(line.strip(), "rb").read()
+    began = time.process_time()
+    processor(Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
+    print(json.dumps(time.process_time() - began), flush=True)
+"""
+
+
+def drawn(width: int, height: int, seed: int) -> bytes:
+    """A JPEG with soft forms and some noise, as photographs have."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
+    noisy = np.asarray(coarse).astype(np.int16) + rng.integers(-6, 7, (height, width, 1), np.int16)
+    file = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
+    return file.getvalue()
+
+
+def bench_pixels(peer: Path | None, rounds: int) -> None:
+    processor, limits = processor_of(CONFIG, PREPROCESSOR), PictureLimits()
+    theirs = None
+    if peer:
+        theirs = subprocess.Popen(
+            [peer, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    print("decode and preprocess, CPU ms a picture: jaxpaged, transformers, ratio")
+    with TemporaryDirectory() as folder:
+        for name, size in SIZES.items():
+            path, data = Path(folder) / "picture.jpg", drawn(*size, 0)
+            path.write_bytes(data)
+            own, other = [], []
+            for _ in range(rounds):
+                began = time.process_time()
+                processor.process(decode_picture(data, "image", limits), "image")
+                own.append(time.process_time() - began)
+                if theirs:
+                    assert theirs.stdin is not None and theirs.stdout is not None, "they were asked for"
+                    theirs.stdin.write(f"{path}\n")
+                    theirs.stdin.flush()
+                    other.append(json.loads(theirs.stdout.readline()))
+            ours = 1e3 * statistics.median(own)
+            peers = 1e3 * statistics.median(other) if other else float("nan")
+            print(f"  {name:14s} {ours:8.1f} {peers:8.1f} {ours / peers:6.2f}", flush=True)
+    if theirs:
+        theirs.kill()
+        theirs.wait()
+
+
+def bench_processes(counts: tuple[int, ...], num_pictures: int) -> None:
+    data = [drawn(*SIZES["1080p"], seed) for seed in range(4)]
+    print("1080p pictures a second by number of processes")
+    for count in counts:
+        processes = PictureProcesses("bench", CONFIG, PREPROCESSOR, num_processes=count)
+        with ThreadPoolExecutor(count) as threads:
+            once = partial(processes.process, field="image")
+            list(threads.map(once, data[:count]))  # they start
+            began = time.perf_counter()
+            list(threads.map(once, (data[i % 4] for i in range(num_pictures))))
+            print(f"  {count}: {num_pictures / (time.perf_counter() - began):6.1f}", flush=True)
+        processes.close()
+
+
+def message(picture: Image.Image | None, question: str) -> list[dict]:
+    parts = [] if picture is None else [{"type": "image", "image": picture}]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
+def picture_of(seed: int, size: tuple[int, int]) -> Image.Image:
+    return Image.open(io.BytesIO(drawn(*size, seed))).convert("RGB")
+
+
+def bench_first_token(llm: LLM, rounds: int) -> None:
+    one = SamplingParams(max_tokens=1, temperature=0)
+
+    def seconds(picture: Image.Image | None, question: str) -> float:
+        began = time.perf_counter()
+        llm.chat(message(picture, question), one, use_tqdm=False)
+        return time.perf_counter() - began
+
+    kinds: dict[str, list[float]] = {name: [] for name in ("new", "cached picture", "cached prompt", "text alone")}
+    seconds(picture_of(10_000, SIZES["1080p"]), "warm up")
+    for seed in range(rounds):
+        picture = picture_of(seed, SIZES["1080p"])
+        kinds["new"].append(seconds(picture, "What is in the picture?"))
+        system = [{"role": "system", "content": f"Number {seed}."}]
+        began = time.perf_counter()
+        llm.chat(system + message(picture, "What is in the picture?"), one, use_tqdm=False)
+        kinds["cached picture"].append(time.perf_counter() - began)
+        kinds["cached prompt"].append(seconds(picture, "What is in the picture?"))
+        kinds["text alone"].append(seconds(None, f"What is in picture {seed} of these that I have not sent to you?"))
+    print("first token, a picture of 1080p as an array, ms (median), and against text alone")
+    text = statistics.median(kinds["text alone"])
+    for name, found in kinds.items():
+        print(f"  {name:16s} {1e3 * statistics.median(found):8.1f} {statistics.median(found) / text:6.2f}")
+
+
+def bench_step(llm: LLM, running: int, steps: int, rounds: int) -> None:
+    """CPU time of the thread that schedules, prepares and hands out, without that of XLA's threads."""
+    engine = llm.llm_engine
+    params = SamplingParams(max_tokens=steps + 40, temperature=0, ignore_eos=True)
+    small = (96, 96)
+
+    def measured(make: Callable[[int], dict]) -> float:
+        ids = [f"{time.monotonic_ns()}-{i}" for i in range(running)]
+        for i, request_id in enumerate(ids):
+            engine.add_request(request_id, make(i), params)
+        for _ in range(30):
+            engine.step()
+        spent = []
+        for _ in range(steps):
+            began = time.thread_time()
+            engine.step()
+            spent.append(time.thread_time() - began)
+        engine.abort_request(ids)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return 1e6 * statistics.median(spent)
+
+    def seeing(i: int) -> dict:
+        mark = "<start_of_image>"
+        return {"prompt": f"{mark} {i} What is it?", "multi_modal_data": {"image": picture_of(i % 8, small)}}
+
+    found: dict[str, list[float]] = {"pictures": [], "text": []}
+    for _ in range(rounds):
+        found["pictures"].append(measured(seeing))
+        found["text"].append(measured(lambda i: {"prompt_token_ids": [300 + i, *range(300, 345)]}))
+    seen, text = (statistics.median(found[name]) for name in ("pictures", "text"))
+    print(f"host microseconds of a decode step with {running} requests: pictures, text, ratio")
+    print(f"  {seen:.0f} {text:.0f} {seen / text:.2f}")
+
+
+PARTS = ("pixels", "processes", "first-token", "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peer", type=Path, help="a Python with transformers and Pillow")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--model", default="demo-vision")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if "pixels" in args.parts:
+        bench_pixels(args.peer, args.rounds)
+    if "processes" in args.parts:
+        bench_processes((1, 2, 4), 40)
+    if {"first-token", "step"} & set(args.parts):
+        with LLM(args.model, **OPTIONS) as llm:
+            if "first-token" in args.parts:
+                bench_first_token(llm, args.rounds)
+            if "step" in args.parts:
+                bench_step(llm, 64, 60, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
