@@ -255,8 +255,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     "options",
     [
         {"deterministic": True},
-        {"tensor_parallel_size": 2, "speculative_config": NGRAM},
-        {"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"},
+        pytest.param({"tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_mixes_bit_by_bit_with_drafts_and_over_devices(folder, options):
