@@ -97,6 +97,10 @@ class MultiModalConfig:
             raise ConfigError(
                 "mm_encoder_only is True, but an engine without its language model is not supported yet. Leave it out."
             )
+        if self.enable_mm_embeds:
+            raise ConfigError(
+                "enable_mm_embeds is True, but embeddings in place of pictures are not supported yet. Leave it out."
+            )
 
     @property
     def max_pictures(self) -> int:

@@ -33,6 +33,7 @@ from jaxpaged.engine.observability.tracing import request_tracer
 from jaxpaged.engine.output.logprobs import LatePromptLogprobs
 from jaxpaged.engine.output.processor import fan_out, id_in_use
 from jaxpaged.engine.output.stream import OutputStream, Taker
+from jaxpaged.engine.pixel_sender import without_pixels
 from jaxpaged.engine.process import core_launcher
 from jaxpaged.engine.process.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
@@ -167,7 +168,8 @@ class AsyncLLM(AsyncEngineControl):
             raise id_in_use(request_id)
         core = self._cores.choose(request.prompt_token_ids, request.cache_salt, data_parallel_rank)
         # What the core still says of an aborted request must not be taken for a later one of the same name.
-        children = await self._expect(core, request, text, f"{request_id}#{next(self._numbers)}", trace_headers)
+        expected = self._expect_pictures if request.mm_features else self._expect
+        children = await expected(core, request, text, f"{request_id}#{next(self._numbers)}", trace_headers)
         stream = OutputStream(request.sampling_params.output_kind is RequestOutputKind.DELTA, take)
         core.streams[request_id] = stream
         core.throughput.wake()
@@ -238,6 +240,15 @@ class AsyncLLM(AsyncEngineControl):
         state = await self._in_thread(processor.state_of, request, text, children)
         await core.link.until_ready()
         processor.register(state, children, trace_headers)
+        return children
+
+    async def _expect_pictures(
+        self, core: CoreClient, request: EngineCoreRequest, *others: Any
+    ) -> list[EngineCoreRequest]:
+        """The same of a request with pictures, whose pixels go to the core by themselves."""
+        request.mm_features, pixels = without_pixels(request.mm_features)
+        children = await self._expect(core, request, *others)
+        core.pixels.hold(children, pixels)
         return children
 
     async def _processed(

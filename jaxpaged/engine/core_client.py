@@ -21,13 +21,14 @@ from jaxpaged.engine.observability.throughput_log import ThroughputLog
 from jaxpaged.engine.observability.tracing import RequestTracer
 from jaxpaged.engine.output.processor import OutputProcessor
 from jaxpaged.engine.output.stream import OutputStream
+from jaxpaged.engine.pixel_sender import PixelSender
 from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_link import CoreLink
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 from jaxpaged.engine.process.wire import CoreStats, Refusal
 from jaxpaged.engine.process.zmq_client import ZmqClient
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
-from jaxpaged.messages import EngineCoreOutputs, RequestOutput, SchedulerStats
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, RequestOutput, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,9 @@ class CoreClient:
         self.window = AdmissionWindow(
             SETS_IN_CORE * (config.scheduler.max_num_seqs or CHILDREN_AT_ONCE),
             self.output_processor.is_unfinished,
-            lambda requests: self.link.add_requests(requests),
+            self._send,
         )
+        self.pixels = PixelSender(int(config.multimodal.mm_processor_cache_gb * 2**30))
         self.throughput = ThroughputLog(
             self.metrics, lambda: bool(self.streams), "" if self.is_alone else f"engine core {number}: "
         )
@@ -74,6 +76,7 @@ class CoreClient:
             wire.STEP: self._on_steps,
             wire.STATS: self._on_stats,
             wire.REFUSED: self._on_refusal,
+            wire.WANTED: self._on_wanted,
         }
         self.link = CoreLink(client, supervisor, handlers, self._lose_all)
 
@@ -111,6 +114,7 @@ class CoreClient:
             self.streams.pop(request_id, None)
         engine_ids, results = self.output_processor.abort(request_ids, reason)
         self.link.abort_requests(engine_ids)
+        self.pixels.drop(engine_ids)
         return results
 
     async def call[R](self, call: CoreCall[R]) -> R:
@@ -126,6 +130,13 @@ class CoreClient:
         if self.is_alone:
             return metrics
         return [replace(metric, labels={"engine": str(self.number), **metric.labels}) for metric in metrics]
+
+    def _send(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """Requests go to the core, behind the pixels that it lacks."""
+        for request in requests:
+            if request.mm_features:
+                self.link.add_items(self.pixels.ahead(request))
+        self.link.add_requests(requests)
 
     # ---- what the core says
 
@@ -152,12 +163,18 @@ class CoreClient:
         request_id = self.output_processor.prompt_of(refusal.request_id)
         if request_id is not None:
             stream = self.streams.pop(request_id)
-            self.link.abort_requests(self.output_processor.discard(request_id))
+            engine_ids = self.output_processor.discard(request_id)
+            self.link.abort_requests(engine_ids)
+            self.pixels.drop(engine_ids)
             message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
             stream.fail(RequestError(message, refusal.parameter))
 
+    def _on_wanted(self, wanted: wire.Wanted) -> None:
+        self.link.add_items(self.pixels.wanted(wanted))
+
     def _lose_all(self, error: EngineError) -> None:
         """The core is gone, and with it what it said of itself."""
+        self.pixels.lose_core()
         self.metrics.lose_core(self.executor_stats or {})
         self.executor_stats = None
         self._fail_all(error)

@@ -6,7 +6,7 @@ is not. This module knows neither requests nor results.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.process import wire
@@ -106,6 +106,12 @@ class CoreLink(EngineCoreClient):
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Call it right after `until_ready`."""
         self._client.add_requests(requests)
+
+    def add_items(self, items: Iterable[wire.Item]) -> None:
+        """Pixels for requests that come next, or that the core has already; of a core that is gone, for nobody."""
+        if self._trouble is None:
+            for item in items:
+                self._client.add_item(item)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests; a core that is gone has done so already."""

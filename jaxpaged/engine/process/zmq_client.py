@@ -93,6 +93,10 @@ class ZmqClient:
             self._gathered.append(msgspec.Raw(encoded))
             self._num_gathered_bytes += len(encoded)
 
+    def add_item(self, item: wire.Item) -> None:
+        """Pixels go out at once: before the request that they belong to, if that is made later."""
+        self._send(wire.ITEM, item)
+
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         if request_ids:
             self._send(wire.ABORT, request_ids)

@@ -1,0 +1,76 @@
+"""The pixels of requests on their way to an engine core in another process: each picture crosses once, as a rule.
+
+What the core has is guessed, by what it was sent. A wrong guess is no error: the core asks, and until it has said what
+it lacks, the pixels of a request are held here. This module knows no sockets.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from jaxpaged.engine.process.wire import Item, Wanted
+from jaxpaged.messages import EngineCoreRequest, MultiModalFeature
+
+Pixels = Mapping[bytes, np.ndarray]
+"""By key."""
+
+
+def without_pixels(features: Sequence[MultiModalFeature]) -> tuple[list[MultiModalFeature], Pixels]:
+    """Features as they cross, and the pixels that were in them."""
+    pixels = {each.key: each.pixels for each in features if each.pixels is not None}
+    return [msgspec.structs.replace(each, pixels=None) for each in features], pixels
+
+
+class PixelSender:
+    """For one core, which keeps `capacity_bytes` of pictures."""
+
+    def __init__(self, capacity_bytes: int):
+        self._capacity = capacity_bytes
+        self._held: dict[str, Pixels] = {}  # by request
+        self._sent: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes, of what the core has, as far as is known
+        self._num_sent_bytes = 0
+
+    def __len__(self) -> int:
+        """Requests whose pixels are held."""
+        return len(self._held)
+
+    def hold(self, requests: Iterable[EngineCoreRequest], pixels: Pixels) -> None:
+        """These requests will be sent, and need these pixels."""
+        for request in requests:
+            self._held[request.request_id] = pixels
+
+    def ahead(self, request: EngineCoreRequest) -> Iterator[Item]:
+        """What is sent before a request: pixels that the core was not sent yet, or has let go since."""
+        for key, pixels in self._held.get(request.request_id, {}).items():
+            if key in self._sent:
+                self._sent.move_to_end(key)
+            else:
+                self._note(key, pixels.nbytes)
+                yield Item(request.request_id, key, pixels)
+
+    def wanted(self, wanted: Wanted) -> list[Item]:
+        """What the core lacks of a request that it has; the rest of its pixels is let go."""
+        pixels = self._held.pop(wanted.request_id, {})
+        return [Item(wanted.request_id, key, pixels[key]) for key in wanted.keys if key in pixels]
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended."""
+        for request_id in request_ids:
+            self._held.pop(request_id, None)
+
+    def lose_core(self) -> None:
+        """The next core has nothing."""
+        self._held.clear()
+        self._sent.clear()
+        self._num_sent_bytes = 0
+
+    def _note(self, key: bytes, num_bytes: int) -> None:
+        if num_bytes > self._capacity:
+            return
+        self._sent[key] = num_bytes
+        self._num_sent_bytes += num_bytes
+        while self._num_sent_bytes > self._capacity:
+            _, gone = self._sent.popitem(last=False)
+            self._num_sent_bytes -= gone
