@@ -45,12 +45,8 @@ class PixelDesk:
 
     def __init__(self) -> None:
         self.items = ProcessedItems(0)
-        self._waiting: dict[str, EngineCoreRequest] = {}
-
-    @property
-    def waiting(self) -> Collection[str]:
-        """The ids of requests that lack pixels."""
-        return self._waiting.keys()
+        self.waiting: dict[str, EngineCoreRequest] = {}
+        """The requests that lack pixels, by their ids."""
 
     def take(self, request: EngineCoreRequest) -> bool:
         """Give a request what is kept of its pixels, and keep what it brings. False: it waits for others."""
@@ -61,29 +57,29 @@ class PixelDesk:
                 self.items.put(feature.key, feature.pixels)
         if not lacks(request):
             return True
-        self._waiting[request.request_id] = request
+        self.waiting[request.request_id] = request
         return False
 
     def lacking(self, request_id: str) -> Sequence[bytes]:
         """The keys of pictures that a request waits for; none if it does not wait."""
-        request = self._waiting.get(request_id)
+        request = self.waiting.get(request_id)
         return [] if request is None else lacks(request)
 
     def bring(self, key: bytes, pixels: np.ndarray) -> list[EngineCoreRequest]:
         """Pixels have come; the requests that lacked nothing else."""
         self.items.put(key, pixels)
         complete = []
-        for request in list(self._waiting.values()):
+        for request in list(self.waiting.values()):
             for feature in request.mm_features:
                 if feature.key == key and feature.pixels is None:
                     feature.pixels = pixels
             if not lacks(request):
-                complete.append(self._waiting.pop(request.request_id))
+                complete.append(self.waiting.pop(request.request_id))
         return complete
 
     def remove(self, request_ids: Collection[str]) -> list[str]:
         """Of these requests those that waited, and wait no more."""
-        return [each for each in request_ids if self._waiting.pop(each, None) is not None]
+        return [each for each in request_ids if self.waiting.pop(each, None) is not None]
 
 
 def lacks(request: EngineCoreRequest) -> list[bytes]:
