@@ -268,6 +268,8 @@ def counts_of_core(stats: SchedulerStats, executor_stats: Mapping[str, Any]) -> 
         Counter("vllm:prefix_cache_hits", {}, stats.prefix_cache_hits),
         Counter("vllm:external_prefix_cache_queries", {}, stats.external_prefix_cache_queries),
         Counter("vllm:external_prefix_cache_hits", {}, stats.external_prefix_cache_hits),
+        Counter("vllm:mm_cache_queries", {}, stats.mm_cache_queries),
+        Counter("vllm:mm_cache_hits", {}, stats.mm_cache_hits),
         Counter("vllm:num_preemptions", {}, stats.num_preemptions),
         Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
         *transfer_metrics(stats, executor_stats),

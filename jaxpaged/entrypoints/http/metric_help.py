@@ -32,6 +32,8 @@ OF_THE_ENGINE = {
     "vllm:prefix_cache_hits": "Tokens that were found in the prefix cache.",
     "vllm:external_prefix_cache_queries": "Tokens that were looked for in the tiers of kv_offload.",
     "vllm:external_prefix_cache_hits": "Tokens that were loaded from the tiers of kv_offload.",
+    "vllm:mm_cache_queries": "Pictures that requests looked for in the encoder cache.",
+    "vllm:mm_cache_hits": "Pictures that were found in the encoder cache.",
     "vllm:num_requests_kv_fetch_by_stage": "Sequences that wait for keys and values from the tiers of kv_offload.",
     "vllm:kv_offload_load_bytes": "Bytes of keys and values that were loaded from tiers.",
     "vllm:kv_offload_store_bytes": "Bytes of keys and values that were stored in tiers.",
