@@ -23,6 +23,7 @@ from jaxpaged.entrypoints.http.page.state import (
     ShownStep,
     numbers_of,
     shown_blocks,
+    shown_encoder,
     shown_requests,
     shown_steps,
 )
@@ -75,6 +76,7 @@ class Live:
     async def info(self, request: Request) -> Response:
         """What the page must know of the server before it asks anything."""
         service, processor = self._service, self._service.engine.input_processor
+        pictures = processor.pictures
         parallel = service.engine.config.parallel
         info = EngineInfo(
             version=__version__,
@@ -90,6 +92,9 @@ class Live:
             grpc_port=service.options.grpc_port or None,
             finds_tool_calls=service.formats.tool_parser is not None,
             reports_cached_tokens=service.options.enable_prompt_tokens_details,
+            max_images=0 if pictures is None else pictures.config.max_pictures,
+            max_image_bytes=0 if pictures is None else pictures.limits.max_bytes,
+            max_body_bytes=service.max_body_bytes,
         )
         return Response(msgspec.json.encode(info), headers=HEADERS, media_type="application/json")
 
@@ -153,6 +158,7 @@ class Live:
             http=len(service.traffic),
             requests=shown_requests(snapshot, self._labels, time.time()),
             blocks=shown_blocks(snapshot.blocks, snapshot.num_blocks, self._labels),
+            encoder=shown_encoder(snapshot),
             steps=list(self._steps),
             executor=snapshot.executor,
             **numbers,

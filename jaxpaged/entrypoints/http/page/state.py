@@ -47,7 +47,8 @@ class ShownRequest(msgspec.Struct, array_like=True):
 
 
 class ShownStep(msgspec.Struct, array_like=True):
-    """A finished step, or a run of `steps`. Times are milliseconds; `bucket` is what each one was padded to."""
+    """A finished step, or a run of `steps`. Times are milliseconds; `bucket` is what each one was padded to. Before its
+    tokens `encoded` embeddings of pictures were computed, in the part `encode` of the device's time."""
 
     number: int
     tokens: int
@@ -59,6 +60,8 @@ class ShownStep(msgspec.Struct, array_like=True):
     device: float
     host: float
     compile: float
+    encoded: int = 0
+    encode: float = 0.0
 
 
 class ShownBlocks(msgspec.Struct):
@@ -73,6 +76,18 @@ class ShownBlocks(msgspec.Struct):
     stride: int
     owners: list[str]
     runs: list[tuple[int, int]]
+
+
+class ShownEncoder(msgspec.Struct):
+    """The encoder cache: how many pages there are, how many belong to pictures that requests still read, and how many
+    to others that are kept for later ones. `queries`: pictures that were looked for; `hits`: that were there."""
+
+    pages: int
+    held: int
+    kept: int
+    pictures: int
+    queries: int
+    hits: int
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -96,12 +111,14 @@ class EngineState(msgspec.Struct, kw_only=True):
     finished: dict[str, int] = {}
     requests: list[ShownRequest] = []
     blocks: ShownBlocks | None = None
+    encoder: ShownEncoder | None = None
     steps: list[ShownStep] = []
     executor: dict[str, Any] = {}
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """What does not change while the server runs. `defaults` are sampling parameters that the model brings along."""
+    """What does not change while the server runs. `defaults` are sampling parameters that the model brings along.
+    A prompt may have `max_images` pictures, 0 where the model sees none, in files of `max_image_bytes` at most."""
 
     version: str
     models: list[str]
@@ -116,6 +133,9 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     grpc_port: int | None
     finds_tool_calls: bool
     reports_cached_tokens: bool
+    max_images: int
+    max_image_bytes: int
+    max_body_bytes: int
 
 
 class Labels:
@@ -138,6 +158,22 @@ def shown_blocks(blocks: KVBlockMap, count: int, labels: Labels) -> ShownBlocks:
     return ShownBlocks(blocks.block_size, count, blocks.stride, owners, runs)
 
 
+def shown_encoder(snapshot: EngineSnapshot) -> ShownEncoder | None:
+    """None where the engine sees nothing."""
+    blocks, stats = snapshot.blocks, snapshot.stats
+    if blocks.encoder_picture is None or blocks.encoder_held is None:
+        return None
+    is_used, held = blocks.encoder_picture >= 0, int(np.count_nonzero(blocks.encoder_held))
+    return ShownEncoder(
+        pages=len(is_used),
+        held=held,
+        kept=int(np.count_nonzero(is_used)) - held,
+        pictures=len(np.unique(blocks.encoder_picture[is_used])),
+        queries=stats.mm_cache_queries,
+        hits=stats.mm_cache_hits,
+    )
+
+
 def shown_steps(before: StepRecord | None, records: Sequence[StepRecord], first: int) -> list[ShownStep]:
     """`before` came right before the records, the first of which has the number `first`."""
     times = step_times([before, *records] if before else records)[before is not None :]
@@ -145,7 +181,9 @@ def shown_steps(before: StepRecord | None, records: Sequence[StepRecord], first:
 
 
 def shown_step(number: int, record: StepRecord, times: StepTimes) -> ShownStep:
-    milliseconds = [round(each * MILLISECONDS, 3) for each in (times.device, times.host, times.compile)]
+    *milliseconds, encode = [
+        round(each * MILLISECONDS, 3) for each in (times.device, times.host, times.compile, times.encode)
+    ]
     return ShownStep(
         number,
         record.num_tokens,
@@ -155,6 +193,8 @@ def shown_step(number: int, record: StepRecord, times: StepTimes) -> ShownStep:
         record.num_sampled,
         record.num_steps,
         *milliseconds,
+        record.num_encoded,
+        encode,
     )
 
 

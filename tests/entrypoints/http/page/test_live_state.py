@@ -7,8 +7,11 @@ import msgspec
 import pytest
 
 from jaxpaged.entrypoints.http.page import live
-from jaxpaged.entrypoints.http.page.state import EngineInfo, EngineState, Labels
+from jaxpaged.entrypoints.http.page.state import EngineInfo, EngineState, Labels, shown_steps
+from jaxpaged.messages import StepRecord
 from tests.engine.fake_engine import make_engine
+from tests.entrypoints.http.test_pictures import chat, image_url, make_intake
+from tests.models.seeing_folder import CHAT, make_tokenizer
 
 PROMPT = "xylophone quartz"
 
@@ -181,6 +184,43 @@ def test_the_page_learns_what_the_server_offers(ask):
     info = decoded(ask("/engine/info", options={"grpc_port": 50051}), EngineInfo)
     assert (info.tensor_parallel_size, info.data_parallel_size) == (1, 1)
     assert info.models == ["fake"] and info.chats and info.grpc_port == 50051 and info.task == "generate"
+    assert (info.max_images, info.max_image_bytes) == (0, 0)
+
+
+def test_of_pictures_the_page_learns_how_many_there_may_be_and_what_became_of_them(serving):
+    made = make_intake(limit_mm_per_prompt={"image": 3})
+
+    async def scenario(server):
+        info = decoded(await server.client.get("/engine/info"), EngineInfo)
+        server.engine.go_on.clear()
+        path, body = chat(image_url())
+        asked = asyncio.ensure_future(server.client.post(path, {**body, "max_tokens": 4}))
+        while not server.engine.seen:
+            await asyncio.sleep(0.001)
+        server.engine.engine.step()
+        during = decoded(await server.client.get("/engine/state")).encoder
+        await ended(server, [asked])
+        return info, during
+
+    settings = {"tokenizer": make_tokenizer(), "chat": CHAT, "max_model_len": 192, "pictures": made}
+    try:
+        info, during = serving(scenario, **settings)
+    finally:
+        made.close()
+    assert (info.max_images, info.max_image_bytes, info.max_body_bytes) == (3, 64 << 20, 64 << 20)
+    assert (during.pages, during.held + during.kept, during.pictures) == (64, 1, 1)
+    assert (during.queries, during.hits) == (1, 0)
+
+
+def test_a_step_tells_how_long_the_encoder_took():
+    """The device was free at 1 s, had the pictures' embeddings at 3 s, and all else at 4 s."""
+    record = StepRecord(
+        0, 20, 32, 1, 1, 1, False, 1,
+        schedule_begin=0.5, schedule_end=1.0, dispatch_end=1.5, wait_begin=1.5, result_ready=4.0, update_end=4.5,
+        num_encoded=16, encoded_at=3.0,
+    )  # fmt: skip
+    [step] = shown_steps(None, [record], 7)
+    assert (step.number, step.encoded, step.encode, step.device) == (7, 16, 2000.0, 3000.0)
 
 
 def test_watching_is_no_line_in_the_log_and_no_request_in_the_metrics(serving, caplog):
