@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
 
-OF_EACH_DEVICE = ("weight_bytes", "state_bytes", "kv_cache_bytes")
+OF_EACH_DEVICE = ("weight_bytes", "state_bytes", "kv_cache_bytes", "encoder_cache_bytes")
 """Counters of an executor that tell what one device holds: those of any core."""
 MOST_STEPS = 256
 """In a snapshot, as from one core."""

@@ -4,6 +4,7 @@ import { ApiError, ask, mine } from "./api.js";
 import { BlockMap } from "./blocks.js";
 import { colorOf } from "./colors.js";
 import { $, bytes, counted, make, seconds, whole } from "./dom.js";
+import { showEncoder } from "./encoder.js";
 import { Figures } from "./figures.js";
 import { Steps } from "./steps.js";
 
@@ -14,7 +15,7 @@ const LONG_SILENCE = 4;
 const MINE_AT_ONCE = 16;
 /** What the kinds of programs do, the most important ones first. */
 const PROGRAMS = {
-  forward: "runs the model", sample: "draws tokens", decode: "several steps at once", draft: "guesses tokens", verify: "checks guesses",
+  forward: "runs the model", encode: "makes embeddings of pictures", sample: "draws tokens", decode: "several steps at once", draft: "guesses tokens", verify: "checks guesses",
   pool: "vectors and scores", accumulate: "vectors and scores", sample_full: "with all settings", decode_full: "with all settings",
   verify_full: "with all settings", sample_masked: "for a given shape", verify_masked: "for a given shape", prompt_logprobs: "scores prompts",
   load_row: "a request's settings", load_tokens: "a request's tokens", tables: "where blocks lie", zeros: "clears memory",
@@ -82,6 +83,7 @@ export class Engine {
     this.#note([state.obstacle, silence].filter(Boolean).join(" "));
     if (state.blocks && !state.silent) {
       this.blocks.show(state);
+      showEncoder(state);
       this.steps.show(state);
       this.figures.show(state);
       this.#requests(state);
@@ -122,7 +124,7 @@ export class Engine {
   }
 
   #memory(executor, sleepLevel) {
-    const parts = [["KV cache", executor.kv_cache_bytes], ["weights", executor.weight_bytes], ["state", executor.state_bytes]].filter(([, size]) => size);
+    const parts = [["KV cache", executor.kv_cache_bytes], ["weights", executor.weight_bytes], ["state", executor.state_bytes], ["encoder cache", executor.encoder_cache_bytes]].filter(([, size]) => size);
     const shown = JSON.stringify([parts, sleepLevel]);
     if (shown === this.shownMemory) return;
     this.shownMemory = shown;

@@ -109,7 +109,9 @@ function showCode() {
   $("snippet").textContent = overHttp ? snippets[language](request, base, hasKey()) : snippets[language](request, place, hasKey(), isSecure);
   const needs = { curl: "", python: "Needs pip install openai.", grpcurl: "", client: "Needs pip install -e '.[grpc]' in jaxpaged's source." }[language];
   const off = overHttp || info?.grpc_port ? "" : `This server has no gRPC: start it with --grpc-port ${GRPC_PORT}.`;
-  $("code-note").textContent = [off, needs].filter(Boolean).join(" ");
+  const files = snippets.filesOf(request);
+  const reads = files.length ? `Run it where ${files.join(", ")} ${files.length > 1 ? "are" : "is"}.` : "";
+  $("code-note").textContent = [off, needs, reads].filter(Boolean).join(" ");
 }
 
 $("code-open").addEventListener("click", () => {

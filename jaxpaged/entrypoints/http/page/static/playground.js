@@ -3,6 +3,7 @@
 import { Answer } from "./answer.js";
 import { mine, newId, stream } from "./api.js";
 import { $, chosen, make } from "./dom.js";
+import { Pictures, contentOf, drawings, picturesOf, textOf } from "./pictures.js";
 import { Settings } from "./settings.js";
 
 const ALTERNATIVES = 5;
@@ -25,6 +26,7 @@ export class Playground {
       $("changed").textContent = count;
       $("changed").setAttribute("aria-label", `, ${count} changed`);
     });
+    this.pictures = new Pictures(() => picturesOf(this.messages), (words) => this.#complain(words));
     $("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
@@ -53,6 +55,7 @@ export class Playground {
     this.info = info;
     this.settings.findsToolCalls = info.finds_tool_calls;
     this.settings.setDefaults(info.defaults);
+    this.pictures.setInfo(info);
     const generates = info.task === "generate";
     $("prompt").disabled = $("send").disabled = !generates;
     if (!info.chats && this.mode === "chat") {
@@ -67,30 +70,36 @@ export class Playground {
 
   /** The body that would be sent now: with what is typed, or else the last one. */
   draft() {
-    const typed = $("prompt").value.trim() !== "";
+    const pictures = this.mode === "chat" ? this.pictures.list : [];
+    const typed = $("prompt").value.trim() !== "" || pictures.length > 0;
     if (!typed && this.request) return this.request;
     const given = typed ? $("prompt").value : IDEAS[this.mode][0];
-    return this.mode === "chat" ? this.#chatRequest([...this.messages, { role: "user", content: given }]) : this.#textRequest(given);
+    return this.mode === "chat" ? this.#chatRequest([...this.messages, { role: "user", content: contentOf(given, pictures) }]) : this.#textRequest(given);
   }
 
   send() {
     if (this.controller || $("prompt").disabled) return;
-    const text = $("prompt").value;
-    if (!text.trim()) {
+    const text = $("prompt").value, mode = this.mode;
+    const pictures = mode === "chat" ? this.pictures.list : [];
+    if (!text.trim() && !pictures.length) {
       $("prompt").focus();
       return;
     }
-    const mode = this.mode;
+    if (mode === "chat" && this.pictures.isReading) {
+      this.#complain("The pictures are still being read. Send again in a moment.");
+      return;
+    }
+    const question = { role: "user", content: contentOf(text.trim(), pictures) };
     let request;
     try {
-      request = mode === "chat" ? this.#chatRequest([...this.messages, { role: "user", content: text.trim() }]) : this.#textRequest(text);
+      request = mode === "chat" ? this.#chatRequest([...this.messages, question]) : this.#textRequest(text);
     } catch (error) {
       this.#complain(error.message);
       return;
     }
     if (mode === "chat") {
-      this.messages.push({ role: "user", content: text.trim() });
-      this.#append(make("article", { class: "question", "aria-label": "You" }, text.trim()));
+      this.messages.push(question);
+      this.#append(make("article", { class: "question", "aria-label": "You" }, drawings(this.pictures.take()), text.trim()));
       $("prompt").value = "";
       this.#fit();
     }
@@ -109,6 +118,7 @@ export class Playground {
   clear() {
     this.stop();
     this.messages = [];
+    this.pictures.clear();
     this.#showIdeas();
     $("prompt").focus();
   }
@@ -137,7 +147,7 @@ export class Playground {
   async #run(request, before) {
     const controller = (this.controller = new AbortController());
     this.request = request;
-    const source = { model: request.body.model, alternatives: this.alternatives, maxLength: this.info?.max_model_len };
+    const source = { model: request.body.model, alternatives: this.alternatives, maxLength: this.info?.max_model_len, hasPictures: picturesOf(request.body.messages ?? []).length > 0 };
     const answer = new Answer(chosen("view"), before, source);
     this.answers = [...this.answers.filter((each) => each.element.isConnected), answer];
     answer.onGrow = () => this.#follow();
@@ -182,7 +192,10 @@ export class Playground {
   /** The last question was not answered: it can be sent again, or changed. */
   #takeBack() {
     const { content } = this.messages.pop();
-    if (!$("prompt").value) $("prompt").value = content;
+    if (!$("prompt").value && !this.pictures.list.length) {
+      $("prompt").value = textOf(content);
+      this.pictures.put(picturesOf([{ content }]));
+    }
     this.#fit();
   }
 

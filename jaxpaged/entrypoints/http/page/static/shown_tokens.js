@@ -16,7 +16,8 @@ export async function piecesOf({ model }, text, ids) {
 
 /** An answer's tokens, and how likely each was: the model reads the prompt and the answer once more. Of a context that is
  * full it cannot read the last token. */
-export async function readAgain({ model, alternatives, maxLength }, prompt, ids) {
+export async function readAgain({ model, alternatives, maxLength, hasPictures }, prompt, ids) {
+  if (hasPictures) throw new ApiError(0, "A conversation with pictures cannot be read again for its probabilities. The next answer brings its own.");
   if (prompt.length + ids.length > MOST_READ_AGAIN) {
     throw new ApiError(0, "This conversation is too long to be read again for its probabilities. The next answer brings its own.");
   }

@@ -1,5 +1,6 @@
 // The request of the playground in other languages. `request` is {path, body}: an endpoint and its JSON.
 
+import { pictureOf, picturesOf } from "./pictures.js";
 import { pretty } from "./settings.js";
 
 const KEY = "JAXPAGED_API_KEY";
@@ -9,22 +10,47 @@ const OPENAI = [
   "presence_penalty", "frequency_penalty", "response_format", "tools", "tool_choice", "logprobs", "top_logprobs",
 ];
 
-/** `base`: the server's address with a slash at the end. */
-export function curl({ path, body }, base, withKey) {
-  const key = withKey ? `  -H "Authorization: Bearer $${KEY}" \\\n` : "";
-  return `curl -N ${base}${path} \\\n  -H 'Content-Type: application/json' \\\n${key}  -d ${shellQuoted(pretty(body))}`;
+const MARK = /\uE000(\d+)\uE001/g; // where a picture's bytes belong, by its place
+
+/** Names of the files that the code reads: a picture's bytes are too many to be in it. */
+export const filesOf = ({ body }) => picturesOf(body.messages ?? []).map((picture) => picture.name);
+
+/** The body with its pictures as parts that `partOf` makes of each and the mark for its bytes, and the pictures. */
+function marked(body, partOf) {
+  const pictures = picturesOf(body.messages ?? []);
+  if (!pictures.length) return { body, pictures };
+  let place = 0;
+  const partFor = (part) => (pictureOf(part) ? partOf(pictureOf(part), `\uE000${place++}\uE001`) : part);
+  const messages = body.messages.map((each) => (Array.isArray(each.content) ? { ...each, content: each.content.map(partFor) } : each));
+  return { body: { ...body, messages }, pictures };
 }
 
-export function python({ path, body }, base, withKey) {
+/** JSON for a shell: an argument, or with pictures what the command reads, since an argument may not be that long. */
+function forShell(json, pictures, command, option, end) {
+  if (!pictures.length) return `${command}-d ${shellQuoted(json)}${end}`;
+  const read = (_, place) => `$(base64 < ${shellQuoted(pictures[place].name)} | tr -d '\\n')`;
+  return `${command}${option}${end} <<JSON\n${json.replace(/[\\$`]/g, "\\$&").replace(MARK, read)}\nJSON`;
+}
+
+/** `base`: the server's address with a slash at the end. */
+export function curl({ path, body: whole }, base, withKey) {
+  const key = withKey ? `  -H "Authorization: Bearer $${KEY}" \\\n` : "";
+  const { body, pictures } = marked(whole, ({ type }, mark) => ({ type: "image_url", image_url: { url: `data:${type};base64,${mark}` } }));
+  return forShell(pretty(body), pictures, `curl -N ${base}${path} \\\n  -H 'Content-Type: application/json' \\\n${key}  `, "--data-binary @-", "");
+}
+
+export function python({ path, body: whole }, base, withKey) {
+  const { body, pictures } = marked(whole, ({ name, type }) => ({ type: "image_url", image_url: { url: new Code(`picture(${pythonLiteral(name, 0)}, ${pythonLiteral(type, 0)})`) } }));
   const isChat = path.endsWith("chat/completions");
   const known = Object.entries(body).filter(([name]) => OPENAI.includes(name));
   const others = Object.fromEntries(Object.entries(body).filter(([name]) => !OPENAI.includes(name)));
   const lines = known.map(([name, value]) => `    ${name}=${pythonLiteral(value, 1)},`);
   if (Object.keys(others).length) lines.push(`    extra_body=${pythonLiteral(others, 1)},`);
   return [
-    ...(withKey ? ["import os", ""] : []),
+    ...imports(pictures.length && "import base64", withKey && "import os", pictures.length && "from pathlib import Path"),
     "from openai import OpenAI",
     "",
+    ...(pictures.length ? PICTURE : []),
     `client = OpenAI(base_url=${pythonLiteral(base + "v1", 0)}, api_key=${withKey ? `os.environ["${KEY}"]` : '"none"'})`,
     `stream = client.${isChat ? "chat.completions" : "completions"}.create(`,
     ...lines,
@@ -39,14 +65,16 @@ export function python({ path, body }, base, withKey) {
 export function grpcurl(request, place, withKey, isSecure) {
   const key = withKey ? ` -H "authorization: Bearer $${KEY}"` : "";
   const plain = isSecure ? "" : " -plaintext";
-  return `grpcurl${plain}${key} -d ${shellQuoted(pretty(generateRequest(request)))} \\\n  ${place} jaxpaged.v1.Inference/Generate`;
+  const { body, pictures } = marked(request.body, (_, mark) => ({ image: { data: mark } }));
+  return forShell(pretty(generateRequest({ body })), pictures, `grpcurl${plain}${key} `, "-d @", ` \\\n  ${place} jaxpaged.v1.Inference/Generate`);
 }
 
 export function client(request, place, withKey, isSecure) {
-  const { messages, text, values } = clientValues(request);
+  const { body, pictures } = marked(request.body, ({ name }) => ({ type: "image", image: new Code(`Path(${pythonLiteral(name, 0)})`) }));
+  const { messages, text, values } = clientValues({ body });
   const options = [pythonLiteral(place, 0), ...(withKey ? [`api_key=os.environ["${KEY}"]`] : []), ...(isSecure ? [`ca_certificate="ca.pem"`] : [])];
   return [
-    ...(withKey ? ["import os", ""] : []),
+    ...imports(withKey && "import os", pictures.length && "from pathlib import Path"),
     "from jaxpaged.client import Client",
     "",
     `with Client(${options.join(", ")}) as client:`,
@@ -88,7 +116,29 @@ function generateRequest(request) {
 
 function chatMessage({ role, content, tool_calls, tool_call_id }) {
   const calls = tool_calls?.map((call) => ({ id: call.id, name: call.function.name, arguments: call.function.arguments }));
+  if (Array.isArray(content)) return { role, parts: content.map((part) => (part.type === "text" ? { text: part.text } : part)) };
   return { role, content: content ?? undefined, tool_calls: calls, tool_call_id };
+}
+
+/** Python that stands where a value does. */
+class Code {
+  constructor(text) {
+    this.text = text;
+  }
+}
+
+const PICTURE = [
+  "",
+  "def picture(path, media_type):",
+  '    return f"data:{media_type};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"',
+  "",
+  "",
+];
+
+/** Those lines that there are, and a gap after them. */
+function imports(...lines) {
+  const wanted = lines.filter(Boolean);
+  return wanted.length ? [...wanted, ""] : [];
 }
 
 const shellQuoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
@@ -100,6 +150,7 @@ function pythonLiteral(value, depth) {
   if (value === false) return "False";
   if (typeof value === "string") return JSON.stringify(value);
   if (typeof value !== "object") return String(value);
+  if (value instanceof Code) return value.text;
   const isList = Array.isArray(value);
   const items = isList ? value.map((each) => pythonLiteral(each, depth + 1))
     : Object.entries(value).filter(([, each]) => each !== undefined).map(([name, each]) => `${JSON.stringify(name)}: ${pythonLiteral(each, depth + 1)}`);

@@ -7,7 +7,7 @@ import { hideTip, showTip } from "./tip.js";
 const HEIGHT = 168, TOP = 8, LEFT = 46;
 const SHARE_UP = 0.62;
 const BAR = 6;
-const FIELDS = ["number", "tokens", "bucket", "padding", "requests", "sampled", "steps", "device", "host", "compile"];
+const FIELDS = ["number", "tokens", "bucket", "padding", "requests", "sampled", "steps", "device", "host", "compile", "encoded", "encode"];
 
 export class Steps {
   constructor() {
@@ -59,6 +59,10 @@ export class Steps {
       context.globalAlpha = 0.55;
       context.fillRect(x, zero + 2, w, Math.max(time - wait, 1));
       context.globalAlpha = 1;
+      if (step.encoded) {
+        context.fillStyle = colors().ink;
+        context.fillRect(x, zero + 2, w, Math.max(Math.min((step.encode / longest) * down, time - wait), 1.5));
+      }
       if (wait > 0) {
         context.fillStyle = colors().warn;
         context.fillRect(x, zero + 2 + Math.max(time - wait, 0), w, Math.max(wait, 1.5));
@@ -147,6 +151,7 @@ export class Steps {
 function rowsOf(step) {
   const rows = [["step", whole(step.number + 1)], ["tokens", whole(step.tokens)], ["bucket", whole(step.bucket)], ["padding", whole(step.padding)], ["requests", whole(step.requests)]];
   if (step.steps > 1) rows.push(["decode steps in one", whole(step.steps)]);
+  if (step.encoded) rows.push(["embeddings of pictures", whole(step.encoded)], ["their encoding", `≤ ${milliseconds(step.encode)}`]);
   rows.push(["device", `≤ ${milliseconds(step.device)}`], ["host", milliseconds(step.host)]);
   if (step.compile > 0) rows.push(["waited for a program", milliseconds(step.compile)]);
   return rows;
