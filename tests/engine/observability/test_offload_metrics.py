@@ -67,3 +67,8 @@ def test_what_tiers_did_is_told_for_several_cores_too():
     assert borrowed[("tcp",)].value == 0
     assert Gauge("jaxpaged:kv_offload_pages_saved", {}, 8) in read
     assert not [metric for metric in read if metric.name.startswith("jaxpaged:kv_offload_load")]
+
+
+def test_memory_of_a_device_is_not_summed_over_cores():
+    memory = {"weight_bytes": 7, "state_bytes": 1, "kv_cache_bytes": 30, "encoder_cache_bytes": 4}
+    assert merged_executor_stats([{"steps": 2, **memory}] * 2) == {"steps": 4, **memory}
