@@ -43,6 +43,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     runs: list[tuple[int, int]]
     grid: tuple[int, int, int]
     pixels: np.ndarray | None = None  # uint8, of the processor's shape; None: the core has it by its key, or asks
+    embeds: np.ndarray | None = None  # in the model's type, that another engine has computed; within a core only
 
     @property
     def num_embeds(self) -> int:

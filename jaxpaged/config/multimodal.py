@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.config.ec_transfer import ECTransfer, read_ec_transfer
 from jaxpaged.config.option_checks import option
 from jaxpaged.errors import ConfigError, did_you_mean, shown
 
@@ -74,6 +75,11 @@ class MultiModalConfig:
         False, "load only the language model of a checkpoint that sees: it takes no pictures"
     )
     mm_encoder_only: bool = option(False, "load only the encoder, to compute embeddings for other engines")
+    ec_transfer_config: dict[str, Any] = option(
+        {},
+        "a folder in which engines share embeddings of pictures, as vLLM's JSON: its ec_connector is the "
+        "ECExampleConnector",
+    )
     enable_mm_embeds: bool = option(
         False, "take embeddings in place of pictures, from callers who are trusted: wrong ones give any answer"
     )
@@ -93,6 +99,11 @@ class MultiModalConfig:
         for modality, limit in self.limit_mm_per_prompt.items():
             check_limit(modality, limit)
         background_of(self.media_io_kwargs)
+        if self.ec_transfer is not None and self.language_model_only:
+            raise ConfigError(
+                "ec_transfer_config names a folder of embeddings, and language_model_only leaves out what makes them. "
+                "Give one of them."
+            )
         if self.mm_encoder_only:
             raise ConfigError(
                 "mm_encoder_only is True, but an engine without its language model is not supported yet. Leave it out."
@@ -107,6 +118,11 @@ class MultiModalConfig:
         """Of a prompt."""
         limit = self.limit_mm_per_prompt.get("image", MOST_PICTURES)
         return int(limit.get("count", MOST_PICTURES) if isinstance(limit, Mapping) else limit)
+
+    @property
+    def ec_transfer(self) -> ECTransfer | None:
+        """The folder in which engines share embeddings, if there is one."""
+        return read_ec_transfer(self.ec_transfer_config)
 
     @property
     def background(self) -> tuple[int, int, int]:

@@ -200,7 +200,7 @@ class Request:
             block_ids=tuple([block.block_id for block in table] for table in self.blocks),
             sampling_params=self.sampling_params,
             is_private=self.cache_salt is not None,
-            mm_features=[msgspec.structs.replace(feature, pixels=None) for feature in self.mm_features],
+            mm_features=[msgspec.structs.replace(feature, pixels=None, embeds=None) for feature in self.mm_features],
         )
 
     def note_admission(self) -> None:

@@ -139,6 +139,10 @@ class Scheduler:
             raise RequestError(what, "multi_modal_data")
         pictures.check(message, self._max_num_batched_tokens)
 
+    def is_encoded(self, key: bytes) -> bool:
+        """Whether the encoder cache has the embeddings of this picture."""
+        return self.ranks[0].pictures is not None and self.ranks[0].pictures.cache.size_of(key) is not None
+
     def _choose_rank(self, balancer: Balancer, message: EngineCoreRequest) -> int:
         num_waiting = [len(rank.waiting) for rank in self.ranks]
         for request in self.structured_output_manager.waiting:

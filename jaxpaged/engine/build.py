@@ -17,6 +17,7 @@ from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.config.speculation import checked_speculation, draft_model_of
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
+from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import load_tokenizer
@@ -85,10 +86,16 @@ def build_parts(
     with event_publishers(config) as publishers:
         executor = UniProcExecutor(config, model, decoder, folder, progress)
         grammars = build_grammars(input_processor, decoder)
-        core = EngineCore(config, executor, grammars, publishers, executor.kv_transfer)
-    if executor.kv_transfer is not None:
+        core = EngineCore(config, executor, grammars, publishers, executor.kv_transfer, embeds_desk(executor))
+    if executor.kv_transfer is not None or executor.embeds_folder is not None:
         shut_down_at_exit(core)
     return config, input_processor, core
+
+
+def embeds_desk(executor: UniProcExecutor) -> EmbedsDesk | None:
+    """What finds embeddings that other engines have computed, if the options name where they are."""
+    folder = executor.embeds_folder
+    return None if folder is None or not folder.transfer.loads else EmbedsDesk(folder, executor.embeds_space)
 
 
 def shut_down_at_exit(core: EngineCore) -> None:
@@ -165,8 +172,10 @@ def build_core(config: EngineConfig, reports: Reports) -> EngineCore:
     with event_publishers(config) as publishers:
         executor = make_executor(config, model, decoder, folder, group, reports.progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
-        kv_transfer = executor.kv_transfer if isinstance(executor, UniProcExecutor) else None
-        return EngineCore(config, executor, build_grammars(input_processor, decoder), publishers, kv_transfer)
+        grammars = build_grammars(input_processor, decoder)
+        if not isinstance(executor, UniProcExecutor):
+            return EngineCore(config, executor, grammars, publishers)
+        return EngineCore(config, executor, grammars, publishers, executor.kv_transfer, embeds_desk(executor))
 
 
 def open_group(config: EngineConfig, reports: Reports) -> "Group | None":

@@ -19,6 +19,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
+from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.engine.in_flight import InFlight, StepPacer
 from jaxpaged.engine.kv_connector import save_all, save_prefix, seconds_to_wait
 from jaxpaged.engine.merged_outputs import merged, without
@@ -94,9 +95,11 @@ class EngineCore(EngineCoreClient):
         grammars: Grammars | None = None,
         publishers: "Sequence[KVEventPublisher]" = (),
         kv_transfer: KVTransferWorker | None = None,
+        embeds: EmbedsDesk | None = None,
     ):
         """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
-        `kv_transfer`: carries keys and values to what keeps them besides the device, and back."""
+        `kv_transfer`: carries keys and values to what keeps them besides the device, and back. `embeds`: finds
+        embeddings that other engines have computed."""
         self.executor = executor
         self._grammars = grammars
         self._publishers = publishers
@@ -126,6 +129,7 @@ class EngineCore(EngineCoreClient):
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
         self.pixels, self._most_kept = PixelDesk(), config.multimodal.mm_processor_cache_gb
+        self.embeds = embeds
         self.step_log = StepLog()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -135,7 +139,7 @@ class EngineCore(EngineCoreClient):
         the last that another one of this id said, or that one was aborted.
         """
         is_told = any(output.request_id == request.request_id for output in self._outputs)
-        if is_told or request.request_id in self.pixels.waiting:
+        if is_told or request.request_id in self._waiting_for_pictures():
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
         refusal = None
@@ -143,12 +147,24 @@ class EngineCore(EngineCoreClient):
             try:
                 if request.mm_features:
                     self._scheduler.check(request)
-                if not request.mm_features or self.pixels.take(request):
+                if not request.mm_features:
                     self._scheduler.add_request(request)
+                elif self.pixels.take(request):
+                    self._add_complete(request)
             except RequestError as error:  # which changes nothing
                 refusal = error
         if refusal is not None:
             raise refusal
+
+    def _add_complete(self, request: EngineCoreRequest) -> None:
+        """Queue a request that has the pixels of its pictures, once it is known whether embeddings are found too."""
+        if self.embeds is None or self.embeds.take(request, self._scheduler.is_encoded):
+            self._scheduler.add_request(request)
+
+    def _waiting_for_pictures(self) -> frozenset[str]:
+        """The ids of requests that wait for pixels or embeddings, and are not queued yet."""
+        waiting = frozenset(self.pixels.waiting)
+        return waiting if self.embeds is None else waiting.union(self.embeds.waiting)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """`add_request` for each; those before one that is refused are queued."""
@@ -162,20 +178,29 @@ class EngineCore(EngineCoreClient):
     def add_pixels(self, key: bytes, pixels: np.ndarray) -> None:
         """Pixels of a picture, uint8, for requests that wait for them, and for later ones."""
         with self._books:
-            for request in self.pixels.bring(key, pixels):
-                try:
-                    self._scheduler.add_request(request)
-                except RequestError as error:  # another one has come before it
-                    failed = EngineCoreOutput(request.request_id, [], finish_reason="error")
-                    failed.error, failed.error_parameter = str(error), error.parameter
-                    self._tell([failed])
+            self._admit(self.pixels.bring(key, pixels), self._add_complete)
+
+    def _admit(self, requests: Sequence[EngineCoreRequest], add: Callable[[EngineCoreRequest], None]) -> None:
+        """Queue requests that have waited."""
+        for request in requests:
+            try:
+                add(request)
+            except RequestError as error:  # another one has come before it
+                failed = EngineCoreOutput(request.request_id, [], finish_reason="error")
+                failed.error, failed.error_parameter = str(error), error.parameter
+                self._tell([failed])
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
-        self.pixels.remove(request_ids)
+        self._remove_waiting(request_ids)
         with self._books:
             self._scheduler.abort_requests(request_ids)
         self._outputs = without(self._outputs, request_ids)
+
+    def _remove_waiting(self, request_ids: Collection[str]) -> list[str]:
+        """Of these requests those that waited for pixels or embeddings, and wait no more."""
+        removed = self.pixels.remove(request_ids)
+        return removed if self.embeds is None else [*removed, *self.embeds.remove(request_ids)]
 
     def call[R](self, call: CoreCall[R]) -> R:
         """Call one of the methods that `core_calls.py` lists."""
@@ -205,6 +230,9 @@ class EngineCore(EngineCoreClient):
         if self._scheduler.structured_output_manager.waiting:
             with self._books:
                 self._tell(self._scheduler.admit_prepared())
+        if self.embeds is not None and self.embeds.waiting:
+            with self._books:
+                self._admit(self.embeds.ready(), self._scheduler.add_request)
 
     def _execute_next(self) -> bool:
         """Schedule a step and dispatch it. False: there is nothing to compute, or it failed."""
@@ -287,7 +315,10 @@ class EngineCore(EngineCoreClient):
             self._exchange_kv(seconds)
             if seconds:
                 return
-        if not self._outputs:
+        if self.embeds is not None and self.embeds.waiting:
+            with accepted_interrupts():
+                self.embeds.wait(0.0 if self._outputs else COMPILE_WAIT)
+        elif not self._outputs:
             with accepted_interrupts():
                 self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
 
@@ -295,6 +326,8 @@ class EngineCore(EngineCoreClient):
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
         if self._sleep.level is not None:
             return bool(self._outputs)
+        if self.embeds is not None and self.embeds.waiting:
+            return True
         return bool(self._in_flight or self._outputs or self._scheduler.get_num_unfinished_requests())
 
     def save_idle(self) -> bool:
@@ -307,7 +340,7 @@ class EngineCore(EngineCoreClient):
 
     def unfinished(self) -> frozenset[str]:
         """The ids of all requests that have not ended."""
-        return frozenset(self._scheduler.requests).union(self.pixels.waiting)
+        return self._waiting_for_pictures().union(self._scheduler.requests)
 
     def stats(self, awaited: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and KV cache as they are now; step and tokens are those of `awaited`, or of the last step."""
@@ -357,7 +390,7 @@ class EngineCore(EngineCoreClient):
                 self._finish(frozenset(self._scheduler.requests))
             self._await_all()
             if mode == "abort":
-                waited = self.pixels.remove(list(self.pixels.waiting))
+                waited = self._remove_waiting(self._waiting_for_pictures())
                 with self._books:
                     self._tell([EngineCoreOutput(each, [], finish_reason="abort") for each in waited])
                     self._tell(self._scheduler.abort_requests(self.unfinished()))
@@ -411,6 +444,8 @@ class EngineCore(EngineCoreClient):
                 self._scheduler.preempt_all()
                 self._exchange_kv()
                 self._scheduler.change_weights(version)
+            if self.embeds is not None:
+                self.embeds.forget()
             self._publish_events()
 
     def executor_stats(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jaxpaged.kv_cache_spec import EncoderCacheConfig
 from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.multimodal.embeds_folder import EmbedsFolder
 from jaxpaged.worker.programs.choose import ProgramChoice, Readiness, sizes_of
 from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
@@ -72,6 +73,15 @@ class UniProcExecutor:
     def kv_transfer(self) -> KVTransferWorker | None:
         """What keeps keys and values besides the devices, if the options ask for it."""
         return self.worker.kv_transfer
+
+    @property
+    def embeds_folder(self) -> EmbedsFolder | None:
+        """Where engines share embeddings of pictures, if the options ask for it."""
+        return self.worker.embeds_folder
+
+    def embeds_space(self) -> str:
+        """Names all that embeddings depend on besides the picture, as the weights are now."""
+        return self.worker.embeds_space()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         scheduler_output.programs = self.choice.choose(scheduler_output)

@@ -52,7 +52,7 @@ class Encoder:
 
     def dispatch(self, device: Device, scheduled: SchedulerOutput) -> list["FiniteReading | UsesReading"]:
         """Compute a step's pictures, and tell rows where those lie that the step needs."""
-        batches = self._encode(device, scheduled.programs.encode, scheduled.encoder_inputs)
+        batches = self.encode(device, scheduled.programs.encode, scheduled.encoder_inputs)
         uses = []
         for request_id, index, page_ids in scheduled.encoder_pages:
             row = self.rows.row_of[request_id]
@@ -61,7 +61,7 @@ class Encoder:
             uses.append(Use(request_id, self.rows.visual.feature(row, index).offset, picture))
         return [*batches, UsesReading(uses)]
 
-    def _encode(
+    def encode(
         self, device: Device, keys: Sequence[ProgramKey], inputs: Sequence[EncoderInput]
     ) -> list["FiniteReading"]:
         """Dispatch the batches of a step."""

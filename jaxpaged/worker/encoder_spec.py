@@ -10,6 +10,8 @@ from jaxpaged.kv_cache_spec import EncoderCacheConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.models.vision.interface import Grid, Vision, VisionConfig, encode_sizes
 
+MOST_COPIED = 256
+"""Embeddings that a program copies at a time, off the device and back."""
 PAGE_EMBEDS = 64
 """Embeddings in a page of the encoder cache, where pictures have any number of them. Where all items have the same, a
 page is an item."""
@@ -33,6 +35,11 @@ class EncoderSpec:
         """Slots, and numbers of an embedding."""
         return self.cache.num_pages * self.cache.page_size, self.config.embed_numbers
 
+    @property
+    def num_copied(self) -> int:
+        """Embeddings that a program copies, off the device and back."""
+        return min(max(MOST_COPIED, self.cache.page_size), self.cache_shape[0])
+
 
 def check_together(config: EngineConfig) -> None:
     """Raise ConfigError for what is not combined with a tower."""
@@ -46,6 +53,11 @@ def check_together(config: EngineConfig) -> None:
         f"speculative_config asks for {drafting and drafting.method}": bool(drafting)
         and drafting.method in MODEL_METHODS,
     }
+    if config.multimodal.ec_transfer is not None and parallel.num_processes > 1:
+        raise ConfigError(
+            f"ec_transfer_config names a folder of embeddings, and {parallel.num_processes} processes compute as one, "
+            "with which it is not supported. Leave it out, or take one host."
+        )
     for what, is_given in given.items():
         if is_given:
             raise ConfigError(

@@ -97,8 +97,14 @@ class EngineSpec:
     ):
         """`stage`: the layers that there are on these devices; None: all. `whole` describes all of them."""
         self.config, self.model, self.mesh, self.stage = config, model, mesh, stage
+        self.ec_transfer = config.multimodal.ec_transfer
         if decoder.vision is not None:
             check_together(config)
+        elif self.ec_transfer is not None:
+            raise ConfigError(
+                f"ec_transfer_config names a folder of embeddings of pictures, and {config.model.model} sees none. "
+                "Leave it out."
+            )
         balance = config.parallel.expert_balance
         self.whole = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
         self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
@@ -315,6 +321,7 @@ class EngineSpec:
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
             "kv_offload": str(self.config.cache.offload and self.page_form),
+            "ec_role": str(self.ec_transfer and (self.ec_transfer.saves, self.ec_transfer.loads)),
             "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)

@@ -25,7 +25,9 @@ from jaxpaged.models.interface import Model
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters import LookupDrafter, ModelDrafter
+from jaxpaged.worker.embeds_traffic import SharingEncoder, embeds_space, open_embeds
 from jaxpaged.worker.encoder import Encoder
+from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
@@ -102,6 +104,7 @@ class Worker:
             with memory_for("KV cache", "Lower gpu_memory_utilization, or whatever option sets its size."):
                 self.device = Device(self.programs, params, self._head(params), self.new_state())
                 self.device.table_CV = self._pixel_table()
+            self.embeds_folder = open_embeds(self.engine_spec)
             self.balancer = self._make_balancer()
             self.runner = self._make_runner()
             seconds = time.monotonic() - begin
@@ -197,8 +200,17 @@ class Worker:
         after_step = self.balancer.step_dispatched if self.balancer is not None else None
         encoder = None
         if (spec := self.engine_spec.encoder) is not None:
-            encoder = Encoder(spec, programs.encode_layouts, rows[0])
+            encoder = self._make_encoder(spec, rows[0])
         return ModelRunner(self.device, rows, programs.layouts, output_stage, drafter, after_step, encoder)
+
+    def _make_encoder(self, spec: EncoderSpec, rows: RequestRows) -> Encoder:
+        """What computes pictures, and takes embeddings from other engines and gives them its own if options say so."""
+        parts, folder = (spec, self.step_programs.encode_layouts, rows), self.embeds_folder
+        return Encoder(*parts) if folder is None else SharingEncoder(*parts, folder, self.embeds_space)
+
+    def embeds_space(self) -> str:
+        """Names all that embeddings depend on besides the picture, as the weights are now."""
+        return embeds_space(self.engine_spec, self.weights.version)
 
     def _visual_rows(self) -> VisualRows | None:
         """What steps say of pictures, in an engine that sees: then there is one attention rank."""
@@ -313,11 +325,14 @@ class Worker:
             **self.memory,
             **(self.balancer.stats() if self.balancer is not None else {}),
             **(self.kv_transfer.stats() if self.kv_transfer is not None else {}),
+            **(self.embeds_folder.stats() if self.embeds_folder is not None else {}),
         }
 
     def shutdown(self) -> None:
         if self.kv_transfer is not None:
             self.kv_transfer.close()
+        if self.embeds_folder is not None:
+            self.embeds_folder.close()
         self.profiler.close()
         self.programs.stop()
         self.counter.close()

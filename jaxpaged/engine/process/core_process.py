@@ -153,5 +153,5 @@ def serve(start: wire.Start, directory: Path, status: StatusPipe, lifeline: Life
 
 def closing_seconds(start: wire.Start) -> float:
     """What a process may take beyond LAST_STEP_SECONDS to end."""
-    keeps = any(start.options.get(name) for name in ("kv_offload", "kv_transfer_config"))
+    keeps = any(start.options.get(name) for name in ("kv_offload", "kv_transfer_config", "ec_transfer_config"))
     return SAVING_SECONDS if keeps else 0.0

@@ -67,6 +67,8 @@ class ProgramKind(StrEnum):
     EXPERT_LOAD = "expert_load"
     MOVE_EXPERTS = "move_experts"
     ENCODE = "encode"
+    EMBEDS_GATHER = "embeds_gather"
+    EMBEDS_SCATTER = "embeds_scatter"
 
 
 Kind = ProgramKind
@@ -122,6 +124,14 @@ def everywhere(engine: EngineSpec) -> bool:
 
 def sees(engine: EngineSpec) -> bool:
     return engine.encoder is not None
+
+
+def saves_embeds(engine: EngineSpec) -> bool:
+    return engine.ec_transfer is not None and engine.ec_transfer.saves
+
+
+def loads_embeds(engine: EngineSpec) -> bool:
+    return engine.ec_transfer is not None and engine.ec_transfer.loads
 
 
 def is_whole(engine: EngineSpec) -> bool:
@@ -298,6 +308,9 @@ PROGRAMS = (
     Program(
         Kind.ENCODE, Axis.PICTURES, encode, "tower table *encoded pictures -> encoded finite", sees, PICTURES, LAYERS
     ),
+    # Embeddings off the devices, and those that another engine has computed, for the encoder.
+    simple(Kind.EMBEDS_GATHER, Axis.ONE, its(encoding.gather), "encoded slots -> embeds", saves_embeds),
+    simple(Kind.EMBEDS_SCATTER, Axis.ONE, its(encoding.scatter), "*encoded slots embeds -> encoded", loads_embeds),
     # Counts of the experts' tokens, and experts on their way to other devices, for the expert balancer.
     simple(Kind.EXPERT_LOAD, Axis.ONE, its(jnp.copy), "expert_counts -> counts", moves_experts),
     simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),

@@ -99,6 +99,16 @@ def encode(
     return encoded_SX.at[slots_E].set(embeds_EX, mode="drop"), finite_E
 
 
+def gather(encoded_SX: Any, slots_E: Any) -> Any:
+    """Embeddings in these slots, [E, X]."""
+    return encoded_SX.at[slots_E].get(mode="clip")
+
+
+def scatter(encoded_SX: Any, slots_E: Any, embeds_EX: Any) -> Any:
+    """The encoder cache with these embeddings in these slots."""
+    return encoded_SX.at[slots_E].set(embeds_EX, mode="drop")
+
+
 def batches_of(sizes: Sequence[int], spec: EncoderSpec, bucket_for: Callable[[int], int]) -> Batches:
     """Pictures of these sizes, in items or patches, in batches. `bucket_for`: the bucket to take for a size up to
     the largest of the encoder, which is at least as large; asked in the order of the batches.

@@ -200,6 +200,16 @@ class Shapes:
     def pictures(self, layout: EncodeLayout) -> jax.ShapeDtypeStruct:
         return self._packed(layout.num_words)
 
+    @property
+    def slots(self) -> jax.ShapeDtypeStruct:
+        """Of embeddings that are copied."""
+        return self._packed(self.functions.encoder.num_copied)
+
+    @property
+    def embeds(self) -> jax.ShapeDtypeStruct:
+        """What is in these slots."""
+        return self._array((self.functions.encoder.num_copied, self.encoded.shape[1]), self.encoded.dtype)
+
     # ---- of copies of blocks, and of experts that move -----------------------------------------------
 
     def tensors(self, copy: BlockCopy) -> Any:
