@@ -16,6 +16,7 @@ from jaxpaged.config.resolution import (
     check_ranks,
     check_sizes,
     check_stages,
+    for_encoder_only,
     for_pooling,
     resolved_cache,
     resolved_model,
@@ -93,6 +94,8 @@ class EngineConfig:
         check_ranks(cache, self.parallel, speculative.num_drafts)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
+        if self.multimodal.mm_encoder_only:
+            cache, scheduler = for_encoder_only(model, cache, scheduler, speculative.num_drafts)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)
 
 

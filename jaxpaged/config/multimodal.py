@@ -74,7 +74,11 @@ class MultiModalConfig:
     language_model_only: bool = option(
         False, "load only the language model of a checkpoint that sees: it takes no pictures"
     )
-    mm_encoder_only: bool = option(False, "load only the encoder, to compute embeddings for other engines")
+    mm_encoder_only: bool = option(
+        False,
+        "load only the encoder, to compute embeddings for the engines that share the folder of ec_transfer_config; "
+        "requests end without text",
+    )
     ec_transfer_config: dict[str, Any] = option(
         {},
         "a folder in which engines share embeddings of pictures, as vLLM's JSON: its ec_connector is the "
@@ -104,9 +108,10 @@ class MultiModalConfig:
                 "ec_transfer_config names a folder of embeddings, and language_model_only leaves out what makes them. "
                 "Give one of them."
             )
-        if self.mm_encoder_only:
+        if self.mm_encoder_only and (self.ec_transfer is None or not self.ec_transfer.saves):
             raise ConfigError(
-                "mm_encoder_only is True, but an engine without its language model is not supported yet. Leave it out."
+                "mm_encoder_only is True, but ec_transfer_config does not say where embeddings go. Give it with the "
+                "ec_role ec_producer, or leave mm_encoder_only out."
             )
         if self.enable_mm_embeds:
             raise ConfigError(

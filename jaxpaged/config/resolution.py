@@ -16,6 +16,8 @@ from jaxpaged.pooling import resolved_pooling
 # What suits a platform: (block_size, max_num_batched_tokens, max_num_seqs). On a CPU prefill chunks of about 512
 # tokens run at the highest share of the matmul peak.
 PLATFORM_DEFAULTS = {"cpu": (32, 512, 64), "gpu": (16, 8192, 256), "tpu": (128, 1024, 256)}
+FEW_PROMPTS = 4
+"""Of the longest ones, for which an engine without a decoder has room."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,34 @@ def for_pooling(
         )
     return (
         dataclasses.replace(cache, enable_prefix_caching=cache.enable_prefix_caching and reads_cache),
+        dataclasses.replace(scheduler, num_scheduler_steps=1),
+    )
+
+
+def for_encoder_only(
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, num_drafts: int
+) -> tuple[CacheConfig, SchedulerConfig]:
+    """What follows from an engine that encodes pictures and nothing else: no decode steps, and no cached prompts, since
+    what they hold would not be encoded. Its KV cache holds no keys and values, so it has blocks for few long prompts.
+
+    Raises ConfigError for options that it cannot honour.
+    """
+    given = {
+        "runner is 'pooling'": model.runner == "pooling",
+        "logits_processors are given": bool(model.logits_processors),
+        "num_scheduler_steps is given": scheduler.num_scheduler_steps not in (None, 1),
+        "kv_offload (or kv_role, kv_transfer_config) is given": cache.offload is not None,
+        "kv_events_config is given": bool(cache.kv_events_config),
+        "speculative_config is given": num_drafts > 0,
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{what}, but with mm_encoder_only an engine computes no tokens. Leave it out.")
+    num_blocks = cache.num_gpu_blocks_override
+    if num_blocks is None and cache.kv_cache_memory_bytes is None:
+        num_blocks = FEW_PROMPTS * -(-settled(model.max_model_len) // settled(cache.block_size)) + FEW_PROMPTS
+    return (
+        dataclasses.replace(cache, enable_prefix_caching=False, num_gpu_blocks_override=num_blocks),
         dataclasses.replace(scheduler, num_scheduler_steps=1),
     )
 

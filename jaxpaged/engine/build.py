@@ -34,6 +34,7 @@ from jaxpaged.models.eagle3 import EAGLE3
 from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
+from jaxpaged.models.seeing import without_decoder
 from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
 
 if TYPE_CHECKING:
@@ -217,6 +218,8 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     model, decoder = read_model(
         folder, config.model.hf_overrides, options.language_model_only, options.mm_processor_kwargs
     )
+    if options.mm_encoder_only:
+        model, decoder = without_decoder(model, decoder)
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
     model = with_draft_model(config, model, decoder, folder)
     if config.model.runner == "pooling":

@@ -43,6 +43,7 @@ from jaxpaged.messages import (
     SchedulerStats,
     StepRecord,
 )
+from jaxpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -129,7 +130,7 @@ class EngineCore(EngineCoreClient):
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
         self.pixels, self._most_kept = PixelDesk(), config.multimodal.mm_processor_cache_gb
-        self.embeds = embeds
+        self.embeds, self._encodes_only = embeds, config.multimodal.mm_encoder_only
         self.step_log = StepLog()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -142,6 +143,8 @@ class EngineCore(EngineCoreClient):
         if is_told or request.request_id in self._waiting_for_pictures():
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
+        if self._encodes_only:  # it ends where a token would be drawn
+            request.sampling_params = SamplingParams(max_tokens=1, seed=0, ignore_eos=True, detokenize=False)
         refusal = None
         with self._books:
             try:

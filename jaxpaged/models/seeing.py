@@ -8,11 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import struct
 
+from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, ForwardOutput, Model
+from jaxpaged.models.vision.interface import Vision
 
 
 @struct.dataclass
@@ -72,3 +76,41 @@ def forward(
 
 def head(model: Model, params: SeeingParams) -> Any:
     return model.head(params.decoder)
+
+
+# ---- a tower alone -------------------------------------------------------------------------------
+
+
+def without_decoder(model: Model, config: DecoderConfig) -> tuple[Model, DecoderConfig]:
+    """Its tower alone. In place of the decoder is a layer that has no weights and computes nothing, so that steps are
+    what they are, and cost nothing; what it gives for a prompt is a zero. Raises CheckpointError where nothing sees."""
+    if model.vision is None or config.vision is None:
+        raise CheckpointError(
+            f"the model ({config.architecture}) has no encoder of pictures, which is all that mm_encoder_only loads."
+        )
+    config = replace(config, num_layers=1, layers=config.layers[:1], experts=None, num_mtp_layers=0)
+    model = replace(
+        model,
+        param_specs=partial(specs_of_tower, model.vision),
+        forward=compute_nothing,
+        head=lambda params: None,
+        compute_logits=one_number,
+        mtp=None,
+    )
+    return model, config
+
+
+def specs_of_tower(vision: Vision, config: DecoderConfig, num_model_shards: int) -> SeeingParams:
+    assert config.vision is not None, "a tower alone has a description"
+    return SeeingParams(None, vision.param_specs(config.vision, num_model_shards))
+
+
+def compute_nothing(
+    params: SeeingParams, config: DecoderConfig, batch: Batch, kv: Sequence[KVTensor], taps: tuple[int, ...] = ()
+) -> ForwardOutput:
+    shape = len(batch.tokens_T), config.hidden_size
+    return ForwardOutput(jnp.zeros(shape, jnp.dtype(config.dtype)), list(kv))
+
+
+def one_number(head: None, config: DecoderConfig, hidden_SD: jax.Array) -> jax.Array:
+    return hidden_SD[:, :1].astype(jnp.float32)

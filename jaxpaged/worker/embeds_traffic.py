@@ -37,7 +37,8 @@ def embeds_space(engine_spec: EngineSpec, weights_version: str) -> str:
     assert encoder is not None and encoder.vision.processor is not None, "an engine that has embeddings sees"
     tower = replace(encoder.config, splits_items=False)
     return namespace(
-        weights=(weights_version, config.load.load_format, config.model.seed if not weights_version else 0),
+        weights=(weights_version, config.load.load_format, 0 if weights_version else config.model.seed),
+        dummies=not weights_version and engine_spec.encodes_only,  # which are others where there are others beside them
         tower=facts_text(tower),
         quantization=config.model.quantization,
         dtype=engine_spec.dtype.name,

@@ -168,11 +168,18 @@ class EngineSpec:
 
     @property
     def pools(self) -> bool:
-        """Whether the engine gives vectors or scores in place of tokens."""
-        return self.config.model.runner == "pooling"
+        """Whether the engine gives vectors or scores in place of tokens, or encodes pictures and nothing else."""
+        return self.config.model.runner == "pooling" or self.encodes_only
+
+    @property
+    def encodes_only(self) -> bool:
+        """Whether there is no decoder."""
+        return self.config.multimodal.mm_encoder_only
 
     @property
     def pooling_type(self) -> str:
+        if self.encodes_only:
+            return "LAST"
         return self.config.model.pooler_config["pooling_type"] if self.pools else ""
 
     @property

@@ -105,6 +105,8 @@ def encode_bytes(spec: EngineSpec) -> int:
 def looked_up(spec: EngineSpec) -> list[Any]:
     """Parameters of which a pass over tokens reads single rows, or none: embeddings that are not the head too, and
     both tables of a model that drafts."""
+    if spec.encodes_only:
+        return []
     params: Any = spec.param_shapes
     pools = spec.config.model.runner == "pooling"
     decoder = params.decoder if pools or spec.draft is not None else params

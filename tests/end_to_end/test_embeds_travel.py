@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 
+import jax
 import pytest
 
 from jaxpaged.config import EngineConfig
@@ -205,3 +206,47 @@ def test_embeddings_of_old_weights_are_not_taken(shared):
 def test_what_cannot_be_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         EngineConfig.from_options(model="x", **options)
+
+
+# ---- engines that only encode ----------------------------------------------------------------------
+
+
+def test_an_engine_of_the_encoder_alone_feeds_others(shared, model_folder, tmp_path):
+    folder, expected, consumer = shared
+    options = {**OPTIONS, "num_gpu_blocks_override": None, "ec_transfer_config": transfer(tmp_path / "b", "ec_producer")}
+    alone = Engine(model_folder, **options, mm_encoder_only=True)
+    try:
+        worker, whole = alone.executor.worker, consumer.executor.worker
+        assert alone.executor.embeds_space() == consumer.executor.embeds_space()
+        tower = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.device.params.vision))
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(worker.device.params)) == tower
+        kinds = {key.kind for key in worker.programs.builders}
+        assert kinds == {"zeros", "forward", "tables", "pool", "encode", "embeds_gather"}
+        core, told = alone.core(), []
+        core.add_request(PROMPT.request("a", prompt_logprobs=1))
+        while core.has_work():
+            told += core.step().outputs
+        (output,) = told
+        assert (output.new_token_ids, output.finish_reason, output.error) == ([], "stop", None)
+        assert num_encoded(core) == 48 and alone.counts() == {"saved": 2}
+    finally:
+        alone.executor.shutdown()
+    assert answers(consumer, tmp_path / "b", expected) == (0, {"loaded": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"runner": "pooling", "convert": "embed"}, "runner is 'pooling'"),
+        ({"num_scheduler_steps": 4}, "num_scheduler_steps is given"),
+        ({"kv_offload": "host=1M"}, "kv_offload"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+        ({"language_model_only": True}, "language_model_only"),
+        ({"ec_transfer_config": {}}, "does not say where embeddings go"),
+        ({"ec_transfer_config": transfer("/x", "ec_consumer")}, "does not say where embeddings go"),
+    ],
+)
+def test_what_an_encoder_alone_cannot_do_is_refused(model_folder, options, words):
+    given = {**OPTIONS, "mm_encoder_only": True, "ec_transfer_config": transfer("/x", "ec_producer"), **options}
+    with pytest.raises(ConfigError, match=words):
+        resolve_model(EngineConfig.from_options(model=str(model_folder), **given))

@@ -41,6 +41,8 @@ def plan_engine(
     model, decoder = read_model(
         folder, model_config.hf_overrides, options.language_model_only, options.mm_processor_kwargs
     )
+    if options.mm_encoder_only:
+        model, decoder = without_decoder(model, decoder)
     model = with_draft_model(config, model, decoder, folder, wanted=DESCRIPTION_FILES)
     facts = facts_of(decoder, folder)
     asked = (model_config.runner, model_config.convert, model_config.pooler_config)
