@@ -12,20 +12,22 @@ INSTEAD = ("ECMooncakeConnector", "ECMooncakeStoreConnector", "ECCPUConnector")
 ROLES = {"ec_producer": (True, False), "ec_consumer": (False, True), "ec_both": (True, True)}
 """vLLM's roles: (whether embeddings are written, whether they are read)."""
 KEYS = ("ec_connector", "ec_role", "ec_connector_extra_config")
-FOLDER, SECONDS = "shared_storage_path", "load_timeout_s"
-LOAD_SECONDS = 2.0
+FOLDER, SECONDS, HOST = "shared_storage_path", "load_timeout_s", "cpu_bytes_to_use"
+EXTRA_KEYS = (FOLDER, SECONDS, HOST)
+LOAD_SECONDS, MOST_SECONDS = 2.0, 600
 """How long a request waits for a file, unless the JSON says it: then its picture is encoded here."""
 
 
 @dataclass(frozen=True)
 class ECTransfer:
-    """A folder that engines share. `saves`: what this one encodes is written there; `loads`: it looks there before it
-    encodes, and waits at most `load_seconds`."""
+    """A folder that engines share, None: there is none; and `host_bytes` of this one's memory before it. `saves`: what
+    this one encodes is kept there; `loads`: it looks there before it encodes, and waits at most `load_seconds`."""
 
-    folder: str
+    folder: str | None
     saves: bool
     loads: bool
     load_seconds: float = LOAD_SECONDS
+    host_bytes: int = 0
 
 
 def read_ec_transfer(given: Mapping[str, Any]) -> ECTransfer | None:
@@ -47,18 +49,27 @@ def read_ec_transfer(given: Mapping[str, Any]) -> ECTransfer | None:
     if role not in ROLES:
         raise ConfigError(f"ec_transfer_config has ec_role {shown(role)}; it must be one of {', '.join(ROLES)}.")
     extra = given.get("ec_connector_extra_config")
-    folder = extra.get(FOLDER) if isinstance(extra, Mapping) else None
-    if not isinstance(extra, Mapping) or not isinstance(folder, str) or not folder:
+    if not isinstance(extra, Mapping) or not (FOLDER in extra or HOST in extra):
         raise ConfigError(
             f"ec_transfer_config has ec_connector_extra_config {shown(extra)}; it must name the folder: "
-            f'{{"{FOLDER}": "/mnt/embeddings"}}.'
+            f'{{"{FOLDER}": "/mnt/embeddings"}}, or bytes of this engine\'s own memory: {{"{HOST}": 1073741824}}.'
         )
-    if unknown := [key for key in extra if key not in (FOLDER, SECONDS)]:
-        raise ConfigError(
-            f"ec_transfer_config has ec_connector_extra_config with the unknown key {unknown[0]!r}."
-            f"{did_you_mean(str(unknown[0]), (FOLDER, SECONDS))}"
-        )
-    seconds = extra.get(SECONDS, LOAD_SECONDS)
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= 600:
-        raise ConfigError(f"ec_transfer_config has {SECONDS} {shown(seconds)}; it must be seconds, up to 600.")
-    return ECTransfer(folder, *ROLES[role], float(seconds))
+    return read_extra(extra, *ROLES[role])
+
+
+def read_extra(extra: Mapping[str, Any], saves: bool, loads: bool) -> ECTransfer:
+    """What the connector is told. Raises ConfigError."""
+    where = "ec_transfer_config has ec_connector_extra_config with"
+    for key in extra:
+        if key not in EXTRA_KEYS:
+            raise ConfigError(f"{where} the unknown key {key!r}.{did_you_mean(str(key), EXTRA_KEYS)}")
+    folder, seconds, host_bytes = extra.get(FOLDER), extra.get(SECONDS, LOAD_SECONDS), extra.get(HOST, 0)
+    if FOLDER in extra and (not isinstance(folder, str) or not folder):
+        raise ConfigError(f"{where} {FOLDER} {shown(folder)}; it must be a folder.")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MOST_SECONDS:
+        raise ConfigError(f"{where} {SECONDS} {shown(seconds)}; it must be seconds, up to {MOST_SECONDS}.")
+    if isinstance(host_bytes, bool) or not isinstance(host_bytes, int) or host_bytes < (FOLDER not in extra):
+        raise ConfigError(f"{where} {HOST} {shown(host_bytes)}; it must be a number of bytes.")
+    if folder is None and not (saves and loads):
+        raise ConfigError(f"{where} {HOST} and no {FOLDER}: what an engine keeps for itself has the ec_role ec_both.")
+    return ECTransfer(folder, saves, loads, float(seconds), host_bytes)

@@ -108,7 +108,9 @@ class MultiModalConfig:
                 "ec_transfer_config names a folder of embeddings, and language_model_only leaves out what makes them. "
                 "Give one of them."
             )
-        if self.mm_encoder_only and (self.ec_transfer is None or not self.ec_transfer.saves):
+        if self.mm_encoder_only and (
+            self.ec_transfer is None or not self.ec_transfer.saves or not self.ec_transfer.folder
+        ):
             raise ConfigError(
                 "mm_encoder_only is True, but ec_transfer_config does not say where embeddings go. Give it with the "
                 "ec_role ec_producer, or leave mm_encoder_only out."

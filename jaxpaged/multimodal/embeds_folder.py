@@ -2,7 +2,8 @@
 encoded.
 
 `<namespace>/<key>/encoder_cache.safetensors` is the file of a picture. The key is the picture's (`identity.py`), the
-namespace says what else embeddings depend on: the tower, its weights, the type. A file has one tensor, `ec_cache`,
+namespace says what else embeddings depend on: the tower, its weights, the type. Before the folder, or in place of it,
+may be memory of this engine: it keeps embeddings longer than the device does. A file has one tensor, `ec_cache`,
 [embeddings, numbers of one], and in its header the SHA-256 of its bytes. It is written under another name and renamed,
 so readers see all of it or nothing.
 
@@ -18,7 +19,7 @@ import os
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -86,10 +87,11 @@ class EmbedsFolder:
         self._lock, self._counts, self._waiting_bytes = threading.Lock(), Counter[str](), 0
         self._abandoned: set[Future[np.ndarray | None]] = set()  # late, and perhaps never done
         self._has_complained = False
+        self._host, self._host_bytes = OrderedDict[tuple[str, bytes], np.ndarray](), 0  # what was used last at the end
 
     def stats(self) -> dict[str, int]:
         """Pictures since the start: what was written, found, and what went wrong."""
-        names = "saved", "save_failures", "saves_dropped", "loaded", "missing", "damaged", "late"
+        names = "from_host", "saved", "save_failures", "saves_dropped", "loaded", "missing", "damaged", "late"
         return {f"ec_{name}": self._counts[name] for name in names}
 
     def _count(self, name: str) -> None:
@@ -99,7 +101,10 @@ class EmbedsFolder:
     # ---- writing -------------------------------------------------------------------------------------
 
     def save(self, space: str, key: bytes, embeds_EX: np.ndarray) -> None:
-        """Write embeddings soon, unless they are there."""
+        """Keep embeddings in memory, if they may be, and write them soon, unless they are there."""
+        self._keep(space, key, embeds_EX)
+        if self.transfer.folder is None:
+            return
         with self._lock:
             if self._waiting_bytes + embeds_EX.nbytes > MOST_WAITING_BYTES:
                 self._counts["saves_dropped"] += 1
@@ -130,10 +135,36 @@ class EmbedsFolder:
             with self._lock:
                 self._waiting_bytes -= embeds_EX.nbytes
 
+    def _keep(self, space: str, key: bytes, embeds_EX: np.ndarray) -> None:
+        """Keep embeddings in memory, in place of those that were not used for longest."""
+        if embeds_EX.nbytes > self.transfer.host_bytes:
+            return
+        with self._lock:
+            old = self._host.pop((space, key), None)
+            self._host[space, key] = embeds_EX
+            self._host_bytes += embeds_EX.nbytes - (0 if old is None else old.nbytes)
+            while self._host_bytes > self.transfer.host_bytes:
+                _, dropped = self._host.popitem(last=False)
+                self._host_bytes -= dropped.nbytes
+
+    def _kept(self, space: str, key: bytes) -> np.ndarray | None:
+        with self._lock:
+            embeds_EX = self._host.get((space, key))
+            if embeds_EX is not None:
+                self._host.move_to_end((space, key))
+                self._counts["from_host"] += 1
+        return embeds_EX
+
     # ---- reading -------------------------------------------------------------------------------------
 
     def load(self, space: str, key: bytes, num_embeds: int) -> EmbedsLoad | None:
-        """Begin to read embeddings. None: nobody is there to read, since files that were late are still being read."""
+        """Begin to read embeddings, or take them from memory. None: they will not come, without a folder, or since all
+        threads still read files that were late."""
+        embeds_EX = self._kept(space, key)
+        if embeds_EX is not None and len(embeds_EX) == num_embeds:
+            return EmbedsLoad(done(embeds_EX), self.transfer.load_seconds)
+        if self.transfer.folder is None:
+            return None
         self._abandoned = {each for each in self._abandoned if not each.done()}
         if len(self._abandoned) >= NUM_READERS:
             self._count("late")
@@ -152,6 +183,7 @@ class EmbedsFolder:
         try:
             embeds_EX = decoded(read_file(path, (num_embeds, self.form.numbers), self.form.dtype), self.form.dtype)
             self._count("loaded")
+            self._keep(space, key, embeds_EX)
             return embeds_EX
         except FileNotFoundError:
             self._count("missing")
@@ -164,6 +196,7 @@ class EmbedsFolder:
         return None
 
     def path_of(self, space: str, key: bytes) -> Path:
+        assert self.transfer.folder is not None, "without a folder there are no files"
         return Path(self.transfer.folder) / space / key.hex() / FILE
 
     def close(self) -> None:
@@ -171,6 +204,12 @@ class EmbedsFolder:
         self._readers.close(0.0, cancels=True)
         if not self._writer.close(CLOSING_SECONDS):
             logger.warning("embeddings of pictures are not all written to %s", self.transfer.folder)
+
+
+def done(embeds_EX: np.ndarray) -> "Future[np.ndarray | None]":
+    future: Future[np.ndarray | None] = Future()
+    future.set_result(embeds_EX)
+    return future
 
 
 # ---- a file --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""An encoder whose embeddings travel: it writes what it computes to a folder, and takes to the device what other engines
-have computed. Nothing is waited for: embeddings are read back with the step's result, and written by a thread.
+"""An encoder whose embeddings travel: what it computes it gives to a folder, and what other engines have computed it
+takes to the device. Nothing is waited for: embeddings are read back with the step's result, and written by a thread.
 """
 
 import hashlib

@@ -5,6 +5,7 @@ import dataclasses
 import os
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
@@ -33,6 +34,9 @@ OPTIONS = {
 def transfer(folder, role, **extra):
     extra = {"shared_storage_path": str(folder), **extra}
     return {"ec_connector": "ECExampleConnector", "ec_role": role, "ec_connector_extra_config": extra}
+
+
+HOST = {"cpu_bytes_to_use": 1 << 20}
 
 
 class Engine:
@@ -65,7 +69,9 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(model_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unused")
-    engines = [Engine(model_folder, ec_transfer_config=transfer(folder, role)) for role in ("ec_producer", "ec_consumer")]
+    engines = [
+        Engine(model_folder, ec_transfer_config=transfer(folder, role)) for role in ("ec_producer", "ec_consumer")
+    ]
     yield engines
     for engine in engines:
         engine.executor.shutdown()
@@ -167,7 +173,7 @@ def test_a_slow_file_is_not_waited_for(shared):
 
 
 def test_a_request_that_waits_is_aborted_and_its_id_is_in_use(shared):
-    folder, expected, consumer = shared
+    folder, _, consumer = shared
     make_slow(folder)
     core = consumer.core(folder)
     core.add_request(PROMPT.request("a"))
@@ -177,6 +183,30 @@ def test_a_request_that_waits_is_aborted_and_its_id_is_in_use(shared):
     core.abort_requests(["a"])
     assert not core.has_work() and not core.unfinished()
     let_go(folder)
+
+
+def test_memory_keeps_what_the_device_has_lost(shared):
+    folder, expected, consumer = shared
+    own = consumer.executor.embeds_folder
+    whole, size = own.transfer, expected_bytes(consumer)
+    try:
+        own.transfer = dataclasses.replace(whole, host_bytes=2 * size)
+        assert answers(consumer, folder, expected) == (0, {"loaded": 2})
+        gone = folder / "gone"
+        assert answers(consumer, gone, expected) == (0, {"from_host": 2})
+        own.transfer = dataclasses.replace(own.transfer, host_bytes=2 * size - 1)
+        own._keep("another space", b"k" * 32, np.zeros(size // 2, np.uint8))  # what was used first makes room
+        encoded, counts = answers(consumer, gone, expected)
+        assert encoded == 32 and counts == {"from_host": 1, "missing": 1}
+    finally:
+        own.transfer = whole
+        own._host.clear()
+        own._host_bytes = 0
+
+
+def expected_bytes(engine):
+    """Of 32 embeddings, which is most of what the pictures have."""
+    return 32 * engine.executor.embeds_folder.form.numbers * 4
 
 
 def test_embeddings_of_old_weights_are_not_taken(shared):
@@ -195,9 +225,19 @@ def test_embeddings_of_old_weights_are_not_taken(shared):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ec_transfer_config": {"ec_connector": "ECMooncakeConnector", "ec_role": "ec_both"}}, "There is the ECExample"),
-        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "kv_both"}}, "must be one of ec_prod"),
-        ({"ec_transfer_config": transfer("", "ec_both")}, "must name the folder"),
+        (
+            {"ec_transfer_config": {"ec_connector": "ECMooncakeConnector", "ec_role": "ec_both"}},
+            "There is the ECExample",
+        ),
+        (
+            {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "kv_both"}},
+            "must be one of ec_prod",
+        ),
+        ({"ec_transfer_config": transfer("", "ec_both")}, "must be a folder"),
+        ({"ec_transfer_config": {**transfer("", "ec_both"), "ec_connector_extra_config": {}}}, "must name the folder"),
+        ({"ec_transfer_config": {**transfer("", "ec_producer"), "ec_connector_extra_config": HOST}}, "role ec_both"),
+        ({"ec_transfer_config": {**transfer("", "ec_both"), "ec_connector_extra_config": {"path": "x"}}}, "must name"),
+        ({"ec_transfer_config": transfer("/x", "ec_both", path="y")}, "unknown key 'path'"),
         ({"ec_transfer_config": transfer("/x", "ec_both", load_timeout_s=0)}, "load_timeout_s 0"),
         ({"ec_transfer_config": {"ec_port": 1}}, "unknown key 'ec_port'"),
         ({"ec_transfer_config": transfer("/x", "ec_both"), "language_model_only": True}, "Give one of them"),
@@ -212,8 +252,12 @@ def test_what_cannot_be_is_refused(options, words):
 
 
 def test_an_engine_of_the_encoder_alone_feeds_others(shared, model_folder, tmp_path):
-    folder, expected, consumer = shared
-    options = {**OPTIONS, "num_gpu_blocks_override": None, "ec_transfer_config": transfer(tmp_path / "b", "ec_producer")}
+    _, expected, consumer = shared
+    options = {
+        **OPTIONS,
+        "num_gpu_blocks_override": None,
+        "ec_transfer_config": transfer(tmp_path / "b", "ec_producer"),
+    }
     alone = Engine(model_folder, **options, mm_encoder_only=True)
     try:
         worker, whole = alone.executor.worker, consumer.executor.worker

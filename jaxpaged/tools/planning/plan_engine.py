@@ -10,6 +10,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.models.pooling import pooling_model
+from jaxpaged.models.seeing import without_decoder
 from jaxpaged.params.hub import DESCRIPTION_FILES, resolve_model_folder
 from jaxpaged.pooling import resolved_pooling
 from jaxpaged.tools.planning.plan import Plan

@@ -37,7 +37,8 @@ NOT_COMPILED_IN = frozenset(
     kv_events_config kv_offload kv_offload_secrets kv_transfer_config kv_role kv_address kv_peers kv_lease_seconds
     kv_transport kv_ssl_certfile kv_ssl_keyfile kv_ssl_ca_certs
     otlp_traces_endpoint data_parallel_size
-    ec_transfer_config limit_mm_per_prompt media_io_kwargs mm_processor_cache_gb mm_bytes_in_flight_gb num_media_processes
+    ec_transfer_config
+    limit_mm_per_prompt media_io_kwargs mm_processor_cache_gb mm_bytes_in_flight_gb num_media_processes
     disable_chunked_mm_input enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling stream_interval
     num_short_request_rows
