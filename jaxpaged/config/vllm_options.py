@@ -175,7 +175,7 @@ MODEL = (
                   "Set JAX_PLATFORMS to cpu, cuda or tpu in the environment."),
 )  # fmt: skip
 MEDIA = (
-    absent("ec_manager_config", {}, why="embeddings of pictures are not sent to other engines"),
+    absent("ec_manager_config", {}, why="encoder_cache_size says how many embeddings of pictures are kept"),
     absent("diffusion_config", {}, why="models make text only"),
     renamed("disable_mm_preprocessor_cache", bool, lambda off: {"mm_processor_cache_gb": 0} if off else {}, False),
     renamed("enable_multimodal_encoder_data_parallel", bool,

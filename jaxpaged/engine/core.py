@@ -129,7 +129,7 @@ class EngineCore(EngineCoreClient):
         self._books = Books()
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
-        self.pixels, self._most_kept = PixelDesk(), config.multimodal.mm_processor_cache_gb
+        self.pixels, self._most_kept = PixelDesk(embeds), config.multimodal.mm_processor_cache_gb
         self.embeds, self._encodes_only = embeds, config.multimodal.mm_encoder_only
         self.step_log = StepLog()
 
@@ -140,7 +140,7 @@ class EngineCore(EngineCoreClient):
         the last that another one of this id said, or that one was aborted.
         """
         is_told = any(output.request_id == request.request_id for output in self._outputs)
-        if is_told or request.request_id in self._waiting_for_pictures():
+        if is_told or request.request_id in self.pixels.waiting_ids:
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
         if self._encodes_only:  # it ends where a token would be drawn
@@ -163,11 +163,6 @@ class EngineCore(EngineCoreClient):
         """Queue a request that has the pixels of its pictures, once it is known whether embeddings are found too."""
         if self.embeds is None or self.embeds.take(request, self._scheduler.is_encoded):
             self._scheduler.add_request(request)
-
-    def _waiting_for_pictures(self) -> frozenset[str]:
-        """The ids of requests that wait for pixels or embeddings, and are not queued yet."""
-        waiting = frozenset(self.pixels.waiting)
-        return waiting if self.embeds is None else waiting.union(self.embeds.waiting)
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         """`add_request` for each; those before one that is refused are queued."""
@@ -195,15 +190,10 @@ class EngineCore(EngineCoreClient):
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Stop requests at once, and say nothing more of them; those that are unknown or ended already pass."""
-        self._remove_waiting(request_ids)
+        self.pixels.remove(request_ids)
         with self._books:
             self._scheduler.abort_requests(request_ids)
         self._outputs = without(self._outputs, request_ids)
-
-    def _remove_waiting(self, request_ids: Collection[str]) -> list[str]:
-        """Of these requests those that waited for pixels or embeddings, and wait no more."""
-        removed = self.pixels.remove(request_ids)
-        return removed if self.embeds is None else [*removed, *self.embeds.remove(request_ids)]
 
     def call[R](self, call: CoreCall[R]) -> R:
         """Call one of the methods that `core_calls.py` lists."""
@@ -343,7 +333,7 @@ class EngineCore(EngineCoreClient):
 
     def unfinished(self) -> frozenset[str]:
         """The ids of all requests that have not ended."""
-        return self._waiting_for_pictures().union(self._scheduler.requests)
+        return frozenset(self._scheduler.requests).union(self.pixels.waiting_ids)
 
     def stats(self, awaited: SchedulerOutput | None = None) -> SchedulerStats:
         """Queues and KV cache as they are now; step and tokens are those of `awaited`, or of the last step."""
@@ -393,7 +383,7 @@ class EngineCore(EngineCoreClient):
                 self._finish(frozenset(self._scheduler.requests))
             self._await_all()
             if mode == "abort":
-                waited = self._remove_waiting(self._waiting_for_pictures())
+                waited = self.pixels.remove(list(self.pixels.waiting_ids))
                 with self._books:
                     self._tell([EngineCoreOutput(each, [], finish_reason="abort") for each in waited])
                     self._tell(self._scheduler.abort_requests(self.unfinished()))

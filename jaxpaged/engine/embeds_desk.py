@@ -4,7 +4,7 @@ A request waits before it is scheduled, for a few seconds at most. What does not
 the request notices nothing of it.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import wait
 
 import msgspec
@@ -23,7 +23,7 @@ class EmbedsDesk:
         self._loads: dict[bytes, EmbedsLoad] = {}  # of pictures that requests wait for
 
     @property
-    def waiting(self) -> Collection[str]:
+    def waiting(self) -> Set[str]:
         """The ids of requests that wait."""
         return self._waiting.keys()
 

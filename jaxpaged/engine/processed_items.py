@@ -6,10 +6,11 @@ it, and the request waits; no client sees that. This module knows neither socket
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 import numpy as np
 
+from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.messages import EngineCoreRequest
 
 
@@ -41,12 +42,20 @@ class ProcessedItems:
 
 
 class PixelDesk:
-    """Gives requests the pixels of their pictures. `items` are kept for later ones, none before it has a capacity."""
+    """Gives requests the pixels of their pictures. `items` are kept for later ones, none before it has a capacity.
+    Those that have all may wait on, with `embeds`."""
 
-    def __init__(self) -> None:
+    def __init__(self, embeds: EmbedsDesk | None = None) -> None:
+        self._embeds = embeds
         self.items = ProcessedItems(0)
         self.waiting: dict[str, EngineCoreRequest] = {}
         """The requests that lack pixels, by their ids."""
+
+    @property
+    def waiting_ids(self) -> Set[str]:
+        """The ids of requests that lack pixels, or wait for embeddings."""
+        waiting = self.waiting.keys()
+        return waiting if self._embeds is None else waiting | self._embeds.waiting
 
     def take(self, request: EngineCoreRequest) -> bool:
         """Give a request what is kept of its pixels, and keep what it brings. False: it waits for others."""
@@ -79,7 +88,8 @@ class PixelDesk:
 
     def remove(self, request_ids: Collection[str]) -> list[str]:
         """Of these requests those that waited, and wait no more."""
-        return [each for each in request_ids if self.waiting.pop(each, None) is not None]
+        removed = [each for each in request_ids if self.waiting.pop(each, None) is not None]
+        return removed if self._embeds is None else [*removed, *self._embeds.remove(request_ids)]
 
 
 def lacks(request: EngineCoreRequest) -> list[bytes]:

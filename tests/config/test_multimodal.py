@@ -41,7 +41,7 @@ def test_a_limit_is_a_number_or_an_object_with_a_count(limit, most):
         ({"mm_processor_cache_gb": -1}, "at least 0"),
         ({"mm_bytes_in_flight_gb": 0}, "more than 0"),
         ({"mm_encoder_tp_mode": "both"}, "must be one of weights, data"),
-        ({"mm_encoder_only": True}, "not supported yet"),
+        ({"mm_encoder_only": True}, "does not say where embeddings go"),
         ({"enable_mm_embeds": True}, "not supported yet"),
     ],
 )

@@ -66,7 +66,7 @@ def test_what_cannot_be_neutral_is_refused_by_name_with_a_reason(name):
         ("enforce_eager", "yes"),
         ("enable_kv_cache_events", True),
         ("distributed_executor_backend", "external_launcher"),
-        ("ec_transfer_config", {"ec_role": "ec_producer"}),
+        ("ec_manager_config", {"capacity": 1}),
         ("worker_cls", "my.Worker"),
     ],
 )

@@ -273,6 +273,11 @@ def counts_of_core(stats: SchedulerStats, executor_stats: Mapping[str, Any]) -> 
         Counter("vllm:num_preemptions", {}, stats.num_preemptions),
         Counter("vllm:corrupted_requests", {}, stats.num_corrupted_reqs),
         *transfer_metrics(stats, executor_stats),
+        *(
+            Counter("jaxpaged:encoder_outputs", {"outcome": name.removeprefix("ec_")}, count)
+            for name, count in executor_stats.items()
+            if name.startswith("ec_")
+        ),
         *draft_counters(stats),
     ]
 

@@ -57,7 +57,7 @@ class Planner:
         meshes = target.stage_meshes(size, num_stages, spreads_experts, self.num_ranks)
         self.stages = engine_specs(config, model, decoder, meshes)
         self.engine_spec = self.stages[-1]
-        self.pools = config.model.runner == "pooling"
+        self.pools = self.engine_spec.pools
         self.reserves = [reserve_of(stage) for stage in self.stages]
 
     def plan(self, *, all_programs: bool = False, progress: Progress | None = None) -> Plan:
@@ -186,7 +186,7 @@ class Planner:
         """The options that matter most, as they were settled."""
         config = self.config
         attention = {"attention_backend": self.engine_spec.attention.backend} if self.target.compiles else {}
-        pooling = {"runner": "pooling", "convert": config.model.convert} if self.pools else {}
+        pooling = {"runner": "pooling", "convert": config.model.convert} if config.model.runner == "pooling" else {}
         sizes = ("data_parallel_size", "decode_context_parallel_size", "enable_expert_parallel")
         return (
             pooling

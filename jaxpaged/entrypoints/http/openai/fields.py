@@ -19,7 +19,7 @@ from jaxpaged.serving.errors import ServingError, client_names
 from jaxpaged.serving.generate import check_stop
 from jaxpaged.serving.requests import check_depth
 
-ENCODER_REFUSALS = {"ec_transfer_params": "This server has no encoder connector"}
+ENCODER_REFUSALS = {"ec_transfer_params": "Encoder outputs are found by their pictures"}
 
 
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
