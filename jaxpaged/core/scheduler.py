@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
+import msgspec
+
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.core.grammar.matcher import Grammars
@@ -394,6 +396,9 @@ class Scheduler:
         for rank in self.ranks:
             rank.lose_content()
             rank.kv_cache_manager.change_root(version, self.requests.values())
+        for request in self.requests.values():
+            if any(feature.embeds is not None for feature in request.mm_features):
+                request.mm_features = [msgspec.structs.replace(each, embeds=None) for each in request.mm_features]
         self._forget_beginnings()
 
     def _forget_beginnings(self) -> None:

@@ -212,14 +212,25 @@ def expected_bytes(engine):
 def test_embeddings_of_old_weights_are_not_taken(shared):
     folder, expected, consumer = shared
     space = consumer.executor.embeds_space()
-    core = consumer.core(folder)
-    version = consumer.executor.worker.weights.version
-    consumer.executor.worker.weights.rename()
-    core.note_weight_update()
-    assert consumer.executor.embeds_space() != space
-    same(serve(core, [PROMPT.request("a")])["a"], expected, 0.0)
-    assert num_encoded(core) == 48 and consumer.counts() == {"missing": 2}
-    consumer.executor.worker.weights.version = version
+    core, weights = consumer.core(folder), consumer.executor.worker.weights
+    version = weights.version
+    try:
+        core.add_request(PROMPT.request("a"))
+        while not core.stats().num_running_reqs:
+            core.step()
+        assert num_encoded(core) == 0 and consumer.counts() == {"loaded": 2}
+        weights.rename()
+        core.note_weight_update()  # the request begins anew, and its embeddings were those of others
+        assert consumer.executor.embeds_space() != space
+        while core.has_work():
+            core.step()
+        assert num_encoded(core) == 48
+        same(serve(core, [PROMPT.request("b")])["b"], expected, 0.0)
+        core = consumer.core(folder)
+        same(serve(core, [PROMPT.request("a")])["a"], expected, 0.0)
+        assert num_encoded(core) == 48 and consumer.counts() == {"missing": 2}
+    finally:
+        weights.version = version
 
 
 @pytest.mark.parametrize(
