@@ -116,4 +116,4 @@ class EmbedsReading:
     def read(self, output: ModelRunnerOutput) -> None:
         if self.picture.is_finite:
             arrays = [np.asarray(array)[: part.stop - part.start] for part, array in self.parts]
-            self.folder.save(self.space, self.key, arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+            self.folder.save(self.space, self.key, np.concatenate(arrays))  # a copy, without the padding

@@ -328,7 +328,11 @@ class EngineSpec:
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
             "kv_offload": str(self.config.cache.offload and self.page_form),
-            "ec_role": str(self.ec_transfer and (self.ec_transfer.saves, self.ec_transfer.loads)),
+            "ec_transfer": str(
+                self.ec_transfer
+                and self.encoder
+                and (self.ec_transfer.saves, self.ec_transfer.loads, self.encoder.num_copied)
+            ),
             "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)

@@ -14,6 +14,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.errors import ConfigError
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.multimodal.embeds_folder import FILE
+from jaxpaged.worker import encoder_spec
 from tests.end_to_end.test_pictures import Prompt, same, serve, text
 from tests.models.seeing_checkpoints import write_seeing_checkpoint
 
@@ -69,12 +70,15 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(model_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unused")
+    patches = pytest.MonkeyPatch()
+    patches.setattr(encoder_spec, "MOST_COPIED", 24)  # of 32 embeddings, so they are copied in two parts
     engines = [
         Engine(model_folder, ec_transfer_config=transfer(folder, role)) for role in ("ec_producer", "ec_consumer")
     ]
     yield engines
     for engine in engines:
         engine.executor.shutdown()
+    patches.undo()
 
 
 PROMPT = Prompt(text(1, 4), (1, 2), text(2, 3), (2, 1), text(3, 2))
