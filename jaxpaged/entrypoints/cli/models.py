@@ -15,7 +15,8 @@ from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes,
 
 ROOM = 0.9
 """Share of the memory that an engine takes at most by default, `gpu_memory_utilization`."""
-EMBEDDED = Path(__file__).parents[2] / "assets" / "demo"
+ASSETS = Path(__file__).parents[2] / "assets"
+EMBEDDED = ("demo", "demo-vision")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the list. Returns the exit status."""
     device, memory = largest_device()
-    models = [described("demo", EMBEDDED, memory), *cached_models(args.download_dir, memory)]
+    embedded = [described(name, ASSETS / name, memory) for name in EMBEDDED]
+    models = [*embedded, *cached_models(args.download_dir, memory)]
     if args.json:
         for model in models:
             print(json.dumps(asdict(model)))

@@ -103,6 +103,7 @@ def test_models_of_the_cache_are_listed_with_what_fits(cache, capsys):
     assert main(["models", "--download-dir", str(cache), "--json"]) == 0
     listed = {model["name"]: model for model in map(json.loads, capsys.readouterr().out.splitlines())}
     assert next(iter(listed)) == "demo" and not listed["demo"]["fits"], "of 1000 bytes"
+    assert listed["demo-vision"]["weights_bytes"] > listed["demo"]["weights_bytes"], "text and tower"
     assert listed["org/small"] == {
         "name": "org/small",
         "architecture": "LlamaForCausalLM",
@@ -124,13 +125,13 @@ def test_models_of_the_cache_are_listed_with_what_fits(cache, capsys):
 def test_the_list_for_people_has_a_line_a_model(cache, capsys):
     assert main(["models", "--download-dir", str(cache)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and "too large" in next(line for line in lines if "org/large" in line)
+    assert len(lines) == 9 and "too large" in next(line for line in lines if "org/large" in line)
     assert "fits" in next(line for line in lines if "org/small" in line)
 
 
-def test_without_a_cache_there_is_the_embedded_model(tmp_path, capsys):
+def test_without_a_cache_there_are_the_embedded_models(tmp_path, capsys):
     assert main(["models", "--download-dir", str(tmp_path / "none")]) == 0
-    assert "demo" in capsys.readouterr().out
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["demo", "demo-vision"]
 
 
 def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):
