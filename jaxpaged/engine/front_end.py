@@ -15,7 +15,7 @@ from jaxpaged.engine.input.processor import TEXT_ONLY, InputProcessor
 from jaxpaged.engine.input.tokenizer import check_vocabulary, load_tokenizer
 from jaxpaged.engine.pooling.pooler import load_pooler
 from jaxpaged.engine.process.wire import CoreFacts
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.multimodal.checkpoint import model_identity, picture_configs
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def load_pictures(
         why = "the engine was started with language_model_only"
     elif config.model.skip_tokenizer_init:
         why = "the engine was started with skip_tokenizer_init"
+    elif not is_installed("PIL"):
+        why = f"pictures need Pillow, which is not installed where the engine runs: {how_to_install('vision')}"
     if why is not None:
         return None, why
     from jaxpaged.engine.input.pictures import PictureIntake  # with all that fetches and decodes

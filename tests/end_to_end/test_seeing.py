@@ -5,6 +5,8 @@ What a model makes of pictures is tested elsewhere: here the same request gives 
 
 import asyncio
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -89,6 +91,21 @@ def test_a_bad_picture_of_a_batch_is_named_and_nothing_of_it_runs_on(llm):
     with pytest.raises(RequestError, match="prompt 1: multi_modal_data.image is no picture"):
         llm.generate([prompt_of(PICTURES[0]), prompt_of(b"bad")], GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_model_without_eyes_imports_nothing_that_decodes():
+    program = """
+import sys
+import jaxpaged.entrypoints.http.app
+from jaxpaged import LLM, AsyncLLM, SamplingParams
+options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "token_buckets": (16,), "max_model_len": 32}
+with LLM("demo", num_gpu_blocks_override=9, **options) as llm:
+    llm.chat([{"role": "user", "content": [{"type": "text", "text": "a"}]}], SamplingParams(max_tokens=2))
+    llm.blocks()._repr_html_()
+print(sorted({"PIL", "jaxpaged.multimodal.decoding", "jaxpaged.engine.input.pictures"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_streams_beams_and_several_answers_see_too(llm, alone):

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import json_response, num_bytes_of, read_struct
-from jaxpaged.multimodal.pictures import data_url_bytes
 from jaxpaged.serving.errors import ServingError
 from jaxpaged.serving.requests import off_loop
 from jaxpaged.serving.service import Service
@@ -70,6 +69,8 @@ def inspected(service: Service, body: InspectRequest) -> list[InspectedImage]:
         raise ServingError("images is given, but the model takes text only. Ask another one.", "images")
     if len(body.images) > MOST_IMAGES:
         raise ServingError(f"images has {len(body.images)} pictures; {MOST_IMAGES} are taken at a time.", "images")
+    from jaxpaged.multimodal.pictures import data_url_bytes  # with all that decodes
+
     found = []
     for index, url in enumerate(body.images):
         field = f"images[{index}]"

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import re
 import struct
+import sys
 import zlib
 
 import numpy as np
@@ -477,3 +478,18 @@ def test_the_front_end_of_a_folder_sees_unless_it_is_told_otherwise(tmp_path):
     blinded = load_input_processor(config, 304, folder, folder)
     error = refusal(chat, blinded, picture())
     assert "the engine was started with language_model_only" in str(error)
+
+
+def test_without_pillow_texts_are_served_and_pictures_are_refused_with_what_to_install(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path)
+    config = EngineConfig.from_options(model=str(folder), max_model_len=64)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "PIL", None)
+        without = load_input_processor(config, 304, folder, folder)
+        assert chat(without, words("what"))["prompt_token_ids"]
+        array = np.zeros((3, 3, 3), np.uint8)
+        errors = [refusal(prompt_of, without, "<start_of_image>", array), refusal(chat, without, picture())]
+    without.close()
+    for error in errors:
+        assert "pictures need Pillow, which is not installed" in str(error) and "'.[vision]'" in str(error)
+    assert [error.parameter for error in errors] == ["multi_modal_data", "messages[0].content[0]"]
