@@ -47,6 +47,11 @@ class ProcessorCache:
                 self._items.move_to_end(digest)
             return found
 
+    def find(self, key: bytes) -> KeyedPicture | None:
+        """By the key of a picture, to look at it: all items are gone through, and it counts as no use."""
+        with self._lock:
+            return next((item for item in self._items.values() if item.key == key), None)
+
     def put(self, digest: bytes, item: KeyedPicture) -> None:
         """Keep an item, unless it alone is larger than the cache."""
         num_bytes = item.pixels.nbytes

@@ -20,7 +20,8 @@ def test_the_item_that_was_used_longest_ago_goes_first():
     assert cache.get(b"a") is not None
     cache.put(b"d", item())
     assert [cache.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    assert (cache.num_bytes, cache.queries, cache.hits) == (30, 5, 4)
+    assert cache.find(b"key") is not None and cache.find(b"other") is None
+    assert (cache.num_bytes, cache.queries, cache.hits) == (30, 5, 4), "looking at a picture is no use of it"
     cache.put(b"large", item(31))
     assert len(cache) == 3 and cache.get(b"large") is None
     cache.evict(11)

@@ -30,6 +30,7 @@ from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout, Processor
 from jaxpaged.multimodal.sources import PictureSource
+from jaxpaged.multimodal.thumbnails import thumbnail
 
 GIB = 1 << 30
 HEAD_BYTES = 1 << 18
@@ -167,6 +168,11 @@ class PictureIntake:
         options = options_on(processor.options, self.config.background)
         key = picture_key(self._identity, "image", options, layout, source_digest(data))
         return InspectedPicture(width, height, layout, key)
+
+    def thumbnail(self, key: bytes) -> np.ndarray | None:
+        """uint8 [H, W, 3], small, of a picture as its encoder sees it; None where the processor cache lacks it."""
+        item = self.cache.find(key)
+        return None if item is None else thumbnail(item.pixels, item.layout)
 
     def close(self) -> None:
         """End the processes and threads. Pictures under way fail."""

@@ -87,7 +87,7 @@ class InputProcessor:
         """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
         none, and why, in the second half of a sentence."""
         self.pictures = pictures
-        self._why_no_pictures = why_no_pictures
+        self.why_no_pictures = why_no_pictures
         self._picture_prompts: PicturePrompts | None = None
         if pictures is not None:
             from jaxpaged.engine.input import picture_prompts  # with what processes pictures, which text does without
@@ -252,7 +252,7 @@ class InputProcessor:
     def _seen(self, prompt: Mapping[str, Any], add_special_tokens: bool, make_room: MakeRoom | None) -> "SeenPrompt":
         """A prompt with `multi_modal_data`. Raises RequestError."""
         if self._picture_prompts is None:
-            why = f"multi_modal_data is given, but {self._why_no_pictures}. Leave it out."
+            why = f"multi_modal_data is given, but {self.why_no_pictures}. Leave it out."
             raise RequestError(why, "multi_modal_data")
         if prompt.get("prompt_token_ids") is not None:
             ids = self._checked_ids(prompt["prompt_token_ids"], has_pictures=True)
@@ -374,7 +374,7 @@ class InputProcessor:
         sources: list[PictureSource] = []
         if self._picture_prompts is None:
             if has_parts(messages):
-                refuse_pictures(messages, self._why_no_pictures)
+                refuse_pictures(messages, self.why_no_pictures)
         else:
             check_messages(messages, add_generation_prompt, continue_final_message)
             messages, sources = self._picture_prompts.opened(messages, template.takes_parts)

@@ -64,9 +64,10 @@ class Images:
 def inspected(service: Service, body: InspectRequest) -> list[InspectedImage]:
     """Takes long for large pictures. Raises ServingError and RequestError."""
     options = service.check_picture_options({"mm_processor_kwargs": body.mm_processor_kwargs})
-    pictures = service.engine.input_processor.pictures
+    processor = service.engine.input_processor
+    pictures = processor.pictures
     if pictures is None:
-        raise ServingError("images is given, but the model takes text only. Ask another one.", "images")
+        raise ServingError(f"images is given, but {processor.why_no_pictures}. Ask another one.", "images")
     if len(body.images) > MOST_IMAGES:
         raise ServingError(f"images has {len(body.images)} pictures; {MOST_IMAGES} are taken at a time.", "images")
     from jaxpaged.multimodal.pictures import data_url_bytes  # with all that decodes
