@@ -3,7 +3,8 @@
     print(llm.blocks())          # one character a block, or a group of blocks
     llm.blocks().save("blocks.png")
 
-In a notebook it shows itself. Block 0 is not drawn, see `NULL_BLOCK`. A block is drawn as its first kind that holds:
+In a notebook it shows itself. Where the engine sees, blocks with tokens of a picture are hatched, and the encoder cache
+and the pictures are below. Block 0 is not drawn, see `NULL_BLOCK`. A block is drawn as its first kind that holds:
 shared by several requests, held by one request, cached (free, but its content can be reused), free.
 """
 
@@ -12,12 +13,15 @@ import math
 import shutil
 import string
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.messages import CACHED, FREE, SHARED, KVBlockMap
 from jaxpaged.tools.pictures import canvas
+from jaxpaged.tools.pictures.cells import draw_cells, grouped, html_cell
+
+if TYPE_CHECKING:
+    from jaxpaged.tools.pictures.seen_pictures import SeenPictures, Thumbnails
 
 CHARACTERS = {FREE: ".", CACHED: "+", SHARED: "#"}
 NAMES = {FREE: "free", CACHED: "cached, reusable", SHARED: "shared by several requests"}
@@ -52,13 +56,26 @@ def color_of(kind: int) -> str:
 
 class BlockMap:
     """The KV cache at one moment. `kinds[i]` is what block i + 1 is: the index of its owner, SHARED, CACHED or FREE.
-    Owners are requests, and behind them reasons for which blocks are held without one."""
+    Owners are requests, and behind them reasons for which blocks are held without one. `thumbnails` has small
+    pictures by their keys."""
 
-    def __init__(self, blocks: KVBlockMap):
+    def __init__(self, blocks: KVBlockMap, thumbnails: "Thumbnails | None" = None):
         self.block_size = blocks.block_size
         self.request_ids = list(blocks.request_ids)
         self.holds = list(blocks.holds)
         self.kinds = blocks.kinds.tolist()
+        self.seen: Any = None  # SeenPictures, where the engine sees
+        if blocks.picture is not None:
+            from jaxpaged.tools.pictures.seen_pictures import SeenPictures
+
+            self.seen = SeenPictures(blocks, thumbnails)
+
+    @property
+    def cells(self) -> list[tuple[int, bool]]:
+        """Of each block what it is, and whether it has tokens of a picture."""
+        if self.seen is None:
+            return [(kind, False) for kind in self.kinds]
+        return [(kind, number >= 0) for kind, number in zip(self.kinds, self.seen.of_block, strict=True)]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,7 +94,8 @@ class BlockMap:
         lines = [cells[i : i + width] for i in range(0, len(cells), width)]
         legend = [f"{character_of(kind)} {label}" for kind, label in self.legend()]
         scale = f"one character is {count_of(group, 'block')} of {self.block_size} tokens"
-        return "\n".join([*lines, "", scale, NULL_BLOCK, *legend])
+        pictures = [] if self.seen is None else self.seen.text(width, max_lines)
+        return "\n".join([*lines, "", scale, NULL_BLOCK, *legend, *pictures])
 
     def legend(self) -> list[tuple[int, str]]:
         """(kind, words and number of blocks), requests first; only the first few of many requests."""
@@ -102,12 +120,18 @@ class BlockMap:
     def _repr_html_(self) -> str:
         """Coloured cells, with the request as a tooltip; needs no matplotlib."""
         group = max(-(-len(self.kinds) // MAX_CELLS), 1)
-        cells = "".join(html_cell(kind, self._title(kind)) for kind in grouped(self.kinds, group))
-        legend = " &nbsp; ".join(f"{html_cell(kind, '')} {html.escape(label)}" for kind, label in self.legend())
+        cells = "".join(
+            html_cell(color_of(kind), self._title(kind), striped=striped)
+            for kind, striped in grouped(self.cells, group)
+        )
+        legend = " &nbsp; ".join(
+            f"{html_cell(color_of(kind), '')} {html.escape(label)}" for kind, label in self.legend()
+        )
         scale = f"{count_of(len(self.kinds), 'KV block')} of {self.block_size} tokens"
         scale += f"; a cell is {group} blocks" if group > 1 else ""
         words = f"{scale}; {NULL_BLOCK}"
-        return f'<div style="line-height:13px;max-width:900px">{cells}</div><p>{words}</p><p>{legend}</p>'
+        seen = "" if self.seen is None else self.seen.html()
+        return f'<div style="line-height:13px;max-width:900px">{cells}</div><p>{words}</p><p>{legend}</p>{seen}'
 
     def _title(self, kind: int) -> str:
         return NAMES[kind] if kind < 0 else " ".join(self.owner(kind))
@@ -123,20 +147,8 @@ class BlockMap:
         return f"{what} {name if len(name) <= MAX_NAME_LENGTH else f'{name[: MAX_NAME_LENGTH - 1]}…'}"
 
 
-def grouped(kinds: Sequence[int], group: int) -> list[int]:
-    """What most blocks of each group of neighbours are."""
-    if group == 1:
-        return list(kinds)
-    return [Counter(kinds[i : i + group]).most_common(1)[0][0] for i in range(0, len(kinds), group)]
-
-
 def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def html_cell(kind: int, title: str) -> str:
-    style = f"display:inline-block;width:11px;height:11px;margin:1px;background:{color_of(kind)}"
-    return f'<span title="{html.escape(title)}" style="{style}"></span>'
 
 
 # ---- drawn with matplotlib -------------------------------------------------------------------------
@@ -145,15 +157,20 @@ def html_cell(kind: int, title: str) -> str:
 def draw_blocks(blocks: BlockMap) -> Any:
     """A matplotlib figure."""
     group = max(-(-len(blocks.kinds) // MAX_CELLS), 1)
-    cells = grouped(blocks.kinds, group)
+    cells = grouped(blocks.cells, group)
     columns = -(-math.ceil(math.sqrt(max(len(cells), 1) * ASPECT)) // 8) * 8
     lines = max(-(-len(cells) // columns), 1)
     legend_lines = -(-len(blocks.legend()) // LEGEND_COLUMNS)
-    figure = canvas.new_figure(11, 10.4 * lines / columns + 1.5 + INCHES_A_LINE * legend_lines)
-    axes = figure.subplots()
-    draw_cells(axes, cells, columns, lines)
+    height = 10.4 * lines / columns + 1.5 + INCHES_A_LINE * legend_lines
+    if blocks.seen is None:
+        figure = canvas.new_figure(11, height)
+        axes = figure.subplots()
+    else:
+        figure, axes = figure_with_pictures(blocks.seen, height, columns, [striped for _, striped in cells])
+    kinds = [kind for kind, _ in cells]
+    draw_cells(axes, [color_of(kind) for kind in kinds], columns)
     if columns <= MAX_LETTER_COLUMNS:
-        draw_letters(axes, cells, columns)
+        draw_letters(axes, kinds, columns)
     label_blocks(axes, columns, lines, group)
     title = f"{count_of(len(blocks.kinds), 'KV block')} of {blocks.block_size} tokens, "
     title += f"{count_of(len(blocks.request_ids), 'running request')}"
@@ -165,18 +182,16 @@ def draw_blocks(blocks: BlockMap) -> Any:
     return figure
 
 
-def draw_cells(axes: Any, cells: list[int], columns: int, lines: int) -> None:
-    """Cells from the upper left, line by line; the axes count blocks."""
-    from matplotlib.colors import to_rgb
+def figure_with_pictures(seen: "SeenPictures", height: float, columns: int, striped: list[bool]) -> tuple[Any, Any]:
+    """A figure with the encoder cache and pictures below, and its axes for blocks, on which some are hatched."""
+    from jaxpaged.tools.pictures.seen_pictures import draw_below, hatch_blocks, height_below
 
-    padded = [*map(color_of, cells), *["white"] * (columns * lines - len(cells))]
-    image = [[to_rgb(color) for color in padded[i * columns : (i + 1) * columns]] for i in range(lines)]
-    axes.imshow(image, interpolation="nearest", aspect="equal")
-    axes.set_xticks([x - 0.5 for x in range(columns + 1)], minor=True)
-    axes.set_yticks([y - 0.5 for y in range(lines + 1)], minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.2 if columns < 70 else 0.6)
-    axes.tick_params(which="both", length=0, labelsize=9, colors=canvas.INK)
-    axes.spines[:].set_visible(False)
+    below = height_below(seen, columns)
+    figure = canvas.new_figure(11, height + sum(below))
+    axes, *others = figure.subplots(3, 1, height_ratios=(height, *below))
+    hatch_blocks(axes, striped, columns)
+    draw_below(others, seen, columns)
+    return figure, axes
 
 
 def label_blocks(axes: Any, columns: int, lines: int, group: int) -> None:
