@@ -449,7 +449,10 @@ class RequestMetrics(Result, gc=False):
 
 
 class RequestOutput(Result, gc=False):
-    """The result of one prompt: `outputs` holds `n` sequences, ordered by index."""
+    """The result of one prompt: `outputs` holds `n` sequences, ordered by index.
+
+    `mm_hashes` has the keys of a prompt's pictures in hexadecimal, in order, under "image"; None without any.
+    """
 
     request_id: str
     prompt: str | None
@@ -462,3 +465,4 @@ class RequestOutput(Result, gc=False):
     error: str | None = None
     lora_request: Any = None
     kv_transfer_params: dict[str, Any] | None = None
+    mm_hashes: dict[str, list[str]] | None = None

@@ -37,7 +37,7 @@ from jaxpaged.entrypoints.batches import (
     with_output_kind,
     with_processor_kwargs,
 )
-from jaxpaged.entrypoints.notebook import markers_of, show_results_in_notebooks
+from jaxpaged.entrypoints.notebook import show_results_of
 from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError
 from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_interrupts
@@ -78,7 +78,7 @@ class LLM(EngineControl):
             self._take(LLMEngine.from_config(EngineConfig.from_options(model=model, **options), report))
         finally:
             loading.close()
-        show_results_in_notebooks(markers_of(self.llm_engine.input_processor.tokenizer))
+        show_results_of(self.llm_engine.input_processor)
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> "LLM":
@@ -497,7 +497,7 @@ class LLM(EngineControl):
         """Who holds which KV block now. It shows itself in notebooks, prints as text, and `save(path)` draws it."""
         from jaxpaged.tools.pictures.block_map import BlockMap
 
-        return BlockMap(self.block_map())
+        return BlockMap(self.block_map(), self.llm_engine.input_processor.pictures)
 
     def stats(self) -> "EngineStats":
         """What the engine did so far, in a few lines for people; `get_metrics` is for programs."""

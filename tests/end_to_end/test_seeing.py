@@ -12,6 +12,7 @@ import pytest
 
 from jaxpaged import LLM, AsyncLLM, SamplingParams
 from jaxpaged.config import EngineConfig
+from jaxpaged.entrypoints import notebook
 from jaxpaged.errors import RequestError
 from tests.models.seeing_folder import NUM_EMBEDS, write_seeing_folder
 from tests.multimodal.drawn import drawn, encoded
@@ -91,6 +92,25 @@ def test_a_bad_picture_of_a_batch_is_named_and_nothing_of_it_runs_on(llm):
     with pytest.raises(RequestError, match="prompt 1: multi_modal_data.image is no picture"):
         llm.generate([prompt_of(PICTURES[0]), prompt_of(b"bad")], GREEDY)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_results_and_blocks_show_pictures_in_notebooks(llm):
+    (output,) = llm.chat([chat_of(PICTURES[0], PICTURES[1])], GREEDY)
+    assert len(set(output.mm_hashes["image"])) == 2
+    intake = llm.llm_engine.input_processor.pictures
+    shown = notebook.output_html(output, intakes=[intake])
+    assert shown.count('<img src="data:image/png;base64,') == 2 and 'title="picture 2"' in shown
+    assert "[picture 1] [picture 2]" in notebook.output_html(output)
+    (text,) = llm.generate("what", GREEDY)
+    assert text.mm_hashes is None and "picture" not in notebook.output_html(text, intakes=[intake])
+    stream = llm.stream(chat_of(PICTURES[0]), GREEDY)
+    next(stream)
+    blocks = llm.blocks()
+    stream.close()
+    key = output.mm_hashes["image"][0]
+    assert f"({key[:8]}): KV blocks" in repr(blocks)
+    assert "repeating-linear-gradient" in blocks._repr_html_() and "<img" in blocks._repr_html_()
+    assert "repeating-linear-gradient" not in llm.blocks()._repr_html_(), "no request holds a block of it"
 
 
 def test_a_model_without_eyes_imports_nothing_that_decodes():

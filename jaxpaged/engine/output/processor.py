@@ -13,7 +13,7 @@ from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.observability.metrics import EngineMetrics, FinishedSequence
 from jaxpaged.engine.observability.tracing import RequestTracer, checked_headers
 from jaxpaged.engine.output.logprobs import LatePromptLogprobs, prompt_logprob_dicts
-from jaxpaged.engine.output.prompt_state import PromptState, SequenceState
+from jaxpaged.engine.output.prompt_state import PromptState, PromptWithPictures, SequenceState
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.state import PooledPrompt, PooledSequence
 from jaxpaged.errors import RequestError
@@ -101,7 +101,8 @@ class OutputProcessor:
         if request.pooling_params is not None:
             assert self._pooler is not None, "input processors without a pooler refuse such requests"
             return PooledPrompt(request, text, [PooledSequence(children[0], 0, self._tokenizer)], self._pooler)
-        return PromptState(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
+        kind = PromptWithPictures if request.mm_features else PromptState
+        return kind(request, text, [SequenceState(each, i, self._tokenizer) for i, each in enumerate(children)])
 
     def shutdown(self) -> None:
         """Send the spans that are left; prompts under way get none."""

@@ -233,3 +233,17 @@ class PromptState:
             self.metrics,
             self.num_cached_tokens,
         )
+
+
+class PromptWithPictures(PromptState):
+    """One whose first and last results, and those in between that are not mere growth, name its pictures."""
+
+    def __init__(self, request: EngineCoreRequest, text: str | None, sequences: Sequence[SequenceState]):
+        super().__init__(request, text, sequences)
+        self._mm_hashes = {"image": [feature.key.hex() for feature in request.mm_features]}
+
+    def output(self, changed: Sequence[int]) -> RequestOutput | None:
+        result = super().output(changed)
+        if result is not None:
+            result.mm_hashes = self._mm_hashes
+        return result
