@@ -18,8 +18,23 @@ import jaxpaged
 
 IMPORT = re.compile(r"^from vllm(?:\.[\w.]+)? import (\((?:[^)]*)\)|[^\n]*)", re.MULTILINE)
 MODEL = re.compile(r"\bmodel=(\"[^\"]*\"|'[^']*')")
-STAND_INS = {"print_embeddings": "def print_embeddings(values, **_):\n    print(len(values), list(values[:4]))"}
-"""What only prints, and is no part of vLLM's interface: a replacement."""
+STAND_INS = {
+    "print_embeddings": "def print_embeddings(values, **_):\n    print(len(values), list(values[:4]))",
+    "convert_image_mode": "def convert_image_mode(image, mode):\n    return image.convert(mode)",
+    "ImageAsset": """\
+class ImageAsset:
+    def __init__(self, name):
+        from PIL import Image, ImageDraw
+        self.pil_image = Image.new("RGB", (320, 320), "white")
+        ImageDraw.Draw(self.pil_image).ellipse((60, 60, 200, 200), (220, 40, 40))""",
+    "encode_image_url": """\
+def encode_image_url(image):
+    import base64, io
+    image.save(file := io.BytesIO(), "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()""",
+}
+"""What only prints, or brings vLLM's own pictures from the network, and is no part of its interface: a replacement. The
+picture is a red circle on white."""
 
 
 def changed(source: str, model: str) -> tuple[str, list[str]]:

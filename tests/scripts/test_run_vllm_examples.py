@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_vllm_examples.py"
 spec = importlib.util.spec_from_file_location("run_vllm_examples", SCRIPT)
 runner = importlib.util.module_from_spec(spec)
@@ -37,3 +39,55 @@ def test_a_script_runs_or_says_why_not(tmp_path):
     bad.write_text("from vllm import EngineArgs\nEngineArgs(model='x', nonsense=1)\n")
     assert runner.verdict(good, "demo", 60) == "unchanged"
     assert "unknown option 'nonsense'" in runner.verdict(bad, "demo", 60)
+
+
+SEES = """\
+from dataclasses import asdict
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.assets.image import ImageAsset
+from vllm.multimodal.image import convert_image_mode
+from vllm.multimodal.utils import encode_image_url
+
+QUESTIONS = ["What is in the picture?", "What colour is it?"]
+ANSWERS = ["A red circle.", "It is red."]
+args = EngineArgs(
+    model="google/gemma-3-4b-it",
+    max_model_len=256,
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    mm_processor_kwargs={"do_pan_and_scan": False},
+    limit_mm_per_prompt={"image": 1},
+    mm_processor_cache_gb=1,
+)
+image = convert_image_mode(ImageAsset("cherry_blossom").pil_image, "RGB")
+marked = "<start_of_turn>user\\n<start_of_image>{}<end_of_turn>\\n<start_of_turn>model\\n"
+params = SamplingParams(temperature=0.0, max_tokens=24)
+with LLM(**asdict(args)) as llm:
+    one = {"prompt": marked.format(QUESTIONS[0]), "multi_modal_data": {"image": image}}
+    assert llm.generate(one, params)[0].outputs[0].text == ANSWERS[0]
+    batch = [
+        {
+            "prompt": marked.format(question),
+            "multi_modal_data": {"image": image},
+            "multi_modal_uuids": {"image": "circle"},
+        }
+        for question in QUESTIONS
+    ]
+    assert [output.outputs[0].text for output in llm.generate(batch, sampling_params=params)] == ANSWERS
+    parts = [
+        {"type": "text", "text": QUESTIONS[0]},
+        {"type": "image_url", "image_url": {"url": encode_image_url(image)}},
+    ]
+    conversation = [{"role": "user", "content": parts[::-1]}]
+    outputs = llm.chat(conversation, sampling_params=params, use_tqdm=False)
+    assert outputs[0].outputs[0].text == ANSWERS[0]
+    assert llm.chat([{"role": "user", "content": parts}], params)[0].outputs[0].text
+"""
+
+
+@pytest.mark.slow
+def test_what_examples_with_pictures_show_runs_on_the_embedded_model_that_sees(tmp_path):
+    """A batch by `multi_modal_data`, uuids, and chats with `image_url`, in our own words."""
+    script = tmp_path / "sees.py"
+    script.write_text(SEES, encoding="utf-8")
+    assert runner.verdict(script, "demo-vision", 300) == "unchanged"
