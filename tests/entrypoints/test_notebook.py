@@ -2,6 +2,7 @@ import html
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxpaged.engine.input.tokenizer import load_tokenizer
@@ -15,6 +16,16 @@ def result(**changes):
     for name, value in changes.items():
         setattr(output, name, value)
     return output
+
+
+class OnePicture:
+    """What has the pictures of a model: one."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def thumbnail(self, key):
+        return np.zeros((2, 3, 3), np.uint8) if key == self.key else None
 
 
 def test_a_result_shows_prompt_answer_and_facts():
@@ -84,12 +95,16 @@ def test_inside_ipython_results_are_registered_once():
 
     shell = InteractiveShell.instance()
     try:
-        for marker in ("<one>", "<two>"):
-            notebook.show_results_in_notebooks([marker])
+        intakes = [OnePicture(b"a"), OnePicture(b"b")]
+        for marker, intake in zip(("<one>", "<two>"), intakes, strict=True):
+            notebook.show_results_in_notebooks([marker], intake)
         format = shell.display_formatter.format
         assert "the cat" in format(result(prompt="the cat"))[0]["text/html"]
         assert "the cat" in format([result(prompt="the cat")])[0]["text/html"]
         assert "user: cat" in format(result(prompt="<one>user\ncat<two>"))[0]["text/html"], "markers of both models"
+        seen = [result(prompt="x", mm_hashes={"image": [key.hex() for key in (b"a", b"b", b"c")]})]
+        assert format(seen)[0]["text/html"].count("<img src=") == 2, "pictures of both models"
+        assert "[picture 3]" in format(seen[0])[0]["text/html"]
         assert "text/html" not in format([1, 2])[0]
     finally:
         InteractiveShell.clear_instance()
