@@ -139,8 +139,9 @@ class EngineCore(EngineCoreClient):
         Raises RequestError when it can never fit the KV cache, and while its id is in use: until `step` has returned
         the last that another one of this id said, or that one was aborted.
         """
-        is_told = any(output.request_id == request.request_id for output in self._outputs)
-        if is_told or request.request_id in self.pixels.waiting_ids:
+        is_known = any(output.request_id == request.request_id for output in self._outputs)
+        is_known = is_known or request.request_id in self.pixels.waiting
+        if is_known or (self.embeds is not None and request.request_id in self.embeds.waiting):
             what = f"request id {request.request_id!r} is in use: its results were not taken. Choose another."
             raise RequestError(what, "request_id")
         if self._encodes_only:  # it ends where a token would be drawn
