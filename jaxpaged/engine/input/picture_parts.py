@@ -5,12 +5,14 @@ What requests say of pictures is here, too. Nothing is read or decoded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.budget import MakeRoom
 from jaxpaged.multimodal.sources import PictureSource, is_picture_part, source_of_part
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.input.tokenizer import Truncation  # tokenizers are slow to import, and commands look at parts
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def refuse_pictures(messages: Any, why: str) -> None:
         raise RequestError(f"{place} is a picture, or another medium, but {why}. Leave it out.", place)
 
 
-def check_not_cut(token_ids: Sequence[int], truncation: Truncation, room: int) -> None:
+def check_not_cut(token_ids: Sequence[int], truncation: "Truncation", room: int) -> None:
     """Raise RequestError where a prompt with pictures would be cut."""
     keep = truncation.length(room)
     if keep is not None and len(token_ids) > keep:

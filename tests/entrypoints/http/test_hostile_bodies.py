@@ -39,6 +39,7 @@ BODIES = {
     "/classify": TEXTS,
     "/score": {"text_1": "the cat ü", "text_2": ["a", "sat"]},
     "/rerank": {"query": "the cat ü", "documents": ["a", {"text": "sat"}], "top_n": 1},
+    "/v1/images/inspect": {"images": ["data:image/png;base64,ü"]},
 }
 POOLING = ("/score", "/rerank", "/v1/embeddings", "/pooling")
 ALIASES = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}

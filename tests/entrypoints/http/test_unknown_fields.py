@@ -34,7 +34,7 @@ def test_an_unknown_field_that_asks_for_something_is_refused_by_its_name(asked, 
         assert name in answer.error["message"] and answer.error.get("param", name) == name
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [each for each in PATHS if each != "/v1/images/inspect"])  # this engine sees nothing
 @pytest.mark.parametrize("nothing", [None, False, "", [], {}, 0])
 def test_one_that_asks_for_nothing_passes(asked, path, nothing):
     """As clients send it that write all fields they know, with null for those that were not set."""
