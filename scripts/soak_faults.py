@@ -182,7 +182,7 @@ class Faults:
                 if made.poll(0):
                     kind, *frames = made.recv_multipart()
                     if kind == wire.ANSWER:
-                        return FrameDecoder(CALLS[name].answer_type()).decode(frames[1:])
+                        return FrameDecoder(CALLS[name].result_type()).decode(frames[1:])
                 await asyncio.sleep(0.01)
         raise TimeoutError(f"the core does not answer {name}")
 

@@ -131,7 +131,7 @@ def test_mixes(engine):
 @pytest.mark.parametrize(
     "options",
     [
-        {"deterministic": True},
+        pytest.param({"deterministic": True}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"}, marks=pytest.mark.exhaustive),
     ],

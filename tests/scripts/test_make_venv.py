@@ -1,5 +1,6 @@
 """`make-venv` and `demo` over a Python that installs nothing: what they say while they work, and what they hand on."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_a_failed_installation_is_told_with_its_log(run, tmp_path):
 @pytest.mark.slow
 def test_a_long_installation_says_how_far_it_is(run):
     told = run("make-venv", seconds="16").stderr
-    assert "15 s: 2 packages are found or downloaded" in told and "30 s: 2 of 3 packages are installed" in told
+    assert re.search("1[5-9] s: 2 packages are found or downloaded", told)
+    assert re.search("3[0-4] s: 2 of 3 packages are installed", told)
 
 
 def test_the_demo_says_what_happens_before_the_first_word(run):
