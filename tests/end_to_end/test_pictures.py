@@ -267,6 +267,7 @@ def test_mixes_bit_by_bit_with_drafts_and_over_devices(folder, options):
         engine.executor.shutdown()
 
 
+@pytest.mark.exhaustive
 def test_three_positions_for_every_chunk(tmp_path):
     """Transformers' logits of pictures of any size, which may be cut between steps, and the tokens behind them."""
     name = "qwen2_5_vl"
