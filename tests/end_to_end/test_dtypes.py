@@ -19,6 +19,7 @@ choices = lambda section, name: section.__dataclass_fields__[name].metadata["cho
 DTYPES = [name for name in choices(ModelConfig, "dtype") if name != "auto"]
 # Nearly all other tests are in float32.
 RARE_TYPES = [pytest.param(name, marks=pytest.mark.slow) if name == "float32" else name for name in DTYPES]
+MOST_TYPES = [pytest.param(name, marks=pytest.mark.exhaustive) if name == "float16" else name for name in DTYPES]
 BACKENDS = [name for name in choices(CompileConfig, "attention_backend") if backends("cpu").get(name) is None]
 QUICK = [name for name in BACKENDS if not name.endswith("-interpret") and name != "auto"]
 # One forward program of one size: that a type is taken is seen in any.
@@ -120,7 +121,7 @@ def test_every_program_of_a_sampler_is_compiled_in_every_type(drafts, dtype, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", MOST_TYPES)
 @pytest.mark.parametrize("kind", OF_DEVICES)
 def test_every_type_generates_on_several_devices(kind, dtype, tmp_path):
     name, options = OF_DEVICES[kind]
@@ -128,7 +129,7 @@ def test_every_type_generates_on_several_devices(kind, dtype, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float32"])  # goldens are of that
+@pytest.mark.parametrize("dtype", [name for name in MOST_TYPES if name != "float32"])  # goldens are of that
 @pytest.mark.parametrize("name", [name for name in (*NAMES, *OTHERS) if name not in ("llama", "mixtral")])
 def test_every_architecture_generates_in_every_type(name, dtype, tmp_path):
     check_generates(name, tmp_path, dtype=dtype, block_size=8)
