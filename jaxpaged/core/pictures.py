@@ -43,7 +43,6 @@ class Pictures:
         self._num_left = 0  # embeddings that it may still encode
         self._encoded: dict[EncodedPicture, MultiModalFeature] = {}
         self._taken: dict[Request, list[int]] = {}
-        self._num_found = 0
         self._lacks_now: Request | None = None
 
     # ---- a step --------------------------------------------------------------------------------
@@ -183,8 +182,8 @@ class Pictures:
         made_room, self._made_room = self._made_room, False
         if len(running) + self.longest <= most:
             return tuple(running), most
-        prompts = [each for each in running if is_prompt(each)]
-        decoding = [each for each in running if not is_prompt(each)]
+        prompts = [each for each in running if each.is_computing_prompt]
+        decoding = [each for each in running if not each.is_computing_prompt]
         if next_waiting is not None:
             prompts.append(next_waiting)
         oldest = min(prompts, key=self._age, default=None)
@@ -250,11 +249,6 @@ class Pictures:
         assert not self._encoded and not self._taken, "a step was begun, and never scheduled"
         assert set(self._held) <= set(requests)
         self.cache.check_integrity(Counter(each for held in self._held.values() for each in held.values()))
-
-
-def is_prompt(request: Request) -> bool:
-    """Whether a running request lacks more than its newest token."""
-    return request.num_tokens_with_placeholders > request.num_computed_tokens + 1
 
 
 def end_of(feature: MultiModalFeature) -> int:

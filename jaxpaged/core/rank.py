@@ -421,7 +421,7 @@ class PipelineMicrobatches:
         decoding = [each for each in running if is_decoding(each)]
         share = -(-len(decoding) // self._num_stages)
         ready = [each for each in decoding if self._num_steps - last[each.request_id] >= self._num_stages]
-        if not ready and not any(map(is_computing_prompt, running)):
+        if not ready and not any(each.is_computing_prompt for each in running):
             ready = decoding
         ready.sort(key=lambda each: last[each.request_id])
         waiting = set(decoding).difference(ready[:share])
@@ -433,8 +433,3 @@ def is_decoding(request: Request) -> bool:
     """Whether a request lacks one token only, and is not about to end with it."""
     num_known = request.num_tokens_with_placeholders
     return num_known <= request.num_computed_tokens + 1 and num_known < request.max_total_tokens
-
-
-def is_computing_prompt(request: Request) -> bool:
-    """Whether a request lacks more than its newest token."""
-    return request.num_tokens_with_placeholders > request.num_computed_tokens + 1

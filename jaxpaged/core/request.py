@@ -154,6 +154,11 @@ class Request:
         return self.num_tokens_with_placeholders - len(self.all_token_ids)
 
     @property
+    def is_computing_prompt(self) -> bool:
+        """Whether it lacks more than its newest token."""
+        return self.num_tokens_with_placeholders > self.num_computed_tokens + 1
+
+    @property
     def num_confirmed_tokens(self) -> int:
         """Tokens that are computed, or will be by steps in flight, however few tokens these give."""
         return min(self.num_computed_tokens, len(self.all_token_ids) - 1)

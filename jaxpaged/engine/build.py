@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig, ModelFacts
+from jaxpaged.config.hf_overrides import overridden
 from jaxpaged.config.speculation import checked_speculation, draft_model_of
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.engine.core import EngineCore
@@ -29,7 +30,7 @@ from jaxpaged.executor.base import Executor
 from jaxpaged.executor.uniproc import UniProcExecutor, platform
 from jaxpaged.messages import Progress
 from jaxpaged.models import eagle3
-from jaxpaged.models.config import DecoderConfig, load_hf_config, overridden
+from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.eagle3 import EAGLE3
 from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import CheckpointError, ConfigError
+from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.linear import XLA
 from jaxpaged.layers.mlp import Activation
@@ -322,38 +322,6 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
     refuse_adapter(Path(folder))
     refuse_quantised_folder(Path(folder), hf)
     return hf
-
-
-READ_ELSEWHERE = {
-    "eos_token_id": "override_generation_config, or stop_token_ids of a request",
-    **dict.fromkeys(("temperature", "top_k", "top_p", "repetition_penalty"), "override_generation_config"),
-    **dict.fromkeys(
-        (
-            "id2label",
-            "num_labels",
-            "problem_type",
-            "is_matryoshka",
-            "matryoshka_dimensions",
-            "sentence_transformers",
-            "sbert_ce_default_activation_function",
-        ),
-        "pooler_config, or change config.json in a copy of the folder",
-    ),
-}
-"""Fields that the front end reads from the file: what to use in place of an override."""
-
-
-def overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json with fields replaced, those of an object inside it one by one. Raises ConfigError
-    for fields that are read elsewhere, too."""
-    for name in overrides.keys() & READ_ELSEWHERE.keys():
-        raise ConfigError(f"hf_overrides sets {name}, which it cannot. Use {READ_ELSEWHERE[name]}.")
-    merged = dict(hf)
-    for name, value in overrides.items():
-        before = hf.get(name)
-        inner = isinstance(before, dict) and isinstance(value, Mapping)
-        merged[name] = overridden(before, value) if inner else value
-    return merged
 
 
 def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float = 1e-6) -> dict[str, Any]:

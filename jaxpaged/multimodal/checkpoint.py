@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxpaged.config.hf_overrides import overridden
 from jaxpaged.encoding.cbor import encode_cbor
 from jaxpaged.multimodal.processors import FAMILIES, load_settings, read_object
 
@@ -20,22 +21,13 @@ class PictureConfigs(NamedTuple):
 
 
 def picture_configs(folder: Path, overrides: Mapping[str, Any] | None = None) -> PictureConfigs | None:
-    """None: the model takes text only. Raises CheckpointError for files that cannot be read."""
-    config = with_overrides(read_object(folder / "config.json") or {}, overrides or {})
+    """None: the model takes text only. Raises CheckpointError for files that cannot be read, and
+    ConfigError for fields that cannot be replaced."""
+    config = overridden(read_object(folder / "config.json") or {}, overrides or {})
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES or not config.get("vision_config"):
         return None
     return PictureConfigs(config, load_settings(folder))
-
-
-def with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields replaced, those of an object inside one by one."""
-    merged = dict(values)
-    for name, value in overrides.items():
-        before = merged.get(name)
-        inner = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[name] = with_overrides(before, value) if inner else value  # type: ignore[arg-type]
-    return merged
 
 
 def model_identity(folder: Path, configs: PictureConfigs) -> str:

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.hf_overrides import overridden
 from jaxpaged.engine.build import check_same_tokens, read_model, resolve_model, with_draft_model
 from jaxpaged.errors import CheckpointError, ConfigError
-from jaxpaged.models.config import overridden
 from jaxpaged.params.checkpoint import check_entries, entries_of_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 from tests.models.checkpoints import write_checkpoint

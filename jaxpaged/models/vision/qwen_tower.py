@@ -17,7 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Mlp, gated_mlp
@@ -25,10 +25,9 @@ from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, inverse_frequencies
 from jaxpaged.models.vision.attention import attend_patches
 from jaxpaged.models.vision.interface import EncoderBatch
-from jaxpaged.models.vision.parts import Block, Heads, LayerNorm, block, layer_norm, numbers
+from jaxpaged.models.vision.parts import Block, Heads, LayerNorm, block, layer_norm, numbers, on_devices
 from jaxpaged.models.vision.qwen_config import QwenVisionConfig
 from jaxpaged.models.vision.qwen_packing import ORDER, PICTURES, PLACES, POSITIONS, SHARES, WINDOWS
-from jaxpaged.params.sharding import MODEL_AXES
 
 
 @struct.dataclass
@@ -130,10 +129,3 @@ def norm(x_PX: jax.Array, p: Norm | LayerNorm, config: QwenVisionConfig) -> jax.
     if isinstance(p, LayerNorm):
         return layer_norm(x_PX, p, config.norm_eps)
     return rms_norm(x_PX, p, NormConfig(config.norm_eps))
-
-
-def on_devices(x_PX: jax.Array, mesh: Mesh | AbstractMesh | None) -> jax.Array:
-    """The same, patches split over the devices of the mesh, if there is one that can share them."""
-    if mesh is None or len(x_PX) % mesh.size:
-        return x_PX
-    return jax.lax.with_sharding_constraint(x_PX, NamedSharding(mesh, PartitionSpec(MODEL_AXES)))
