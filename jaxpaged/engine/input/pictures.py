@@ -27,7 +27,7 @@ from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
 from jaxpaged.multimodal.pictures import data_url_bytes, image_pixels
 from jaxpaged.multimodal.processes import KeyedPicture, PictureProcesses
 from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
-from jaxpaged.multimodal.processors import processor_of
+from jaxpaged.multimodal.processors import processor_of, with_engine_options
 from jaxpaged.multimodal.processors.base import PictureLayout, Processor
 from jaxpaged.multimodal.sources import PictureSource
 from jaxpaged.multimodal.thumbnails import thumbnail
@@ -88,7 +88,7 @@ class PictureIntake:
         self._identity = identity
         self.limits = PictureLimits()
         self._base: Processor = processor_of(hf_config, preprocessor_config)
-        self.processor = self._with_engine_options()
+        self.processor = with_engine_options(self._base, config.mm_processor_kwargs)
         self.placeholders = Placeholders(tokenizer, self.processor)
         self.cache = ProcessorCache(int(config.mm_processor_cache_gb * GIB))
         self.budget = ByteBudget(int(config.mm_bytes_in_flight_gb * GIB), self.cache.evict)
@@ -106,14 +106,6 @@ class PictureIntake:
         self._processed_bytes = int(np.prod(largest.pixels_shape))  # as a rule, the most
         self._under_way: dict[bytes, Future[KeyedPicture]] = {}
         self._lock = threading.Lock()
-
-    def _with_engine_options(self) -> Processor:
-        if not self.config.mm_processor_kwargs:
-            return self._base
-        try:
-            return self._base.with_options(self.config.mm_processor_kwargs, "mm_processor_kwargs")
-        except RequestError as error:
-            raise ConfigError(str(error)) from None
 
     @property
     def is_on(self) -> bool:
@@ -147,22 +139,23 @@ class PictureIntake:
 
     def _wanted(self, options: PictureOptions) -> "Wanted":
         """How the pictures of a request are processed. Raises RequestError."""
-        kwargs = {**self.config.mm_processor_kwargs, **(options.processor_kwargs or {})}
-        processor = self.processor
-        if options.processor_kwargs:
-            processor = self._base.with_options(kwargs, "mm_processor_kwargs")
+        kwargs, processor = self._with(options.processor_kwargs)
         try:
             background = background_of(options.io_kwargs) if options.io_kwargs else self.config.background
         except ConfigError as error:
             raise RequestError(str(error), "media_io_kwargs") from None
-        return Wanted(kwargs, {**processor.options, "background": list(background)}, background, options.salt)
+        return Wanted(kwargs, options_on(processor.options, background), background, options.salt)
+
+    def _with(self, processor_kwargs: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Processor]:
+        """All options that a request with these has, and its processor. Raises RequestError."""
+        if not processor_kwargs:
+            return self.config.mm_processor_kwargs, self.processor
+        kwargs = {**self.config.mm_processor_kwargs, **processor_kwargs}
+        return kwargs, self._base.with_options(kwargs, "mm_processor_kwargs")
 
     def inspect(self, data: bytes, field: str, processor_kwargs: Mapping[str, Any] | None = None) -> "InspectedPicture":
         """What a file's picture will be, from its bytes and its header. Nothing is decoded. Raises RequestError."""
-        processor = self.processor
-        if processor_kwargs:
-            kwargs = {**self.config.mm_processor_kwargs, **processor_kwargs}
-            processor = self._base.with_options(kwargs, "mm_processor_kwargs")
+        _, processor = self._with(processor_kwargs)
         width, height = picture_size(data, field, self.limits)
         layout = processor.layout(width, height, field)
         options = options_on(processor.options, self.config.background)

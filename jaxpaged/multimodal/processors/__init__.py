@@ -50,7 +50,11 @@ def load_processor(folder: Path, config: Mapping[str, Any], options: Mapping[str
 
     Raises CheckpointError for files that cannot be used, and ConfigError for options.
     """
-    processor = processor_of(config, load_settings(folder))
+    return with_engine_options(processor_of(config, load_settings(folder)), options)
+
+
+def with_engine_options(processor: Processor, options: Mapping[str, Any]) -> Processor:
+    """The processor with the `mm_processor_kwargs` of an engine. Raises ConfigError."""
     try:
         return processor.with_options(options, "mm_processor_kwargs") if options else processor
     except RequestError as error:

@@ -6,7 +6,8 @@ patches.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -138,6 +139,19 @@ def changed(values: Mapping[str, Any], options: Mapping[str, Any], known: Sequen
     return {**values, **options}
 
 
+def remade[Made](
+    family: Callable[[Mapping[str, Any], Mapping[str, Any]], Made],
+    config: Mapping[str, Any],
+    values: Mapping[str, Any],
+    field: str,
+) -> Made:
+    """A processor whose settings a request has changed. Raises RequestError that names `field`."""
+    try:
+        return family(config, values)
+    except BadSetting as problem:
+        raise RequestError(f"{field}: {problem}.", field) from None
+
+
 def normalisation_table(settings: Settings, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
     """float32 [3, 256] by value of a pixel: rescaled in float64, rounded, then normalised in float32.
 
@@ -167,3 +181,33 @@ def merged_patches(pixels_HWC: np.ndarray, side: int, merge: int) -> np.ndarray:
     rows, columns = height // (side * merge), width // (side * merge)
     cells = pixels_HWC.reshape(rows, merge, side, columns, merge, side, 3)
     return cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns * merge**2, 3 * side**2)
+
+
+class PatchProcessor(ABC):
+    """What processors share whose pictures keep their shape. Pixels are uint8 [P, 3 * patch * patch], a patch in the
+    order channel, row, column; `merge` x `merge` neighbours become one token."""
+
+    patch: int
+    merge: int
+    resample: int
+
+    @property
+    def factor(self) -> int:
+        """Both sides of a resized picture are multiples of it: the side of a token in pixels."""
+        return self.patch * self.merge
+
+    @abstractmethod
+    def layout(self, width: int, height: int, field: str) -> PictureLayout:
+        """See `Processor`."""
+
+    def layout_of(self, rows: int, columns: int, placeholder: str) -> PictureLayout:
+        """Of a picture with so many tokens."""
+        pixels_shape = (rows * columns * self.merge**2, 3 * self.patch**2)
+        return PictureLayout(1, rows, columns, pixels_shape, placeholder)
+
+    def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
+        """See `Processor`."""
+        height, width, _ = pixels_HWC.shape
+        layout = self.layout(width, height, field)
+        new_HWC = resized(pixels_HWC, layout.columns * self.factor, layout.rows * self.factor, self.resample)
+        return ProcessedPicture(merged_patches(new_HWC, self.patch, self.merge), layout)

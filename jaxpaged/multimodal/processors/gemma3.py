@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.processors.base import (
     BadSetting,
     PictureLayout,
@@ -17,6 +16,7 @@ from jaxpaged.multimodal.processors.base import (
     Settings,
     changed,
     normalisation_table,
+    remade,
     resized,
 )
 
@@ -73,10 +73,7 @@ class Gemma3Processor:
     def with_options(self, options: Mapping[str, Any], field: str) -> "Gemma3Processor":
         """Options are those of pan and scan. Raises RequestError that names `field`."""
         values = changed(self._values, options, REQUEST_OPTIONS, field)
-        try:
-            return Gemma3Processor(self._config, values)
-        except BadSetting as problem:
-            raise RequestError(f"{field}: {problem}.", field) from None
+        return remade(Gemma3Processor, self._config, values, field)
 
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
         """Any size will do."""

@@ -7,29 +7,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.processors.base import (
     BICUBIC,
     CLIP_MEAN,
     CLIP_STD,
     BadSetting,
+    PatchProcessor,
     PictureLayout,
-    ProcessedPicture,
     Settings,
     changed,
-    merged_patches,
     normalisation_table,
-    resized,
+    remade,
 )
 
 LONGEST = 8192
 REQUEST_OPTIONS = ("size",)
 
 
-class PixtralProcessor:
-    """See `base.Processor`. Pixels are uint8 [P, 3 * patch * patch], a patch in the order channel, row, column."""
+class PixtralProcessor(PatchProcessor):
+    """See `base.Processor`."""
 
     mark = written_mark = placeholder_token = "[IMG]"
     row_break = "[IMG_BREAK]"
@@ -56,11 +52,6 @@ class PixtralProcessor:
             self.height, self.width = size["height"], size["width"]
 
     @property
-    def factor(self) -> int:
-        """Both sides of a resized picture are multiples of it: the side of a token in pixels."""
-        return self.patch * self.merge
-
-    @property
     def options(self) -> dict[str, Any]:
         size = [self.width, self.height]
         return {"patch": self.patch, "merge": self.merge, "resample": self.resample, "size": size}
@@ -72,10 +63,7 @@ class PixtralProcessor:
     def with_options(self, options: Mapping[str, Any], field: str) -> "PixtralProcessor":
         """The only option is `size`. Raises RequestError that names `field`."""
         values = changed(self._values, options, REQUEST_OPTIONS, field)
-        try:
-            return PixtralProcessor(self._config, values)
-        except BadSetting as problem:
-            raise RequestError(f"{field}: {problem}.", field) from None
+        return remade(PixtralProcessor, self._config, values, field)
 
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
         """Any size will do: a picture has at least one token."""
@@ -84,19 +72,7 @@ class PixtralProcessor:
             height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
         rows, columns = math.ceil(height / self.factor), math.ceil(width / self.factor)
         row = self.placeholder_token * columns + self.row_break
-        return PictureLayout(
-            num_items=1,
-            rows=rows,
-            columns=columns,
-            pixels_shape=(rows * columns * self.merge**2, 3 * self.patch**2),
-            placeholder=(row * rows).removesuffix(self.row_break) + self.end,
-        )
-
-    def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
-        height, width, _ = pixels_HWC.shape
-        layout = self.layout(width, height, field)
-        new_HWC = resized(pixels_HWC, layout.columns * self.factor, layout.rows * self.factor, self.resample)
-        return ProcessedPicture(merged_patches(new_HWC, self.patch, self.merge), layout)
+        return self.layout_of(rows, columns, (row * rows).removesuffix(self.row_break) + self.end)
 
 
 def sides(value: Any, name: str) -> dict[str, int]:

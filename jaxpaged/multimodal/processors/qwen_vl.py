@@ -8,21 +8,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.processors.base import (
     BICUBIC,
     CLIP_MEAN,
     CLIP_STD,
     BadSetting,
+    PatchProcessor,
     PictureLayout,
-    ProcessedPicture,
     Settings,
     changed,
-    merged_patches,
     normalisation_table,
-    resized,
+    remade,
 )
 
 REQUEST_OPTIONS = ("min_pixels", "max_pixels", "size")
@@ -30,8 +27,8 @@ MOST_PIXELS = 1 << 26
 MOST_RATIO = 200
 
 
-class QwenVLProcessor:
-    """See `base.Processor`. Pixels are uint8 [P, 3 * patch * patch], a patch in the order channel, row, column."""
+class QwenVLProcessor(PatchProcessor):
+    """See `base.Processor`."""
 
     mark = placeholder_token = "<|image_pad|>"
     written_mark = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -63,11 +60,6 @@ class QwenVLProcessor:
                 raise BadSetting(f"{name} of vision_config is not {ours}, as in preprocessor_config.json")
 
     @property
-    def factor(self) -> int:
-        """Both sides of a resized picture are multiples of it: the side of a token in pixels."""
-        return self.patch * self.merge
-
-    @property
     def options(self) -> dict[str, Any]:
         pixels = [self.min_pixels, self.max_pixels]
         return {"patch": self.patch, "merge": self.merge, "resample": self.resample, "pixels": pixels}
@@ -85,10 +77,7 @@ class QwenVLProcessor:
         values = changed(self._values, options, REQUEST_OPTIONS, field)
         if "size" in options:  # it replaces what the checkpoint says in the other form
             values.update({name: options.get(name) for name in ("min_pixels", "max_pixels")})
-        try:
-            return QwenVLProcessor(self._config, values)
-        except BadSetting as problem:
-            raise RequestError(f"{field}: {problem}.", field) from None
+        return remade(QwenVLProcessor, self._config, values, field)
 
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
         """Raises RequestError for a picture more than 200 times as long as wide."""
@@ -100,13 +89,7 @@ class QwenVLProcessor:
             )
         new_width, new_height = self.resized_size(width, height)
         rows, columns = new_height // self.factor, new_width // self.factor
-        return PictureLayout(
-            num_items=1,
-            rows=rows,
-            columns=columns,
-            pixels_shape=(rows * columns * self.merge**2, 3 * self.patch**2),
-            placeholder=self.placeholder_token * (rows * columns),
-        )
+        return self.layout_of(rows, columns, self.placeholder_token * (rows * columns))
 
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height in multiples of `factor`, nearly in the old ratio, with an area between the limits."""
@@ -121,9 +104,3 @@ class QwenVLProcessor:
             new_width = math.ceil(width * grow / factor) * factor
             new_height = math.ceil(height * grow / factor) * factor
         return new_width, new_height
-
-    def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
-        height, width, _ = pixels_HWC.shape
-        layout = self.layout(width, height, field)
-        new_HWC = resized(pixels_HWC, layout.columns * self.factor, layout.rows * self.factor, self.resample)
-        return ProcessedPicture(merged_patches(new_HWC, self.patch, self.merge), layout)
