@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
-from jaxpaged.models.config import HfFields, short
+from jaxpaged.models.config import HfFields
 from jaxpaged.models.vision.interface import EncoderBatch, Vision, VisionConfig, fixed_pack, fixed_shapes
-from jaxpaged.models.vision.parts import placed
+from jaxpaged.models.vision.parts import placed, vision_fields
 from jaxpaged.models.vision.siglip import Tower, sizes_from_hf, tower, tower_specs
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.params.spec import Spec
@@ -35,12 +35,10 @@ class Gemma3Tower:
 
 def config_from_hf(hf: dict[str, Any]) -> VisionConfig | None:
     """Of Gemma 3's config.json; None where it has no `vision_config`."""
-    vision = hf.get("vision_config")
-    if not vision:
+    fields = vision_fields(hf)
+    if fields is None:
         return None
-    if not isinstance(vision, dict):
-        raise CheckpointError(f"config.json: vision_config is {short(vision)}; it must be an object.")
-    sizes = sizes_from_hf(vision)
+    sizes = sizes_from_hf(fields)
     num_embeds = HfFields(hf).count("mm_tokens_per_image", 256)
     side, patches = math.isqrt(num_embeds), sizes["item_pixels"][0] // sizes["patch"]
     if side * side != num_embeds or patches % side:

@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.layers.norm import NormConfig, normalised
+from jaxpaged.models.config import HfFields, short
 from jaxpaged.models.vision.interface import VisionConfig
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.params.spec import Spec
@@ -43,6 +46,16 @@ class Heads:
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
+
+
+def vision_fields(hf: dict[str, Any]) -> HfFields | None:
+    """The fields of `vision_config`, if there is one."""
+    vision = hf.get("vision_config")
+    if not vision:
+        return None
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"config.json: vision_config is {short(vision)}; it must be an object.")
+    return HfFields(vision)
 
 
 def layer_norm(x_PX: jax.Array, p: LayerNorm, eps: float) -> jax.Array:
@@ -77,6 +90,15 @@ def numbers(patches_PX: jax.Array, table_CV: jax.Array, dtype: Any) -> jax.Array
     of_channel = patches_PX.reshape(len(patches_PX), len(table_CV), -1)
     looked_up = jax.vmap(lambda row_V, values: row_V[values], in_axes=(0, 1), out_axes=1)
     return looked_up(table_CV.astype(dtype), of_channel).reshape(patches_PX.shape)
+
+
+def patch_positions(merge: int, rows: int, columns: int) -> np.ndarray:
+    """int32 [P, 2]: row and column of the patches of one item with so many rows and columns of embeddings, in the order
+    of embeddings, of which each is `merge` x `merge` patches. Host code."""
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    inner_row, inner_column = np.divmod(np.arange(merge**2), merge)
+    of_patches = row[:, None] * merge + inner_row, column[:, None] * merge + inner_column
+    return np.stack(of_patches, axis=-1).reshape(-1, 2).astype(np.int32)
 
 
 def on_devices(x_PX: jax.Array, mesh: Mesh | AbstractMesh | None) -> jax.Array:

@@ -26,7 +26,15 @@ from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, inverse_frequen
 from jaxpaged.models.config import HfFields, short
 from jaxpaged.models.vision.attention import attend_patches
 from jaxpaged.models.vision.interface import PIXELS, EncoderBatch, Picture, Shape, Vision, VisionConfig
-from jaxpaged.models.vision.parts import Heads, linear_specs, numbers, on_devices, placed
+from jaxpaged.models.vision.parts import (
+    Heads,
+    linear_specs,
+    numbers,
+    on_devices,
+    patch_positions,
+    placed,
+    vision_fields,
+)
 from jaxpaged.params.spec import Spec
 
 POSITIONS, PICTURES = "positions", "pictures"
@@ -77,12 +85,10 @@ class Tower:
 
 def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
     """Of Mistral 3's config.json; None where it has no `vision_config`."""
-    vision = hf.get("vision_config")
-    if not vision:
+    fields = vision_fields(hf)
+    if fields is None:
         return None
-    if not isinstance(vision, dict):
-        raise CheckpointError(f"config.json: vision_config is {short(vision)}; it must be an object.")
-    fields, whole, text = HfFields(vision), HfFields(hf), HfFields(hf.get("text_config") or {})
+    whole, text = HfFields(hf), HfFields(hf.get("text_config") or {})
     width, heads = fields.count("hidden_size", 1024), fields.count("num_attention_heads", 16)
     head_dim = fields.count("head_dim", width // heads)
     if head_dim * heads != width or head_dim % 4:
@@ -172,13 +178,11 @@ def pack(config: PixtralConfig, pictures: Sequence[Picture], size: int) -> dict[
     """`Vision.pack`. Patches that only pad are pictures of one patch each."""
     arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(config, size).items()}
     end = number = 0
-    merge = config.merge
     for pixels, (items, rows, columns) in pictures:
         for item in np.split(pixels, items):
             begin, end = end, end + len(item)
-            grid = np.indices((rows * merge, columns * merge), np.int32).reshape(2, rows, merge, columns, merge)
             arrays[PIXELS][begin:end] = item
-            arrays[POSITIONS][begin:end] = grid.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+            arrays[POSITIONS][begin:end] = patch_positions(config.merge, rows, columns)
             arrays[PICTURES][begin:end] = number
             number += 1
     arrays[PICTURES][end:] = number + np.arange(size - end)

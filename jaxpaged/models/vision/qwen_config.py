@@ -7,6 +7,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.models.config import HfFields, short
 from jaxpaged.models.vision.interface import VisionConfig
+from jaxpaged.models.vision.parts import vision_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class QwenVisionConfig(VisionConfig):
 
 def qwen2_vl(hf: dict[str, Any]) -> QwenVisionConfig | None:
     """Of Qwen2-VL's config.json; None where it has no `vision_config`."""
-    fields = fields_of(hf)
+    fields = vision_fields(hf)
     if fields is None:
         return None
     width = fields.count("embed_dim", 1280)
@@ -52,7 +53,7 @@ def qwen2_vl(hf: dict[str, Any]) -> QwenVisionConfig | None:
 
 def qwen2_5_vl(hf: dict[str, Any]) -> QwenVisionConfig | None:
     """Of Qwen2.5-VL's."""
-    fields = fields_of(hf)
+    fields = vision_fields(hf)
     if fields is None:
         return None
     columns = fields.count("intermediate_size", 3420)
@@ -71,7 +72,7 @@ def qwen2_5_vl(hf: dict[str, Any]) -> QwenVisionConfig | None:
 
 def qwen3_vl(hf: dict[str, Any]) -> QwenVisionConfig | None:
     """Of Qwen3-VL's, and of models with the same tower."""
-    fields = fields_of(hf)
+    fields = vision_fields(hf)
     if fields is None:
         return None
     columns, out_width = fields.count("intermediate_size", 4304), fields.count("out_hidden_size", 3584)
@@ -86,16 +87,6 @@ def qwen3_vl(hf: dict[str, Any]) -> QwenVisionConfig | None:
     deep = layers(fields, "deepstack_visual_indexes", [8, 16, 24], config.num_layers)
     fields.refuse_unread()
     return replace(config, num_positions=num_positions, deep_layers=deep, num_levels=len(deep))
-
-
-def fields_of(hf: dict[str, Any]) -> HfFields | None:
-    """The fields of `vision_config`, if there is one."""
-    vision = hf.get("vision_config")
-    if not vision:
-        return None
-    if not isinstance(vision, dict):
-        raise CheckpointError(f"config.json: vision_config is {short(vision)}; it must be an object.")
-    return HfFields(vision)
 
 
 OF_VIDEOS = ("tokens_per_second", "spatial_patch_size")

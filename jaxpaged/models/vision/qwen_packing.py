@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpaged.models.vision.interface import PIXELS, Picture, Shape
+from jaxpaged.models.vision.parts import patch_positions
 from jaxpaged.models.vision.qwen_config import QwenVisionConfig
 
 POSITIONS, PICTURES, WINDOWS, ORDER, PLACES, SHARES = "positions", "pictures", "windows", "order", "places", "shares"
@@ -39,7 +40,7 @@ def pack(config: QwenVisionConfig, pictures: Sequence[Picture], size: int) -> di
     for pixels, (items, rows, columns) in pictures:
         for item in np.split(pixels, items):
             begin, end = end, end + len(item)
-            position, order = patch_positions(config, rows, columns), np.arange(rows * columns)
+            position, order = patch_positions(config.merge, rows, columns), np.arange(rows * columns)
             if config.window:
                 window, order = windows_of(config.window, rows, columns)
                 of_patch = np.repeat(window[order], config.merge**2)
@@ -61,16 +62,6 @@ def pack(config: QwenVisionConfig, pictures: Sequence[Picture], size: int) -> di
         first = end // config.merge**2
         arrays[ORDER][first:] = np.arange(first, config.num_embeds(size))
     return arrays
-
-
-def patch_positions(config: QwenVisionConfig, rows: int, columns: int) -> np.ndarray:
-    """int32 [P, 2]: row and column of the patches of one item with so many rows and columns of embeddings, in the order
-    of embeddings."""
-    merge = config.merge
-    row, column = np.divmod(np.arange(rows * columns), columns)
-    inner_row, inner_column = np.divmod(np.arange(merge**2), merge)
-    of_patches = row[:, None] * merge + inner_row, column[:, None] * merge + inner_column
-    return np.stack(of_patches, axis=-1).reshape(-1, 2).astype(np.int32)
 
 
 def windows_of(side: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:

@@ -50,9 +50,8 @@ class Tower:
     post_layernorm: LayerNorm
 
 
-def sizes_from_hf(vision: dict[str, Any]) -> dict[str, Any]:
+def sizes_from_hf(fields: HfFields) -> dict[str, Any]:
     """Fields of a `VisionConfig` of what config.json says of a SigLIP tower."""
-    fields = HfFields(vision)
     if fields.count("num_channels", 3) != 3:
         raise CheckpointError("config.json: num_channels of vision_config is not 3; towers read red, green and blue.")
     width, heads = fields.count("hidden_size", 768), fields.count("num_attention_heads", 12)
