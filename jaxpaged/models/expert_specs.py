@@ -43,6 +43,23 @@ def expert_specs(
     )
 
 
+def stacked_expert_specs(name: str, router: str = "gate", shared: Mlp | None = None) -> Experts:
+    """Specs of a block whose experts are one tensor, inputs before outputs, with gate and up projections end to end.
+    `router` is the name of what chooses, `shared` the experts of all tokens."""
+
+    def gate_or_up(part: int) -> Linear:
+        tensor = f"{name}.experts.gate_up_proj"
+        return Linear(Spec("eQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=True))
+
+    return Experts(
+        router=Linear(Spec("ED", "E D", f"{name}.{router}.weight", dtype="float32")),
+        gate_proj=gate_or_up(0),
+        up_proj=gate_or_up(1),
+        down_proj=Linear(Spec("eDQ", "E D Q", f"{name}.experts.down_proj", transposed=True)),
+        shared=shared,
+    )
+
+
 def feed_forward_specs(config: DecoderConfig, name: str, layer: int, **block: Any) -> Mlp | Experts:
     """Specs of the feed-forward block of a layer: of experts, of which `block` says more, where the layer has them."""
     if layer not in config.sparse_layers:

@@ -11,15 +11,13 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
-from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.rope import QueryGrowth
 from jaxpaged.models import llama
 from jaxpaged.models.config import FULL, DecoderConfig, ExpertsConfig, HfFields, short, without_rotation
 from jaxpaged.models.decoder import decoder_specs, mlp_with_bias, pre_norm_config
-from jaxpaged.models.expert_specs import check_experts, shared_mlp
+from jaxpaged.models.expert_specs import check_experts, shared_mlp, stacked_expert_specs
 from jaxpaged.models.wrapped import text_part
-from jaxpaged.params.spec import Spec
 
 CHUNKED = "chunked_attention"
 """What `layer_types` calls layers with chunks."""
@@ -116,22 +114,11 @@ def sparse_layers(fields: HfFields) -> tuple[int, ...]:
 
 
 def feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    """Specs of a block. One tensor has gate and up of all experts, end to end and inputs before outputs."""
+    """Specs of the feed-forward block of a layer."""
     name = f"{name}.feed_forward"
     if layer not in config.sparse_layers:
         return mlp_with_bias(config, name)
-
-    def gate_or_up(part: int) -> Linear:
-        tensor = f"{name}.experts.gate_up_proj"
-        return Linear(Spec("eQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=True))
-
-    return Experts(
-        router=Linear(Spec("ED", "E D", f"{name}.router.weight", dtype="float32")),
-        gate_proj=gate_or_up(0),
-        up_proj=gate_or_up(1),
-        down_proj=Linear(Spec("eDQ", "E D Q", f"{name}.experts.down_proj", transposed=True)),
-        shared=shared_mlp(f"{name}.shared_expert"),
-    )
+    return stacked_expert_specs(name, "router", shared_mlp(f"{name}.shared_expert"))
 
 
 LLAMA4 = replace(

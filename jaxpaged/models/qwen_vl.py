@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any
 
 from jaxpaged.layers.experts import Experts
-from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import qwen3
 from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder import decoder_specs, mlp_with_bias, pre_norm_config
+from jaxpaged.models.expert_specs import stacked_expert_specs
 from jaxpaged.models.qwen2 import QWEN2, qwen_windows
 from jaxpaged.models.qwen3 import QWEN3
 from jaxpaged.models.qwen_moe import QWEN3_MOE, qwen3_config_from_hf
 from jaxpaged.models.vision.qwen_vl import QWEN2_5_VISION, QWEN2_VISION, QWEN3_VISION
 from jaxpaged.models.wrapped import OF_IMAGES, text_part
-from jaxpaged.params.spec import Spec
 
 
 def text_fields(hf: dict[str, Any]) -> dict[str, Any]:
@@ -58,21 +57,10 @@ def qwen3_vl_config_from_hf(read: Callable[[dict[str, Any]], DecoderConfig], hf:
 
 
 def stacked_experts(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    """Specs of a feed-forward block. The tensors of all experts are one, with inputs before outputs, and gate and up
-    projections end to end."""
+    """Specs of the feed-forward block of a layer."""
     if layer not in config.sparse_layers:
         return mlp_with_bias(config, f"{name}.mlp")
-
-    def gate_or_up(part: int) -> Linear:
-        tensor = f"{name}.mlp.experts.gate_up_proj"
-        return Linear(Spec("eQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=True))
-
-    return Experts(
-        router=Linear(Spec("ED", "E D", f"{name}.mlp.gate.weight", dtype="float32")),
-        gate_proj=gate_or_up(0),
-        up_proj=gate_or_up(1),
-        down_proj=Linear(Spec("eDQ", "E D Q", f"{name}.mlp.experts.down_proj", transposed=True)),
-    )
+    return stacked_expert_specs(f"{name}.mlp")
 
 
 QWEN2_VL = replace(

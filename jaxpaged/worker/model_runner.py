@@ -208,7 +208,7 @@ class ModelRunner:
             state = device.state
             arguments = device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
             if self.encoder is not None:
-                arguments = *arguments, state.encoded
+                arguments = *arguments, None, state.encoded
             state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(program, *arguments)
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             device.counts.add(num_tokens, key.size, len(requests))

@@ -7,24 +7,26 @@ from typing import Any
 
 from jaxpaged.errors import UsageError
 
-MOST_BYTES = 64 << 20
 Part = dict[str, Any]
 
 
 def picture_part(path: str) -> Part:
     """The file as a data URL. Raises UsageError for one that cannot be read, or is no picture."""
+    from jaxpaged.multimodal.decoding import PictureLimits
     from jaxpaged.multimodal.headers import read_header
+
+    most_bytes = PictureLimits().max_bytes
 
     try:
         with Path(path).expanduser().open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(most_bytes + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}. Check the path of the picture.") from None
     header = read_header(data)
     if header is None:
         raise UsageError(f"{path} is no picture that can be read. Convert it to PNG, JPEG, WebP or GIF.")
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"{path} has more than {MOST_BYTES} bytes. Make it smaller.")
+    if len(data) > most_bytes:
+        raise UsageError(f"{path} has more than {most_bytes} bytes. Make it smaller.")
     encoded = base64.b64encode(data).decode("ascii")
     return {"type": "image_url", "image_url": {"url": f"data:image/{header.format.lower()};base64,{encoded}"}}
 

@@ -229,7 +229,6 @@ def copy_key(kind: ProgramKind, pool_idx: int, size: int) -> ProgramKey:
 
 zeros = lambda f, state: partial(zeros_like, f.attention.mesh, state)
 forward = lambda f, layout: partial(f.forward, layout)
-see = lambda f, layout: partial(f.forward_seeing, layout)
 encode = lambda f, layout: partial(encoding.encode, f.encoder, f.attention.mesh, layout)
 forward_of_stage = lambda f, layout: partial(f.forward_of_stage, layout)
 sample = lambda f, size: partial(f.sample, size)
@@ -244,7 +243,7 @@ move = lambda f, part: partial(move_experts, f.attention.mesh, part)
 its = lambda function: lambda f, _: function
 
 STEP = "params *kv *tables *rows *hidden step -> kv tables rows hidden sampled"
-SEEING_STEP = "params *kv *tables *rows *hidden step encoded -> kv tables rows hidden sampled"
+SEEING_STEP = "params *kv *tables *rows *hidden step _ encoded -> kv tables rows hidden sampled"
 LAST_STAGE = "params *kv *tables *rows *hidden step given -> kv tables rows hidden sampled"
 EARLIER_STAGE = "params *kv *tables *rows step given -> kv tables rows stream"
 STEPS = "params head *kv *tables *rows _ first_step multi_step_lines -> kv tables rows _ tokens _"
@@ -267,7 +266,7 @@ PROGRAMS = (
     simple(Kind.ZEROS, Axis.STATE, zeros, "-> state", everywhere),
     # Forward passes, for the model runner. A stage takes the result of the one before.
     with_layers(Kind.FORWARD, Axis.TOKENS, forward, STEP, sees_nothing),
-    with_layers(Kind.FORWARD, Axis.TOKENS, see, SEEING_STEP, sees),
+    with_layers(Kind.FORWARD, Axis.TOKENS, forward, SEEING_STEP, sees),
     with_layers(Kind.FORWARD, Axis.TOKENS, forward, LAST_STAGE, is_last_stage),
     with_layers(Kind.FORWARD, Axis.TOKENS, forward_of_stage, EARLIER_STAGE, is_earlier_stage),
     # Sums of prompts, for the output stage of an engine that pools.
@@ -301,7 +300,7 @@ PROGRAMS = (
     with_layers(Kind.DECODE_FULL, Axis.FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
     # The same programs for steps in which rows share blocks: taken by the model runner in place of the ordinary ones.
     with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, STEP, sees_nothing, ON_DEMAND),
-    with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, see, SEEING_STEP, sees, ON_DEMAND),
+    with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, SEEING_STEP, sees, ON_DEMAND),
     with_layers(Kind.DECODE_SHARED, Axis.SHARED_MULTI_STEPS, decode, STEPS, when=ON_DEMAND),
     with_layers(Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
     # Embeddings of pictures into the encoder cache, for the encoder.

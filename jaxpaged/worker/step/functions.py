@@ -116,20 +116,6 @@ class StepFunctions:
         sampled_SD = jnp.pad(sampled_RD, ((0, self.num_sampled - layout.num_rows), (0, 0)))
         return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), sampled_SD
 
-    def forward_seeing(
-        self,
-        layout: StepLayout,
-        params: Any,
-        kv: Any,
-        tables_GRM: Any,
-        rows: RowTokens,
-        hidden_LD: Any,
-        packed: Any,
-        encoded_SE: Any,
-    ):
-        """The same in an engine that sees."""
-        return self.forward(layout, params, kv, tables_GRM, rows, hidden_LD, packed, encoded_SE=encoded_SE)
-
     def forward_of_stage(
         self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, packed: Any, given: Any
     ) -> tuple[Any, ...]:
