@@ -4,7 +4,6 @@ What the core has is guessed, by what it was sent. A wrong guess is no error: th
 it lacks, the pixels of a request are held here. This module knows no sockets.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -12,6 +11,7 @@ import numpy as np
 
 from jaxpaged.engine.process.wire import Item, Wanted
 from jaxpaged.messages import EngineCoreRequest, MultiModalFeature
+from jaxpaged.multimodal.byte_lru import ByteLRU
 
 Pixels = Mapping[bytes, np.ndarray]
 """By key."""
@@ -27,10 +27,8 @@ class PixelSender:
     """For one core, which keeps `capacity_bytes` of pictures."""
 
     def __init__(self, capacity_bytes: int):
-        self._capacity = capacity_bytes
         self._held: dict[str, Pixels] = {}  # by request
-        self._sent: OrderedDict[bytes, int] = OrderedDict()  # key -> bytes, of what the core has, as far as is known
-        self._num_sent_bytes = 0
+        self._sent = ByteLRU[bytes, int](capacity_bytes, int)  # bytes of what the core has, as far as is known
 
     def __len__(self) -> int:
         """Requests whose pixels are held."""
@@ -44,10 +42,8 @@ class PixelSender:
     def ahead(self, request: EngineCoreRequest) -> Iterator[Item]:
         """What is sent before a request: pixels that the core was not sent yet, or has let go since."""
         for key, pixels in self._held.get(request.request_id, {}).items():
-            if key in self._sent:
-                self._sent.move_to_end(key)
-            else:
-                self._note(key, pixels.nbytes)
+            if self._sent.get(key) is None:
+                self._sent.put(key, pixels.nbytes)
                 yield Item(request.request_id, key, pixels)
 
     def wanted(self, wanted: Wanted) -> list[Item]:
@@ -64,13 +60,3 @@ class PixelSender:
         """The next core has nothing."""
         self._held.clear()
         self._sent.clear()
-        self._num_sent_bytes = 0
-
-    def _note(self, key: bytes, num_bytes: int) -> None:
-        if num_bytes > self._capacity:
-            return
-        self._sent[key] = num_bytes
-        self._num_sent_bytes += num_bytes
-        while self._num_sent_bytes > self._capacity:
-            _, gone = self._sent.popitem(last=False)
-            self._num_sent_bytes -= gone

@@ -5,40 +5,20 @@ A front end in another process sends a core each picture once, by its key. A cor
 it, and the request waits; no client sees that. This module knows neither sockets nor what a picture shows.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence, Set
 
 import numpy as np
 
 from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.multimodal.byte_lru import ByteLRU
 
 
-class ProcessedItems:
-    """Pixels by their keys, up to `capacity` bytes; those that were wanted last stay. They are not copied."""
+class ProcessedItems(ByteLRU[bytes, np.ndarray]):
+    """Pixels by their keys, up to `capacity` bytes."""
 
     def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.num_bytes = self.queries = self.hits = 0
-        self._items: OrderedDict[bytes, np.ndarray] = OrderedDict()
-
-    def get(self, key: bytes) -> np.ndarray | None:
-        self.queries += 1
-        pixels = self._items.get(key)
-        if pixels is not None:
-            self.hits += 1
-            self._items.move_to_end(key)
-        return pixels
-
-    def put(self, key: bytes, pixels: np.ndarray) -> None:
-        """Keep pixels, unless they alone are more than there is room for."""
-        if key in self._items or pixels.nbytes > self.capacity:
-            return
-        self._items[key] = pixels
-        self.num_bytes += pixels.nbytes
-        while self.num_bytes > self.capacity:
-            _, dropped = self._items.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
+        super().__init__(capacity, lambda pixels: pixels.nbytes)
 
 
 class PixelDesk:

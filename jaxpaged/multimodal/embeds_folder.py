@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,6 +32,7 @@ from jaxpaged.config.ec_transfer import ECTransfer
 from jaxpaged.encoding.cbor import Plain, encode_cbor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.threads import Threads
+from jaxpaged.multimodal.byte_lru import ByteLRU
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class EmbedsFolder:
         self._lock, self._counts, self._waiting_bytes = threading.Lock(), Counter[str](), 0
         self._abandoned: set[Future[np.ndarray | None]] = set()  # late, and perhaps never done
         self._has_complained = False
-        self._host, self._host_bytes = OrderedDict[tuple[str, bytes], np.ndarray](), 0  # what was used last at the end
+        self._host = ByteLRU[tuple[str, bytes], np.ndarray](transfer.host_bytes, lambda embeds_EX: embeds_EX.nbytes)
 
     def stats(self) -> dict[str, int]:
         """Pictures since the start: what was written, found, and what went wrong."""
@@ -140,18 +141,13 @@ class EmbedsFolder:
         if embeds_EX.nbytes > self.transfer.host_bytes:
             return
         with self._lock:
-            old = self._host.pop((space, key), None)
-            self._host[space, key] = embeds_EX
-            self._host_bytes += embeds_EX.nbytes - (0 if old is None else old.nbytes)
-            while self._host_bytes > self.transfer.host_bytes:
-                _, dropped = self._host.popitem(last=False)
-                self._host_bytes -= dropped.nbytes
+            self._host.remove((space, key))
+            self._host.put((space, key), embeds_EX)
 
     def _kept(self, space: str, key: bytes) -> np.ndarray | None:
         with self._lock:
             embeds_EX = self._host.get((space, key))
             if embeds_EX is not None:
-                self._host.move_to_end((space, key))
                 self._counts["from_host"] += 1
         return embeds_EX
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpaged.encoding.cbor import encode_cbor
 from jaxpaged.errors import RequestError, shown
+from jaxpaged.multimodal.byte_lru import ByteLRU
 from jaxpaged.multimodal.processes import KeyedPicture
 
 MOST_NAMES = 1 << 16
@@ -28,24 +29,29 @@ class ProcessorCache:
     """At most `capacity_bytes` of processed pictures, the one that was used last goes last. For several threads."""
 
     def __init__(self, capacity_bytes: int):
-        self.capacity_bytes = capacity_bytes
-        self.queries = self.hits = self.num_bytes = 0
-        self._items: OrderedDict[bytes, KeyedPicture] = OrderedDict()
+        self._items = ByteLRU[bytes, KeyedPicture](capacity_bytes, lambda item: item.pixels.nbytes)
         self._names: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()
         self._lock = threading.RLock()  # an array may be freed at any time, and then others of these are called
 
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def num_bytes(self) -> int:
+        return self._items.num_bytes
+
+    @property
+    def queries(self) -> int:
+        return self._items.queries
+
+    @property
+    def hits(self) -> int:
+        return self._items.hits
+
     def get(self, digest: bytes) -> KeyedPicture | None:
         """By `item_digest`."""
         with self._lock:
-            self.queries += 1
-            found = self._items.get(digest)
-            if found is not None:
-                self.hits += 1
-                self._items.move_to_end(digest)
-            return found
+            return self._items.get(digest)
 
     def find(self, key: bytes) -> KeyedPicture | None:
         """By the key of a picture, to look at it: all items are gone through, and it counts as no use."""
@@ -54,28 +60,18 @@ class ProcessorCache:
 
     def put(self, digest: bytes, item: KeyedPicture) -> None:
         """Keep an item, unless it alone is larger than the cache."""
-        num_bytes = item.pixels.nbytes
         with self._lock:
-            if digest in self._items or num_bytes > self.capacity_bytes:
-                return
-            self._items[digest] = item
-            self.num_bytes += num_bytes
-            self._shrink_to(self.capacity_bytes)
+            self._items.put(digest, item)
 
     def evict(self, num_bytes: int) -> None:
         """Let go of so many bytes, the oldest first. What a request holds is freed only with it."""
         with self._lock:
-            self._shrink_to(self.num_bytes - num_bytes)
+            self._items.shrink_to(self._items.num_bytes - num_bytes)
 
     def clear(self) -> None:
         """Forget all items. Names stay bound to their bytes."""
         with self._lock:
-            self._shrink_to(0)
-
-    def _shrink_to(self, num_bytes: int) -> None:
-        while self._items and self.num_bytes > num_bytes:
-            _, item = self._items.popitem(last=False)
-            self.num_bytes -= item.pixels.nbytes
+            self._items.clear()
 
     # ---- names that clients give
 

@@ -194,18 +194,17 @@ def test_memory_keeps_what_the_device_has_lost(shared):
     own = consumer.executor.embeds_folder
     whole, size = own.transfer, expected_bytes(consumer)
     try:
-        own.transfer = dataclasses.replace(whole, host_bytes=2 * size)
+        own.transfer, own._host.capacity = dataclasses.replace(whole, host_bytes=2 * size), 2 * size
         assert answers(consumer, folder, expected) == (0, {"loaded": 2})
         gone = folder / "gone"
         assert answers(consumer, gone, expected) == (0, {"from_host": 2})
-        own.transfer = dataclasses.replace(own.transfer, host_bytes=2 * size - 1)
+        own.transfer, own._host.capacity = dataclasses.replace(whole, host_bytes=2 * size - 1), 2 * size - 1
         own._keep("another space", b"k" * 32, np.zeros(size // 2, np.uint8))  # what was used first makes room
         encoded, counts = answers(consumer, gone, expected)
         assert encoded == 32 and counts == {"from_host": 1, "missing": 1}
     finally:
-        own.transfer = whole
+        own.transfer, own._host.capacity = whole, whole.host_bytes
         own._host.clear()
-        own._host_bytes = 0
 
 
 def expected_bytes(engine):

@@ -162,7 +162,7 @@ def test_async_llm_sends_each_picture_once_and_gives_the_same(folder, alone):
         assert await one(0, "again") == [alone[0][0], alone[1][0]]
         core.link._client.add_item = sent
         new = prompt_of(encoded(drawn(11, 12, seed=8)))
-        core.pixels._sent[engine.input_processor.parse(new).mm_features[0].key] = 1  # a wrong guess: the core asks
+        core.pixels._sent.put(engine.input_processor.parse(new).mm_features[0].key, 1)  # a wrong guess: the core asks
         (asked,) = [each async for each in engine.generate(new, GREEDY, "new") if each.finished]
         assert tokens_of(asked) and len(core.pixels) == 0
         await left()
