@@ -175,7 +175,13 @@ def test_every_chunk_gives_the_same(engine, chunks):
     ],
 )
 def test_cached_beginnings_before_in_and_behind_pictures(engine, parts, num_cached):
-    core, first, second = engine.core(), LONG.request("a"), Prompt(text(1, 3), *parts).request("b")
+    others = Prompt(*[(number, 1) for number in range(20, 26)])
+    check_beginning(engine, LONG, Prompt(text(1, 3), *parts), others, num_cached)
+
+
+def check_beginning(engine, whole, other, others, num_cached):
+    """Of a prompt so many tokens are those of the whole one, with pictures; `others` fill the encoder cache."""
+    core, first, second = engine.core(), whole.request("a"), other.request("b")
     served, hits = serve(core, [first]), {}
     served |= serve(core, [second], hits=hits)
     assert hits["b"] == num_cached
@@ -183,7 +189,7 @@ def test_cached_beginnings_before_in_and_behind_pictures(engine, parts, num_cach
     # Embeddings that are gone are made again where the beginning ends in a picture.
     core = engine.core()
     serve(core, [first])
-    serve(core, [Prompt(*[(number, 1) for number in range(20, 26)]).request("c", max_tokens=1)])
+    serve(core, [others.request("c", max_tokens=1)])
     served |= serve(core, [second], hits=hits)
     engine.check(served, [second])
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.messages import MultiModalFeature
-from tests.end_to_end.test_pictures import NGRAM, Engine, Prompt, check_mixes, serve, text
+from tests.end_to_end.test_pictures import NGRAM, Engine, Prompt, check_beginning, check_mixes, serve, text
 from tests.models.paged import golden_of
 from tests.models.seeing import features_in
 from tests.models.seeing_checkpoints import (
@@ -95,17 +95,7 @@ def test_every_chunk_gives_the_same(engine, chunks):
     ],
 )
 def test_cached_beginnings_before_in_and_behind_pictures(engine, parts, num_cached):
-    core, first, second = engine.core(), LONG.request("a"), AnyPrompt(text(1, 3), *parts).request("b")
-    served, hits = serve(core, [first]), {}
-    served |= serve(core, [second], hits=hits)
-    assert hits["b"] == num_cached
-    engine.check(served, [first, second])
-    # Embeddings that are gone are made again where the beginning ends in a picture.
-    core = engine.core()
-    serve(core, [first])
-    serve(core, [AnyPrompt(*range(20, 26)).request("c", max_tokens=1)])
-    served |= serve(core, [second], hits=hits)
-    engine.check(served, [second])
+    check_beginning(engine, LONG, AnyPrompt(text(1, 3), *parts), AnyPrompt(*range(20, 26)), num_cached)
 
 
 def random_request(index):
