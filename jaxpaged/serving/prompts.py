@@ -17,6 +17,7 @@ from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.messages import MultiModalFeature
+from jaxpaged.multimodal.sources import KEYS
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
@@ -292,20 +293,14 @@ def thinking_markers(reasoning_parser: str | None) -> tuple[str, ...]:
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""
-PICTURE_PARTS = {
-    "image": "image",
-    "image_url": "image_url",
-    "input_image": "image_url",
-    "image_pil": "image_pil",
-    "image_embeds": "image_embeds",
-}
+PICTURE_PARTS = {**KEYS, "image_embeds": "image_embeds"}
 """Type of a part of a message -> its key that holds a picture, or where one is."""
 
 
 def has_pictures(messages: Sequence[Any]) -> bool:
     """Whether a part of a message is a picture, or names one. Messages need not have been checked."""
     return any(
-        isinstance(part, dict) and part.get("type") not in TEXT_PARTS
+        isinstance(part, dict) and text_key(part) is None
         for message in messages
         if isinstance(message, dict) and isinstance(content := message.get("content"), list)
         for part in content
@@ -343,14 +338,20 @@ def template_message(message: dict[str, Any], path: str, takes_pictures: bool) -
     return prepared
 
 
+def text_key(part: dict[str, Any]) -> str | None:
+    """The key under which a part has its text; None for a part of another kind, or of none."""
+    kind = part.get("type")
+    return TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+
+
 def template_part(part: Any, path: str, takes_pictures: bool) -> dict[str, Any]:
     """A part as a text, or as a picture that knows what clients call it. Raises ServingError for other media."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
-    key = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    key = None if kind is None else text_key(part)
     if key is None:
-        if takes_pictures and kind in PICTURE_PARTS:
+        if takes_pictures and isinstance(kind, str) and kind in PICTURE_PARTS:
             return picture_part(part, path)
         what, types = ("text and pictures", "'text' and 'image_url'") if takes_pictures else ("text", "'text'")
         raise ServingError(

@@ -173,6 +173,11 @@ BAD = {
     "not allowed": (chat(image_url("https://example.com/a.png")), "messages[0].content[0].image_url.url"),
     "local": (chat(image_url("file:///etc/passwd")), "messages[0].content[0].image_url.url"),
     "nothing": (chat({"type": "image_url", "image_url": None}), "messages[0].content[0].image_url"),
+    "type that is a list": (chat({"type": ["image_url"], "image_url": {"url": URL}}), "messages[0].content[0].type"),
+    "type that is a list, in responses": (
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": ["input_image"]}]}]}),
+        "input[0].content[0].type",
+    ),
     "sound": (chat({"type": "input_audio", "input_audio": {}}), "messages[0].content[0].type"),
     "too many": (chat(*[image_url()] * 4), "messages[0].content[3].image_url.url"),
     "untrusted": (chat(image_url(), mm_processor_kwargs={"do_pan_and_scan": True}), "mm_processor_kwargs"),
