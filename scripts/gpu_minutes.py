@@ -46,6 +46,16 @@ TESTS = (
     "tests/end_to_end/test_second_turns.py",
     "tests/end_to_end/test_answers.py",
     "tests/models/test_golden.py",
+    "tests/models/test_lfm2.py",
+    "tests/models/test_seeing.py",
+    "tests/models/vision",
+    "tests/worker/test_encoder.py",
+    "tests/worker/test_seeing_engines.py",
+    "tests/end_to_end/test_demo_vision.py",
+    "tests/end_to_end/test_pictures.py",
+    "tests/end_to_end/test_pictures_of_any_size.py",
+    "tests/end_to_end/test_seeing.py",
+    "tests/end_to_end/test_states.py",
 )
 NOT_OF_ONE_GPU = (
     "not tpu and not cpu and not interpret and not shard and not devices and not -2 and not -4- and not deepseek "

@@ -1,13 +1,15 @@
 """The script for a lent GPU goes through its motions here, and says what failed in place of stopping."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_minutes.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu_minutes.py"
 
 
 def run(*arguments):
@@ -42,3 +44,13 @@ def test_a_measurement_that_fails_is_told_in_the_report_and_the_next_one_is_made
     assert done.returncode == 0
     report = (tmp_path / "report.md").read_text()
     assert "## speed, as it is" in report and ("failed with exit status" in report or "took too long" in report)
+
+
+def test_all_tests_that_a_gpu_is_to_run_exist():
+    in_script = re.findall(r'"(tests/[^"]+)"', SCRIPT.read_text())
+    command = re.search(r"    kernels=.*?(?=\n  fi)", (ROOT / "scripts" / "test").read_text(), re.DOTALL)[0]
+    shown = subprocess.run(
+        ["bash", "-c", f'{command}\nprintf "%s\\n" "$@"'], capture_output=True, text=True, check=True
+    )
+    named = [*in_script, *shown.stdout.split()]
+    assert len(named) > 30 and [path for path in named if not (ROOT / path).exists()] == []
