@@ -24,6 +24,7 @@ import collections
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,7 @@ LOADS = ((1, 128, 128), (8, 512, 128), (64, 512, 128), (256, 512, 128))
 """(requests, tokens in, tokens out)."""
 TINY_LOADS = ((1, 8, 24), (3, 12, 24))
 NUM_PROFILED = 24
+LAST_WORDS_S = 20
 NUM_CALLS = 20
 
 
@@ -108,6 +110,18 @@ CHANGES: dict[str, Callable[[], None]] = {
 
 
 # ---- measurements, each in a process of its own --------------------------------------------------
+
+
+class Lines(list[dict[str, Any]]):
+    """Lines of a table, which are in the file as soon as they are there."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file = file
+
+    def append(self, line: dict[str, Any]) -> None:
+        super().append(line)
+        self.file.write_text(json.dumps(self), encoding="utf-8")
 
 
 def open_engine(model: str, **options: Any) -> Any:
@@ -182,7 +196,8 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A line for each load."""
     begin = time.perf_counter()
     llm = open_engine(options.model)
-    lines = [{"made, s": time.perf_counter() - begin}]
+    lines = Lines(options.out)
+    lines.append({"made, s": time.perf_counter() - begin})
     for load in TINY_LOADS if options.model == "tiny" else LOADS:
         settle(llm, load)
         since = time.perf_counter()
@@ -200,7 +215,7 @@ def measure_profile(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The dearest kernels of a decode step."""
     import jax
 
-    llm, tables = open_engine(options.model), []
+    llm, tables = open_engine(options.model), Lines(options.out)
     loads = TINY_LOADS[:1] if options.model == "tiny" else (LOADS[0], LOADS[2])
     for num_requests, num_in, _ in loads:
         load = (num_requests, num_in, NUM_PROFILED)
@@ -256,7 +271,7 @@ def measure_sampler(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     on_gpu, vocabulary = jax.default_backend() == "gpu", 512 if options.model == "tiny" else 128_256
     methods = {"candidates": BY_CANDIDATES, "kernel": LimitsMethod("gpu" if on_gpu else "gpu-interpret", make_mesh(1))}
-    lines = []
+    lines = Lines(options.out)
     for num_rows in (1, 2) if options.model == "tiny" else (1, 8, 64, 256):
         logits_SV = 3 * jax.random.normal(jax.random.key(0), (num_rows, vocabulary), jnp.float32)
         for limits in ({}, {"top_p": 0.9}, {"top_k": 50}, {"top_p": 0.9, "top_k": 1000}):
@@ -310,7 +325,7 @@ def measure_products(options: argparse.Namespace) -> list[dict[str, Any]]:
         "head": (hidden, shape.vocab_size),
     }
     ways = {"cuBLAS": {**UNTRIED, **APART}, "tried": dict(APART)} if on_gpu else {"as it is": {}}
-    lines = []
+    lines = Lines(options.out)
     for num_tokens in (1, 2) if options.model == "tiny" else (8, 64, 256, 2048):
         for name, (num_in, num_out) in sizes.items():
             copies = max(1, min(16, (1 << 30) // (2 * num_in * num_out)))  # more than a cache holds
@@ -358,21 +373,27 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def run(command: list[str], seconds: float, **environment: str) -> tuple[int | None, str]:
-    """(exit status, or None where time was over; what it printed)."""
+    """(exit status, or None where time was over; what it printed). An interrupt comes first: pytest then sums up."""
     given = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=given,
-            timeout=max(seconds, 1),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        return None, (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-    return done.returncode, done.stdout
+        text, _ = process.communicate(timeout=max(seconds, 1))
+        return process.returncode, text
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return None, process.communicate(timeout=LAST_WORDS_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
 
 
 def measured(name: str, options: argparse.Namespace, undone: list[str], seconds: float, **environment: str) -> str:
@@ -381,15 +402,17 @@ def measured(name: str, options: argparse.Namespace, undone: list[str], seconds:
         command = [sys.executable, __file__, "--out", file.name, "--measure", name, "--model", options.model]
         status, text = run([*command, "--undo", *undone], seconds, **environment)
         found = Path(file.name).read_text(encoding="utf-8")
+    lines = table(json.loads(found)) if found else ""
     if status == 0:
-        return table(json.loads(found))
-    return f"{'took too long' if status is None else f'failed with exit status {status}'}:\n\n```\n{text[-3000:]}\n```"
+        return lines
+    why = "took too long" if status is None else f"failed with exit status {status}"
+    return f"{lines}\n\n{why}:\n\n```\n{text[-3000:]}\n```"
 
 
 def test_part(options: argparse.Namespace, seconds: float) -> str:
     chosen = ["-k", NOT_OF_ONE_GPU, *TESTS] if options.model != "tiny" else ["tests/sampling/test_limits.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not exhaustive"]
-    spread = ["-n", "8"] if options.model != "tiny" else []
+    spread = ["-n", str(min(14, os.cpu_count() or 1))] if options.model != "tiny" else []
     given = {"JAX_PLATFORMS": "cuda,cpu", "XLA_CLIENT_MEM_FRACTION": "0.05", "XLA_FLAGS": ""}
     status, text = run(command + spread + chosen, seconds, **(given if options.model != "tiny" else {}))
     return f"exit status {status}\n\n```\n{text[-4000:]}\n```"
