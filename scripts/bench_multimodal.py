@@ -10,6 +10,9 @@ that other programs on the machine do not; ratios say more than times.
 * processes: pictures a second by number of decoding processes.
 * first-token: of a new picture, of a picture whose embeddings are cached, and of a prompt that is cached whole.
 * step: host microseconds of a decode step with 64 requests that have pictures, and with 64 that have none.
+* pictures: new pictures a second, whole requests of one token, eight at a time.
+
+`--model gemma3-4b` is of that model's sizes with random weights, for a GPU or a TPU.
 """
 
 import argparse
@@ -32,11 +35,14 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.multimodal.decoding import PictureLimits, decode_picture
 from jaxpaged.multimodal.processes import PictureProcesses
 from jaxpaged.multimodal.processors import processor_of
+from jaxpaged.params.hub import EMBEDDED_FOLDERS
 
+DEMO = EMBEDDED_FOLDERS["demo-vision"]
 CONFIG = {"model_type": "gemma3", "mm_tokens_per_image": 256}
 PREPROCESSOR = {"size": {"height": 896, "width": 896}, "image_seq_length": 256}
 SIZES = {"640x480": (640, 480), "1080p": (1920, 1080), "12 megapixels": (4000, 3000)}
 OPTIONS = {"max_model_len": 512, "max_num_batched_tokens": 512, "token_buckets": (64, 512), "max_num_seqs": 64}
+LARGER = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "token_buckets": (64, 512, 2048)}
 
 PEER = """
 import io, json, sys, time
@@ -142,6 +148,39 @@ def bench_first_token(llm: LLM, rounds: int) -> None:
         print(f"  {name:16s} {1e3 * statistics.median(found):8.1f} {statistics.median(found) / text:6.2f}")
 
 
+def bench_pictures(llm: LLM, num_pictures: int) -> None:
+    one = SamplingParams(max_tokens=1, temperature=0)
+    pictures = [picture_of(20_000 + seed, SIZES["640x480"]) for seed in range(num_pictures + 8)]
+    llm.chat([message(picture, "Warm up.") for picture in pictures[:8]], one, use_tqdm=False)
+    began = time.perf_counter()
+    llm.chat([message(picture, "What is it?") for picture in pictures[8:]], one, use_tqdm=False)
+    print(f"new pictures of 640x480 a second: {num_pictures / (time.perf_counter() - began):.1f}", flush=True)
+
+
+def gemma3_4b(folder: Path) -> str:
+    """A folder with config.json of Gemma 3 4B's sizes, and the embedded model's tokenizer and template."""
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((DEMO / name).read_bytes())
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
+    sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    kinds = [("full" if i % 6 == 5 else "sliding") + "_attention" for i in range(34)]
+    config["text_config"] |= {
+        **heads,
+        **sizes,
+        "vocab_size": 262_208,
+        "layer_types": kinds,
+        "sliding_window_pattern": 6,
+    }
+    config["vision_config"] |= {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    config["vision_config"] |= {"num_attention_heads": 16, "image_size": 896, "patch_size": 14}
+    config["mm_tokens_per_image"] = 256
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    preprocessor = json.loads((DEMO / "preprocessor_config.json").read_text(encoding="utf-8"))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor | PREPROCESSOR), encoding="utf-8")
+    return str(folder)
+
+
 def bench_step(llm: LLM, running: int, steps: int, rounds: int) -> None:
     """CPU time of the thread that schedules, prepares and hands out, without that of XLA's threads."""
     engine = llm.llm_engine
@@ -177,7 +216,13 @@ def bench_step(llm: LLM, running: int, steps: int, rounds: int) -> None:
     print(f"  {seen:.0f} {text:.0f} {seen / text:.2f}")
 
 
-PARTS = ("pixels", "processes", "first-token", "step")
+def open_engine(model: str, folder: Path) -> LLM:
+    if model != "gemma3-4b":
+        return LLM(model, **OPTIONS)
+    return LLM(gemma3_4b(folder), load_format="dummy", **OPTIONS | LARGER)
+
+
+PARTS = ("pixels", "processes", "first-token", "step", "pictures")
 
 
 def main() -> None:
@@ -191,12 +236,14 @@ def main() -> None:
         bench_pixels(args.peer, args.rounds)
     if "processes" in args.parts:
         bench_processes((1, 2, 4), 40)
-    if {"first-token", "step"} & set(args.parts):
-        with LLM(args.model, **OPTIONS) as llm:
+    if {"first-token", "step", "pictures"} & set(args.parts):
+        with TemporaryDirectory() as folder, open_engine(args.model, Path(folder)) as llm:
             if "first-token" in args.parts:
                 bench_first_token(llm, args.rounds)
             if "step" in args.parts:
                 bench_step(llm, 64, 60, 2)
+            if "pictures" in args.parts:
+                bench_pictures(llm, 32)
 
 
 if __name__ == "__main__":
