@@ -9,6 +9,7 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     tests     what `scripts/test --gpu` has of samplers, attention, runs of decode steps and models
     speed     an engine of the model with default options: tokens per second and milliseconds of a decode step for 1, 8,
               64 and 256 requests; then the same without each of CHANGES, without all of them, and as it is once more
+    pictures  first tokens of pictures and pictures a second, of an engine of Gemma 3 4B's sizes
     profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
     sampler   the sampling program by each way to find limits
     products  the model's matrix products as cuBLAS chooses their kernels, and as XLA does when it may try some,
@@ -37,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-PARTS = ("tests", "speed", "profile", "sampler", "products", "tiles")
+PARTS = ("tests", "speed", "pictures", "profile", "sampler", "products", "tiles")
 TESTS = (
     "tests/sampling/test_sampler.py",
     "tests/sampling/test_limits.py",
@@ -64,7 +65,9 @@ NOT_OF_ONE_GPU = (
 )
 LOADS = ((1, 128, 128), (8, 512, 128), (64, 512, 128), (256, 512, 128))
 """(requests, tokens in, tokens out)."""
+PROMPTS = (16, 2048, 1)
 TINY_LOADS = ((1, 8, 24), (3, 12, 24))
+TINY_PROMPTS = (3, 24, 1)
 NUM_PROFILED = 24
 LAST_WORDS_S = 20
 NUM_CALLS = 20
@@ -197,8 +200,14 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     begin = time.perf_counter()
     llm = open_engine(options.model)
     lines = Lines(options.out)
-    lines.append({"made, s": time.perf_counter() - begin})
-    for load in TINY_LOADS if options.model == "tiny" else LOADS:
+    tiny, made = options.model == "tiny", time.perf_counter()
+    loads, prompts = (TINY_LOADS, TINY_PROMPTS) if tiny else (LOADS, PROMPTS)
+    generate(llm, (1, loads[0][1], 1))
+    lines.append({"made, s": made - begin, "first token, s": time.perf_counter() - made})
+    settle(llm, prompts)
+    seconds = min(generate(llm, prompts) for _ in range(2))
+    lines.append({"load": prompts, "tokens in/s": prompts[0] * prompts[1] / seconds})
+    for load in loads:
         settle(llm, load)
         since = time.perf_counter()
         seconds = min(generate(llm, load) for _ in range(2 if load[0] < 100 else 1))
@@ -425,6 +434,13 @@ def speed_part(options: argparse.Namespace, report: Report, left: Callable[[], f
             report.add(f"speed, {title}", measured("speed", options, undone, min(left(), 150)))
 
 
+def picture_part(options: argparse.Namespace, seconds: float) -> str:
+    model = "demo-vision" if options.model == "tiny" else "gemma3-4b"
+    command = [sys.executable, "scripts/bench_multimodal.py", "--parts", "first-token", "pictures", "--model", model]
+    status, text = run(command, seconds)
+    return f"exit status {status}\n\n```\n{text[-2000:]}\n```"
+
+
 def tile_part(options: argparse.Namespace, seconds: float) -> str:
     kind = ["--interpret"] if options.model == "tiny" else ["--quick"]
     command = [sys.executable, "scripts/tune_kernel.py", *kind, "--output", str(options.out / "tuned.json")]
@@ -454,6 +470,7 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "tests": lambda: report.add("tests", test_part(options, min(left(), 240))),
         "speed": lambda: speed_part(options, report, left),
+        "pictures": lambda: report.add("pictures", picture_part(options, min(left(), 100))),
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
         "sampler": lambda: report.add("sampler", measured("sampler", options, [], min(left(), 90))),
         "products": lambda: report.add(
