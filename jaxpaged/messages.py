@@ -27,23 +27,29 @@ Progress = Callable[[str, int, int], None]
 
 
 class MultiModalFeature(msgspec.Struct, array_like=True):
-    """One picture of a prompt. A list of frames is several of them.
+    """One picture of a prompt, or one moment of a video: the frames that become one grid of embeddings. A video is as
+    many of them as it has moments, which are encoded, cached and computed one by one.
 
     Its `key` of 32 bytes says what the encoder makes of it (`multimodal/identity.py`). It is bound to nothing that a
     client says, and caches on the device, on the host and in block hashes go by it. `grid` is the encoder's output:
     items, rows, columns. Its embeddings replace, in their order, the tokens of `runs`, each of which is a start in the
     prompt and a length. From the first placeholder token to the last, what stands between included, are `length`
     tokens from `offset` on.
+
+    Where tokens have positions in time, row and column, moments that follow each other without a text between begin at
+    one position: `moment` counts them from 0, and `time` is what is added to the position in time.
     """
 
     key: bytes
-    modality: str  # "image"
+    modality: str  # "image", "video"
     offset: int
     length: int
     runs: list[tuple[int, int]]
     grid: tuple[int, int, int]
     pixels: np.ndarray | None = None  # uint8, of the processor's shape; None: the core has it by its key, or asks
     embeds: np.ndarray | None = None  # in the model's type, that another engine has computed; within a core only
+    moment: int = 0
+    time: int = 0
 
     @property
     def num_embeds(self) -> int:

@@ -144,16 +144,22 @@ def seen(name: str, folder: Path) -> dict[str, Any]:
             embeds.append({"sums": rounded(found.double().sum(-1)), "first": rounded(found[:, 0])})
         for prompt, numbers in zip(seeing.prompts_of(name), seeing.pictures_of_prompts(), strict=True):
             inputs = tensors_of(seeing.inputs_of(name, prompt, [pictures[number] for number in numbers]))
-            logits = model(**inputs).logits[0]
-            top = logits.topk(NUM_TOP)
-            prompts.append(
-                {
-                    "sums": [round(value, 4) for value in logits.double().sum(-1).tolist()],
-                    "ids": top.indices.tolist(),
-                    "logits": [rounded(row) for row in top.values],
-                }
-            )
-    return {"embeds": embeds, "prompts": prompts}
+            prompts.append(logits_of(model, inputs))
+        golden = {"embeds": embeds, "prompts": prompts}
+        if name in seeing.qwen.TIMES:
+            golden["video"] = logits_of(model, tensors_of(seeing.video_inputs_of(name)))
+    return golden
+
+
+def logits_of(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Of every token: the sum of its logits, and the largest ones."""
+    logits = model(**inputs).logits[0]
+    top = logits.topk(NUM_TOP)
+    return {
+        "sums": [round(value, 4) for value in logits.double().sum(-1).tolist()],
+        "ids": top.indices.tolist(),
+        "logits": [rounded(row) for row in top.values],
+    }
 
 
 def tensors_of(arrays: dict[str, Any]) -> dict[str, Any]:

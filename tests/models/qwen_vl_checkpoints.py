@@ -141,6 +141,46 @@ def drawn(rng: np.random.Generator) -> list[Picture]:
     return [(rng.integers(0, 256, (np.prod(grid) * MERGE**2, 3 * PATCH**2)).astype(np.uint8), grid) for grid in GRIDS]
 
 
+VIDEO_TOKEN = OF_TOKENS["video_token_id"]
+VIDEO_GRID = (3, 2, 4)
+"""Moments, rows and columns of a video of five frames."""
+SECONDS = 0.75
+"""Between moments."""
+TIMES = {"qwen2_vl": (0, 1, 2), "qwen2_5_vl": (0, 1, 3), "qwen3_vl": (0, 0, 0)}
+"""Positions in time of the moments of the checkpoints that have goldens with videos, counted from their beginning; of
+Qwen2.5-VL rounded down, of two tokens a second. Qwen3-VL's stand alone, each behind its own time in words."""
+
+
+def drawn_video(rng: np.random.Generator) -> list[np.ndarray]:
+    """uint8 [patches, 3 * 2 * side * side] of each moment, channel by channel, then frame by frame. The last frame is
+    there twice."""
+    moments, rows, columns = VIDEO_GRID
+    frames = rng.integers(0, 256, (2 * moments - 1, rows * columns * MERGE**2, 3, PATCH**2)).astype(np.uint8)
+    return [
+        np.stack([frames[2 * i], frames[min(2 * i + 1, len(frames) - 1)]], axis=2).reshape(-1, 6 * PATCH**2)
+        for i in range(moments)
+    ]
+
+
+def video_placeholders(name: str) -> list[int]:
+    """Token ids that stand for the video."""
+    moments, rows, columns = VIDEO_GRID
+    one = [VIDEO_TOKEN] * (rows * columns)
+    if name != "qwen3_vl":
+        return one * moments
+    return [token for i in range(moments) for token in [20 + i, 30, OF_TOKENS["vision_start_token_id"], *one, 208]]
+
+
+def video_features(name: str, moments: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """What transformers' model takes of a video."""
+    pixels = np.concatenate(moments).reshape(-1, 3, 2, PATCH**2)
+    numbers = ((pixels * (1 / 255)).astype(np.float32) - MEAN[:, None, None]) / STD[:, None, None]
+    count, rows, columns = VIDEO_GRID
+    seconds = {"second_per_grid_ts": np.array([SECONDS], np.float32)} if name == "qwen2_5_vl" else {}
+    grid = np.array([(count, MERGE * rows, MERGE * columns)])
+    return {"pixel_values_videos": numbers.reshape(len(pixels), -1), "video_grid_thw": grid, **seconds}
+
+
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 

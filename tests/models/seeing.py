@@ -29,6 +29,8 @@ class Feature:
     offset: int
     runs: list[tuple[int, int]]
     grid: tuple[int, int, int]
+    moment: int = 0
+    time: int = 0
 
 
 def runs_of(prompt):
@@ -67,9 +69,15 @@ class SeeingModel(PagedModel):
 
     def prompt_logits(self, prompt, pictures, size, chunks=None):
         """Logits [len(prompt), V], computed in chunks of these lengths, from the first token on."""
-        rows_EX = self.embeds(pictures, size)
         features = features_in(prompt, [grid for _, grid in pictures])
-        is_visual = np.array(prompt) == IMAGE_TOKEN
+        return self.logits_with(prompt, features, self.embeds(pictures, size), chunks)
+
+    def logits_with(self, prompt, features, rows_EX, chunks=None):
+        """The same of a prompt whose features have these embeddings, in their order."""
+        is_visual = np.zeros(len(prompt), bool)
+        for feature in features:
+            for start, length in feature.runs:
+                is_visual[start : start + length] = True
         visual = np.zeros((len(prompt), rows_EX.shape[1]), np.float32)
         visual[is_visual] = rows_EX[: is_visual.sum()]
         ends = np.zeros(len(prompt), np.int32)

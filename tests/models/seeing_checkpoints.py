@@ -96,6 +96,30 @@ def pictures_of_prompts() -> list[list[int]]:
     return [[number for kind, number in prompt if kind == "picture"] for prompt in PROMPTS]
 
 
+def video_of(name: str) -> list[np.ndarray]:
+    """The pixels of each moment of a video, of a name in `qwen.TIMES`."""
+    return qwen.drawn_video(np.random.default_rng(seed_of(name) + 4))
+
+
+def video_prompt_of(name: str) -> list[int]:
+    """Token ids: text, the video, text, the second picture, text."""
+    rng = np.random.default_rng(seed_of(name) + 5)
+    _, rows, columns = pictures_of(name)[1][1]
+    text = lambda number: rng.integers(3, 200, number).tolist()
+    return [*text(3), *qwen.video_placeholders(name), *text(2), *[IMAGE_TOKEN] * (rows * columns), *text(3)]
+
+
+def video_inputs_of(name: str) -> dict[str, np.ndarray]:
+    """What transformers' model takes of that prompt."""
+    ids = np.array([video_prompt_of(name)])
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IMAGE_TOKEN) + 2 * (ids == qwen.VIDEO_TOKEN).astype(np.int64),
+        **features_of(name, pictures_of(name)[1:2]),
+        **qwen.video_features(name, video_of(name)),
+    }
+
+
 def preprocessor_config_of(name: str) -> dict[str, Any]:
     """preprocessor_config.json, where it says more than config.json."""
     return {"patch_size": qwen.PATCH, "merge_size": qwen.MERGE} if name in qwen.QWEN_VL else {}

@@ -6,14 +6,16 @@ import pytest
 from jaxpaged.multimodal.processors import processor_of
 from tests.models.paged import golden_of
 from tests.models.pixtral_checkpoints import PIXTRAL
-from tests.models.qwen_vl_checkpoints import QWEN_VL
-from tests.models.seeing import SeeingModel, runs_of
+from tests.models.qwen_vl_checkpoints import QWEN_VL, TIMES, VIDEO_GRID, VIDEO_TOKEN
+from tests.models.seeing import Feature, SeeingModel, features_in, runs_of
 from tests.models.seeing_checkpoints import (
     SEEING,
     pictures_of,
     pictures_of_prompts,
     preprocessor_config_of,
     prompts_of,
+    video_of,
+    video_prompt_of,
     write_seeing_checkpoint,
 )
 
@@ -60,6 +62,30 @@ def test_chunks_end_anywhere_where_tokens_see_backwards(name, tmp_path):
     model, golden, prompt = load(name, tmp_path), golden_of(name)["prompts"][0], prompts_of(name)[0]
     for length in (1, 4, 11, len(prompt) - 1):
         check(logits_of(model, name, 0, [min(length, len(prompt) - i) for i in range(0, len(prompt), length)]), golden)
+
+
+def moments_in(name, prompt):
+    """The features of a video, of which each moment is one run or a part of the only one."""
+    _, rows, columns = VIDEO_GRID
+    starts = [at for at, token in enumerate(prompt) if token == VIDEO_TOKEN][:: rows * columns]
+    is_apart = name == "qwen3_vl"
+    return [
+        Feature(start, [(start, rows * columns)], (1, rows, columns), 0 if is_apart else i, time)
+        for i, (start, time) in enumerate(zip(starts, TIMES[name], strict=True))
+    ]
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_logits_of_a_video_and_a_picture_are_those_of_transformers(name, tmp_path):
+    model, prompt, picture = load(name, tmp_path), video_prompt_of(name), pictures_of(name)[1]
+    moments = [(pixels, (1, *VIDEO_GRID[1:])) for pixels in video_of(name)]
+    rows_EX = np.concatenate([model.embeds(moments, 96), model.embeds([picture], 8)])
+    features = [*moments_in(name, prompt), *features_in([0 if i == VIDEO_TOKEN else i for i in prompt], [picture[1]])]
+    golden = golden_of(name)["video"]
+    check(model.logits_with(prompt, features, rows_EX), golden)
+    check(model.logits_with(prompt, features, rows_EX, [7, 10, 11, len(prompt) - 28]), golden)
+    alone = np.concatenate([model.embeds([moment], 96)[:8] for moment in moments])
+    np.testing.assert_allclose(alone, rows_EX[:24], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys |
     if request.lora_name is not None:
         keys.append(("lora", request.lora_name))
     for feature in features_between(request.mm_features, start, start + block_size):
-        keys.append(("mm", feature.key.hex(), feature.offset - start))
+        of_video = (feature.time,) if feature.moment else ()  # other positions, other keys and values
+        keys.append(("mm", feature.key.hex(), feature.offset - start, *of_video))
     if request.cache_salt is not None and block_idx == 0:
         keys.append(("cache_salt", request.cache_salt))
     return tuple(keys) or None

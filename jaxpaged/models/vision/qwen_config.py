@@ -12,13 +12,12 @@ from jaxpaged.models.vision.parts import vision_fields
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVisionConfig(VisionConfig):
-    """`merge`: the side of an embedding in patches. `frames`: how many a patch has. `window`: the side of a window in
-    embeddings, None where patches see their whole picture in all layers; else in `full_layers`. `num_positions`: rows
-    of the table of positions, 0 where there is none. `deep_layers`: layers behind which the further levels are taken.
-    `rope_theta`: the base of rotations."""
+    """`merge`: the side of an embedding in patches. `window`: the side of a window in embeddings, None where patches
+    see their whole picture in all layers; else in `full_layers`. `num_positions`: rows of the table of positions, 0
+    where there is none. `deep_layers`: layers behind which the further levels are taken. `rope_theta`: the base of
+    rotations."""
 
     merge: int
-    frames: int
     rope_theta: float
     window: int | None = None
     full_layers: tuple[int, ...] = ()

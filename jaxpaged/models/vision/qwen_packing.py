@@ -20,12 +20,12 @@ embedding, in the order of pictures, where it is in the batch; four rows of the 
 how much of each it gets."""
 
 
-def shapes(config: QwenVisionConfig, size: int) -> dict[str, Shape]:
+def shapes(config: QwenVisionConfig, size: int, frames: int = 1) -> dict[str, Shape]:
     """`Vision.shapes`."""
     of_windows = {WINDOWS: ((size,), "int32"), ORDER: ((config.num_embeds(size),), "int32")}
     of_table = {PLACES: ((size, 4), "int32"), SHARES: ((size, 4), "float32")}
     return {
-        PIXELS: ((size, 3 * config.patch**2), "uint8"),
+        PIXELS: ((size, 3 * frames * config.patch**2), "uint8"),
         POSITIONS: ((size, 2), "int32"),
         PICTURES: ((size,), "int32"),
         **(of_windows if config.window else {}),
@@ -35,7 +35,8 @@ def shapes(config: QwenVisionConfig, size: int) -> dict[str, Shape]:
 
 def pack(config: QwenVisionConfig, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
     """`Vision.pack`. Patches that only pad are segments of one patch each."""
-    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(config, size).items()}
+    frames = pictures[0][0].shape[1] // (3 * config.patch**2)
+    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(config, size, frames).items()}
     end = num_pictures = num_windows = 0
     for pixels, (items, rows, columns) in pictures:
         for item in np.split(pixels, items):

@@ -6,7 +6,7 @@ the pairs of a head each. Neighbouring patches, two by two, are merged into one 
 their window only, except in a few layers; Qwen3-VL adds a learned table of positions, which is interpolated to the size
 of the picture, and gives what some layers have as further levels of an embedding (DeepStack).
 
-A patch has two frames, which for a picture are the same. The host computes all that depends on the sizes of pictures
+A patch has two frames, which for a picture are the same, and come once. The host computes all that depends on the sizes of pictures
 (`qwen_packing.py`).
 
 Letters: P patches, X numbers of a patch or an embedding, E embeddings; N heads.
@@ -72,9 +72,10 @@ def encode(params: Tower, config: QwenVisionConfig, batch: EncoderBatch) -> jax.
 
 
 def embedded(params: Tower, config: QwenVisionConfig, batch: EncoderBatch) -> jax.Array:
-    """[P, width] of the pixels: a product with each patch, which all of its frames are, and its position's vector."""
+    """[P, width] of the pixels: a product with the frames of each patch, and its position's vector."""
     weight = params.patch_embed.weight
-    x_PX = numbers(batch.pixels, batch.table_CV, weight.dtype).reshape(-1, 3, 1, config.patch, config.patch)
+    frames = batch.pixels.shape[1] // (3 * config.patch**2)
+    x_PX = numbers(batch.pixels, batch.table_CV, weight.dtype).reshape(-1, 3, frames, config.patch, config.patch)
     x_PX = jnp.broadcast_to(x_PX, (len(x_PX), *weight.shape[1:]))
     x_PX = on_devices(apply_linear("Tbjrs,dbjrs->Td", x_PX, params.patch_embed), batch.mesh)
     if params.pos_embed is None:

@@ -93,6 +93,19 @@ def test_positions_of_pictures_and_of_what_is_behind_them():
     assert rope_offsets(features[:1], 8)[1] == -3  # the prompt ends with a picture
 
 
+def test_moments_of_a_video_begin_at_one_position():
+    """The text behind them goes on behind the last moment, where that is later than the longer side."""
+    moments = [Feature(1 + 2 * i, [(1 + 2 * i, 2)], (1, 1, 2), i, time) for i, time in enumerate((0, 0, 5))]
+    offsets, delta = rope_offsets(moments, 9)
+    assert (offsets + np.arange(9)).tolist() == [
+        [0, 1, 1, 1, 1, 6, 6, 7, 8],
+        [0, 1, 1, 1, 1, 1, 1, 7, 8],
+        [0, 1, 2, 1, 2, 1, 2, 7, 8],
+    ]
+    assert delta == 0
+    assert rope_offsets(moments[:2], 9)[1] == -2  # both positions in time are the same
+
+
 @pytest.mark.parametrize("only_text", [False, True])
 def test_published_names_are_read_and_a_tower_may_stay_on_disk(only_text, tmp_path):
     name, hf = "qwen2_5_vl", SEEING["qwen2_5_vl"]
