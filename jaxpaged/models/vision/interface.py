@@ -14,10 +14,10 @@ takes patches of pictures of any size, one picture behind the other; a size is a
 without gaps: the k-th picture's begin where those of the pictures before it end, and what comes after the last ones is
 padding. Nothing of a picture depends on what else is in its batch.
 
-A *picture*, or a moment of a video, is a pair: its uint8 pixels in `PictureLayout.pixels_shape`, and its grid, (items, rows, columns) of
-embeddings. A picture of a fixed tower may be cut between items: `(pixels[i:j], (j - i, rows, columns))` is a picture.
-A patch of a moment has `VisionConfig.frames` frames, one of a picture has one, which stands for all; a batch has the
-one kind or the other.
+A *picture*, or a moment of a video, is a pair: its uint8 pixels in `PictureLayout.pixels_shape`, and its grid, (items,
+rows, columns) of embeddings. A picture of a fixed tower may be cut between items: `(pixels[i:j], (j - i, rows,
+columns))` is a picture. A patch of a moment has `VisionConfig.frames` frames, one of a picture has one, which stands
+for all; a batch has the one kind or the other.
 
 The pixels become numbers by `table_CV` of the picture's processor, float32 [3, 256], so they are uint8 until then. The
 tower computes in the type of its parameters, which gives its embeddings too.
@@ -54,9 +54,10 @@ class VisionConfig:
     `width`, `num_layers`, `num_heads`, `head_dim` and `columns` (of feed-forward blocks) are the tower's own.
     `out_width`: numbers of one level of an embedding, the decoder's width. `num_levels`: how many levels there are
     besides the first (DeepStack). `patch` is the side of a patch in pixels, `patches_per_embed` how many become one
-    embedding, and `frames` how many frames of a video a patch has; 1 for towers that see pictures only. `item_pixels`: (height, width, 3) of every item of a fixed tower, `embeds_per_item` what one gives; None
-    and 0 for patch towers. `splits_items`: every device has all weights, and a part of the items
-    (`mm_encoder_tp_mode=data`); else weights are split wherever heads and columns can be.
+    embedding, and `frames` how many frames of a video a patch has; 1 for towers that see pictures only. `item_pixels`:
+    (height, width, 3) of every item of a fixed tower, `embeds_per_item` what one gives; None and 0 for patch towers.
+    `splits_items`: every device has all weights, and a part of the items (`mm_encoder_tp_mode=data`); else weights are
+    split wherever heads and columns can be.
     """
 
     family: str
@@ -125,8 +126,8 @@ class VisionConfig:
 class EncoderBatch:
     """What one run of an encode program gets besides the parameters.
 
-    `pixels`: uint8, padded with zeros to the bucket: [I, height, width, 3], or [P, numbers of a patch], of one frame or of
-    `VisionConfig.frames`, in the order channel, frame, row, column.
+    `pixels`: uint8, padded with zeros to the bucket: [I, height, width, 3], or [P, numbers of a patch], of one frame or
+    of `VisionConfig.frames`, in the order channel, frame, row, column.
     `table_CV`: float32 [3, 256], the number that each value of each channel becomes; it stays on the devices.
     `of_patches`: of a patch tower, what the host computes for each patch or embedding, by name: positions, segments,
     orders; empty for fixed towers. `mesh`: the devices over which items are split, if they are (`splits_items`).

@@ -6,8 +6,8 @@ the pairs of a head each. Neighbouring patches, two by two, are merged into one 
 their window only, except in a few layers; Qwen3-VL adds a learned table of positions, which is interpolated to the size
 of the picture, and gives what some layers have as further levels of an embedding (DeepStack).
 
-A patch has two frames, which for a picture are the same, and come once. The host computes all that depends on the sizes of pictures
-(`qwen_packing.py`).
+A patch has two frames, which for a picture are the same, and come once. The host computes all that depends on the sizes
+of pictures (`qwen_packing.py`).
 
 Letters: P patches, X numbers of a patch or an embedding, E embeddings; N heads.
 """

@@ -1,10 +1,10 @@
 """Where the tokens of a prompt with pictures stand, in models that give a token three positions: in time, row, column.
 
 A token of text has three times the same position, one after that of the token before it. A picture that begins at
-position p has p, p + row and p + column, and the text behind it goes on at p + the longer of its sides
-(arXiv 2409.12191). The moments of a video that no text divides all begin at one p: they have p + time, p + row and
-p + column, and the text behind them goes on behind the last position that any of them has. So a picture takes fewer positions than it has tokens, and positions of all tokens behind it differ
-from their places in the prompt by a constant.
+position p has p, p + row and p + column, and the text behind it goes on at p + the longer of its sides (arXiv
+2409.12191). The moments of a video that no text divides all begin at one p: they have p + time, p + row and p + column,
+and the text behind them goes on behind the last position that any of them has. So a picture takes fewer positions than
+it has tokens, and positions of all tokens behind it differ from their places in the prompt by a constant.
 
 Host code: numpy only.
 """
