@@ -4,28 +4,19 @@ The heads that are trained beside the tower are thrown away afterwards.
 Letters: B pictures, E cells, D width of the tower.
 """
 
-import random
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tokenizers import Tokenizer
 
 from demo_model import pictures
+from demo_model.muon import Moments, Rates, update
 from demo_model.network import Params
-from demo_model.optimizer import scale_by_muon
 from demo_model.pictures import COLOUR_NAMES, KINDS, WHOLE_SIZES, Scene
 from demo_model.tower import PROJECTION, Eye, pooled
 
-STYLES = {
-    pictures.one_shape: 15,
-    pictures.several_shapes: 30,
-    pictures.number: 22,
-    pictures.word: 22,
-    pictures.bars: 11,
-}
 NOTHING_WEIGHT = 0.3
 
 
@@ -35,7 +26,7 @@ class Look(NamedTuple):
     pixels: np.ndarray  # uint8 [B, 96, 96, 3]
     kinds: np.ndarray  # int32 [B, E]
     colours: np.ndarray  # int32 [B, E]
-    whole: np.ndarray  # int32 [B, 13]; -1 does not apply
+    whole: np.ndarray  # int32 [B, 18]; -1 does not apply
 
 
 def labelled(scenes: list[Scene]) -> Look:
@@ -46,10 +37,6 @@ def labelled(scenes: list[Scene]) -> Look:
         np.stack([colours for _, colours in cells]),
         np.stack([pictures.whole_labels(scene) for scene in scenes]),
     )
-
-
-def draw_scenes(rng: random.Random, count: int) -> list[Scene]:
-    return [draw(rng) for draw in rng.choices(list(STYLES), list(STYLES.values()), k=count)]
 
 
 def init_heads(eye: Eye) -> Params:
@@ -82,6 +69,7 @@ def look_loss(params: Params, cells_BED: jax.Array, look: Look) -> tuple[jax.Arr
         counts[name] = jnp.stack([(right & covered).sum(), covered.sum()])
     ends = np.cumsum(WHOLE_SIZES)
     names = ["count", *["count of a kind"] * 5, "tallest", "smallest", "word", *["digits"] * 3, "place"]
+    names += ["letters"] * (len(WHOLE_SIZES) - len(names))
     for i, name in enumerate(names):
         loss, right = _losses(whole[:, ends[i] - WHOLE_SIZES[i] : ends[i]], look.whole[:, i])
         total += 0.4 * jnp.sum(loss) / look.whole.shape[0] / names.count(name) ** 0.5
@@ -90,18 +78,9 @@ def look_loss(params: Params, cells_BED: jax.Array, look: Look) -> tuple[jax.Arr
     return total, counts
 
 
-def make_optimizer(matrix_rate: float, other_rate: float) -> optax.GradientTransformation:
-    """Muon for the matrices of layers and projector, Adam for the rest."""
-    muon = optax.chain(scale_by_muon(), optax.scale_by_learning_rate(matrix_rate))
-    adam = optax.adam(other_rate, b1=0.9, b2=0.98)
-
-    def is_matrix(name: str, value: jax.Array) -> bool:
-        return value.ndim == 2 and ("layers" in name or "projection" in name)
-
-    def labels(params: Params) -> dict[str, str]:
-        return {name: "muon" if is_matrix(name, value) else "adam" for name, value in params.items()}
-
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.partition({"muon": muon, "adam": adam}, labels))
+def is_matrix(name: str, value: jax.Array) -> bool:
+    """Whether Muon changes it."""
+    return value.ndim == 2 and ("layers" in name or "projection" in name)
 
 
 def name_embeddings(table: np.ndarray, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -127,16 +106,18 @@ def name_loss(params: Params, cells_BED: jax.Array, look: Look, names: tuple[jax
     return jnp.sum(error * weight) / jnp.sum(jnp.mean(wanted**2, -1) * weight)
 
 
-def make_look_step(eye: Eye, optimizer: optax.GradientTransformation, names: tuple[jax.Array, jax.Array]):
-    def loss(params: Params, look: Look):
+def make_look_step(eye: Eye, rates: Rates):
+    """A step with the pictures of a few chunks of a pool."""
+
+    def loss(params: Params, look: Look, names: tuple[jax.Array, jax.Array]):
         cells_BED = pooled(params, look.pixels, eye)
         total, counts = look_loss(params, cells_BED, look)
         return total + name_loss(params, cells_BED, look, names), counts
 
-    def step(params: Params, state, look: Look, rate):
-        (total, counts), gradient = jax.value_and_grad(loss, has_aux=True)(params, look)
-        updates, state = optimizer.update(gradient, state, params)
-        updates = jax.tree.map(lambda update: update * rate, updates)
-        return optax.apply_updates(params, updates), state, total, counts
+    def step(params: Params, moments: Moments, names, pool: Look, chunks, factor):
+        look = jax.tree.map(lambda each: each[chunks].reshape(-1, *each.shape[2:]), pool)
+        (total, counts), gradients = jax.value_and_grad(loss, has_aux=True)(params, look, names)
+        params, moments = update(params, gradients, moments, rates, factor)
+        return params, moments, total, counts
 
     return jax.jit(step, donate_argnums=(0, 1))

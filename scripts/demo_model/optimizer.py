@@ -1,8 +1,4 @@
-"""The optimiser: Muon for the matrices, Adam for embeddings, heads and norms.
-
-Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest
-orthogonal matrix.  Weights are stored [outputs, inputs].
-"""
+"""The optimiser as optax has it: Muon for the matrices, Adam for embeddings, heads and norms."""
 
 from collections.abc import Callable
 
@@ -10,25 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from demo_model.muon import orthogonal
 from demo_model.network import Params
 
 Schedule = Callable[[jax.Array], jax.Array]
-
-# Quintic Newton-Schulz step with the coefficients of the Muon paper; it need
-# not converge, singular values between 0.7 and 1.2 are good enough.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_ITERATIONS = 5
-
-
-def _orthogonal(matrix: jax.Array) -> jax.Array:
-    a, b, c = _COEFFICIENTS
-    wide = matrix.shape[0] <= matrix.shape[1]
-    x = matrix if wide else matrix.T
-    x = x / (jnp.linalg.norm(x) + 1e-7)
-    for _ in range(_ITERATIONS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x if wide else x.T
 
 
 def scale_by_muon(beta: float = 0.95) -> optax.GradientTransformation:
@@ -36,7 +17,7 @@ def scale_by_muon(beta: float = 0.95) -> optax.GradientTransformation:
 
     def direction(momentum: jax.Array, gradient: jax.Array) -> jax.Array:
         rows, columns = gradient.shape
-        update = _orthogonal(beta * momentum + gradient)
+        update = orthogonal(beta * momentum + gradient)
         return update * max(1.0, rows / columns) ** 0.5
 
     def update(gradients, momenta, params=None):

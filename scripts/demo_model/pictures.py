@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from demo_model.tasks import held_out
+from demo_model.words import invented_word
 
 SIDE = 96
 CELLS = 6  # of the encoder's output, on a side
@@ -34,6 +35,7 @@ WORDS = (
     "vase house horse table bread water cloud train"
 ).split()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MOST_LETTERS = 5
 KINDS = ("", *SHAPES, "bar", *"0123456789", *LETTERS)
 """What can cover a cell; the first is nothing."""
 COLOUR_NAMES = tuple(COLOURS)
@@ -130,13 +132,17 @@ def several_shapes(rng: random.Random) -> Scene:
     return Scene("several shapes", _finish(image), things, places=places)
 
 
+INKS = ("black", "black", "red", "blue", "green", "purple")
+"""Of what is written."""
+
+
 @functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
 
 
-def _written(rng: random.Random, style: str, text: str, sizes: tuple[int, int]) -> Scene:
-    image, colour = _blank(rng), rng.choice(("black", "black", "red", "blue", "green", "purple"))
+def _written(rng: random.Random, style: str, text: str, sizes: tuple[int, int], colour: str = "") -> Scene:
+    image, colour = _blank(rng), colour or rng.choice(INKS)
     draw, font = ImageDraw.Draw(image), _font(rng.randint(*sizes))
     left, top, right, bottom = draw.textbbox((0, 0), text, font)
     x = rng.uniform(6, max(7, CANVAS - 6 - right + left)) - left
@@ -159,16 +165,37 @@ def number(rng: random.Random, numbers: Sequence[int] = TRAINED_NUMBERS) -> Scen
     return _written(rng, "number", str(rng.choice(numbers)), (76, 108))
 
 
+HELD_OUT_WORDS = [(word, ink) for word in WORDS for ink in sorted(set(INKS)) if held_out(f"{word} in {ink}")]
+"""Words, and the ink in which each is never trained."""
+
+
 def word(rng: random.Random) -> Scene:
-    return _written(rng, "word", rng.choice(WORDS), (48, 60))
+    while True:
+        drawn = rng.choice(WORDS), rng.choice(INKS)
+        if drawn not in HELD_OUT_WORDS:
+            return _written(rng, "word", drawn[0], (48, 60), drawn[1])
+
+
+def held_out_word(rng: random.Random) -> Scene:
+    text, ink = rng.choice(HELD_OUT_WORDS)
+    return _written(rng, "word", text, (48, 60), ink)
+
+
+def letters(rng: random.Random, unknown: bool = False) -> Scene:
+    """Three to five letters as a syllable or two would have them; each tenth such word is never trained."""
+    while True:
+        text = invented_word(rng, 1, 2)
+        if 3 <= len(text) <= MOST_LETTERS and held_out(f"picture of {text}") == unknown and text not in WORDS:
+            return _written(rng, "letters", text, (48, 60))
 
 
 def bars(rng: random.Random) -> Scene:
-    """Three to five bars of different colours, the tallest taller than the others by an eighth of the picture."""
+    """Three to five bars of different colours, the tallest and the smallest by a twelfth of the picture or more."""
     image, count = _blank(rng), rng.randint(3, 5)
     draw, step = ImageDraw.Draw(image), CANVAS / count
-    heights = [rng.uniform(24, 140) for _ in range(count)]
-    heights[rng.randrange(count)] = max(heights) + rng.uniform(16, 32)
+    middle = [rng.uniform(44, 136) for _ in range(count - 2)]
+    heights = [*middle, max(middle) + rng.uniform(16, 32), max(10, min(middle) - rng.uniform(16, 80))]
+    rng.shuffle(heights)
     things, floor = [], CANVAS - rng.uniform(4, 14)
     for at, (colour, height) in enumerate(zip(rng.sample(COLOUR_NAMES, count), heights, strict=True)):
         left, right = step * at + 0.15 * step, step * at + 0.85 * step
@@ -198,12 +225,12 @@ def cell_labels(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
 
 
 def whole_labels(scene: Scene) -> np.ndarray:
-    """What a look at the whole gives, int32 [13]; -1 where it does not apply.
+    """What a look at the whole gives, int32 [18]; -1 where it does not apply.
 
     Number of shapes, of shapes of each kind, colour of the tallest and of the smallest bar, the word, digits from the
-    last, and the place of a lone shape.
+    last, the place of a lone shape, and letters from the first.
     """
-    found = np.full(13, -1, np.int32)
+    found = np.full(len(WHOLE_SIZES), -1, np.int32)
     kinds = [thing.kind for thing in scene.things]
     if scene.style in ("one shape", "several shapes"):
         found[0] = len(kinds)
@@ -217,10 +244,13 @@ def whole_labels(scene: Scene) -> np.ndarray:
         found[8] = WORDS.index(scene.text)
     if scene.style == "number":
         found[9:12] = [int(digit) for digit in scene.text[::-1]] + [10] * (3 - len(scene.text))
+    if scene.style in ("word", "letters"):
+        known = [LETTERS.index(letter) for letter in scene.text]
+        found[13:] = known + [len(LETTERS)] * (MOST_LETTERS - len(known))
     return found
 
 
-WHOLE_SIZES = (10, *[8] * 5, 6, 6, len(WORDS), 11, 11, 11, 4)
+WHOLE_SIZES = (10, *[8] * 5, 6, 6, len(WORDS), 11, 11, 11, 4, *[len(LETTERS) + 1] * MOST_LETTERS)
 """Number of classes of each of `whole_labels`."""
 
 PLACES = ("top left", "top right", "bottom left", "bottom right")

@@ -5,28 +5,30 @@ the projector, through it. Several questions about the same pictures share the r
 Letters: B rows, T tokens, D width of the text model.
 """
 
+import functools
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tokenizers import Tokenizer
 
 from demo_model import network
 from demo_model.corpus import stream
 from demo_model.looking import Look, labelled, look_loss
+from demo_model.muon import Moments, Rates, update
 from demo_model.network import Params, Shape, linear, mlp, rms_norm
 from demo_model.pictures import Scene
-from demo_model.questions import LONE_DRAWS, TASKS, Task, Turn, alike, turns_about
+from demo_model.questions import LONE_DRAWS, TASKS, Task, Turn, alike, more, turns_about
 from demo_model.tokenizer import END_OF_IMAGE, SOFT_TOKEN, START_OF_IMAGE
 from demo_model.tower import PROJECTION, Eye, pooled
 
 SOFT_TOKENS = 36
-ROW = 144
+ROW = 160
 MAX_TURNS = 5
 PICTURE = f"\n\n{START_OF_IMAGE}{SOFT_TOKEN * SOFT_TOKENS}{END_OF_IMAGE}\n\n"
 
@@ -53,19 +55,27 @@ def prompt(question: str, num_pictures: int) -> str:
     return f"<bos><start_of_turn>user\n{PICTURE * num_pictures}{question}<end_of_turn>\n<start_of_turn>model\n"
 
 
-def pack(tokenizer: Tokenizer, asked: list[tuple[tuple[Scene, ...], list[Turn]]], length: int = ROW) -> Rows:
+Encode = Callable[[str], list[int]]
+
+
+def encoder(tokenizer: Tokenizer) -> Encode:
+    """Token ids of a text; those of texts that come again are kept."""
+    return functools.lru_cache(1 << 15)(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def pack(encode: Encode, asked: list[tuple[tuple[Scene, ...], list[Turn]]], length: int = ROW) -> Rows:
     """One row for each tuple of pictures, with as many of its questions as have room."""
     shape = (len(asked), length)
     tokens, targets, positions, spans, cells = (np.zeros(shape, np.int32) for _ in range(5))
     branches, weights = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
-    soft = tokenizer.token_to_id(SOFT_TOKEN)
+    (soft,) = encode(SOFT_TOKEN)
     scenes: list[Scene] = []
     for row, (pictures, turns) in enumerate(asked):
         at = common = 0
         for branch, (question, answer) in enumerate(turns, 1):
-            ids = tokenizer.encode(prompt(question, len(pictures)), add_special_tokens=False).ids
-            head = max(i for i, token in enumerate(ids) if token == soft) + 1
-            said = tokenizer.encode(f"{answer}<end_of_turn>", add_special_tokens=False).ids
+            ids = encode(prompt(question, len(pictures)))
+            head = len(ids) - ids[::-1].index(soft)
+            said = encode(f"{answer}<end_of_turn>")
             whole = [*ids, *said]
             start = 0 if branch == 1 else head
             stop = at + len(whole) - 1 - start
@@ -111,8 +121,8 @@ def _attention(x, weights: Params, rows: Rows, seen: jax.Array, shape: Shape, fu
     seen = seen if full else seen & near
     groups = shape.num_heads // shape.num_kv_heads
     q = q.reshape(batch, shape.num_kv_heads, groups * length, shape.head_dim) * shape.head_dim**-0.5
-    scores = (q @ k.swapaxes(2, 3)).reshape(batch, shape.num_heads, length, length)
-    mixed = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), -1)
+    scores = (q @ k.swapaxes(2, 3)).astype(jnp.float32).reshape(batch, shape.num_heads, length, length)
+    mixed = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), -1).astype(x.dtype)
     mixed = mixed.reshape(batch, shape.num_kv_heads, groups * length, length) @ heads("v")
     mixed = mixed.reshape(batch, shape.num_heads, length, -1).swapaxes(1, 2)
     return linear(mixed.reshape(batch, length, -1), weights["o_proj.weight"])
@@ -147,26 +157,39 @@ def answer_loss(params: Params, text: Params, rows: Rows, shape: Shape, eye: Eye
     found = jnp.take_along_axis(scores, rows.targets[..., None], -1)[..., 0]
     loss = jnp.sum((jax.nn.logsumexp(scores, -1) - found) * rows.weights) / jnp.sum(rows.weights)
     again, counts = look_loss(params, cells_BED, rows.look)
+    hit = (jnp.argmax(scores, -1) == rows.targets) & (rows.weights > 0)
+    counts["tokens"] = jnp.stack([hit.sum(), (rows.weights > 0).sum()])
     return loss + look_share * again, (loss, counts)
 
 
-def draw_rows(rng: random.Random, tokenizer: Tokenizer, count: int) -> Rows:
-    """A batch of training. The number of pictures is the same in every batch: two for each eighth row."""
+def draw_rows(rng: random.Random, encode: Encode, count: int) -> Rows:
+    """Rows of training. Each fourth has two pictures, so the number of pictures is that of rows and a quarter."""
     asked = []
     for row in range(count):
-        draw = alike if row % 8 == 3 else rng.choices(list(LONE_DRAWS), list(LONE_DRAWS.values()))[0]
+        lone = rng.choices(list(LONE_DRAWS), list(LONE_DRAWS.values()))[0]
+        draw = {3: alike, 7: more}.get(row % 8, lone)
         scenes = draw(rng)
         asked.append((scenes, turns_about(rng, draw, scenes, MAX_TURNS)))
-    return pack(tokenizer, asked)
+    return pack(encode, asked)
 
 
-def make_answer_step(shape: Shape, eye: Eye, optimizer: optax.GradientTransformation, look_share: float):
-    def step(params: Params, state, text: Params, rows: Rows, rate):
+def joined(pool: Rows, chunks: jax.Array) -> Rows:
+    """A few chunks of a pool of them as one batch."""
+    pictures = pool.look.pixels.shape[1] * jnp.arange(len(chunks), dtype=jnp.int32)[:, None, None]
+    rows = jax.tree.map(lambda each: each[chunks], pool)
+    rows = rows._replace(spans=jnp.where(rows.spans > 0, rows.spans + pictures, 0))
+    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), rows)
+
+
+def make_answer_step(shape: Shape, eye: Eye, rates: Rates, look_share: float):
+    """A step with the rows of a few chunks of a pool."""
+
+    def step(params: Params, moments: Moments, text: Params, pool: Rows, chunks, factor):
         differentiated = jax.value_and_grad(answer_loss, has_aux=True)
-        (_, (loss, counts)), gradient = differentiated(params, text, rows, shape, eye, look_share)
-        updates, state = optimizer.update(gradient, state, params)
-        updates = jax.tree.map(lambda update: update * rate, updates)
-        return optax.apply_updates(params, updates), state, loss, counts
+        rows = joined(pool, chunks)
+        (_, (loss, counts)), gradients = differentiated(params, text, rows, shape, eye, look_share)
+        params, moments = update(params, gradients, moments, rates, factor)
+        return params, moments, loss, counts
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -217,7 +240,7 @@ def evaluate(
         return {name: value.astype(jnp.bfloat16).astype(dtype) for name, value in values.items()}
 
     params, text, found = rounded(params), rounded(text), {}
-    rows = 16
+    encode, rows = encoder(tokenizer), 16
     for name, task in TASKS.items():
         rng = stream(0, f"held-out pictures of {name}")
         guesses = commonest_answers(stream(0, f"questions of {name}"), task)
@@ -225,7 +248,7 @@ def evaluate(
         blind = sum(guesses.get(question) == answer for _, (question, answer) in asked)
         right = 0
         for first in range(0, len(asked), rows):
-            batch = pack(tokenizer, [(scenes, [turn]) for scenes, turn in asked[first : first + rows]], 128)
+            batch = pack(encode, [(scenes, [turn]) for scenes, turn in asked[first : first + rows]], 128)
             right += int(_jitted_right(params, text, batch, shape, eye).sum())
         found[name] = Sight(right, blind, len(asked))
     return found

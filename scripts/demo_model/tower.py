@@ -25,7 +25,7 @@ class Eye:
     patch_size: int = 8
     hidden_size: int = 128
     intermediate_size: int = 256
-    num_layers: int = 4
+    num_layers: int = 6
     num_heads: int = 4
     pool: int = 2
     text_size: int = 256
