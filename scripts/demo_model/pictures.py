@@ -169,16 +169,21 @@ HELD_OUT_WORDS = [(word, ink) for word in WORDS for ink in sorted(set(INKS)) if 
 """Words, and the ink in which each is never trained."""
 
 
+def _sizes(text: str) -> tuple[int, int]:
+    """In which the word has room."""
+    return 48, min(88, 280 // len(text))
+
+
 def word(rng: random.Random) -> Scene:
     while True:
         drawn = rng.choice(WORDS), rng.choice(INKS)
         if drawn not in HELD_OUT_WORDS:
-            return _written(rng, "word", drawn[0], (48, 60), drawn[1])
+            return _written(rng, "word", drawn[0], _sizes(drawn[0]), drawn[1])
 
 
 def held_out_word(rng: random.Random) -> Scene:
     text, ink = rng.choice(HELD_OUT_WORDS)
-    return _written(rng, "word", text, (48, 60), ink)
+    return _written(rng, "word", text, _sizes(text), ink)
 
 
 def letters(rng: random.Random, unknown: bool = False) -> Scene:
@@ -186,7 +191,7 @@ def letters(rng: random.Random, unknown: bool = False) -> Scene:
     while True:
         text = invented_word(rng, 1, 2)
         if 3 <= len(text) <= MOST_LETTERS and held_out(f"picture of {text}") == unknown and text not in WORDS:
-            return _written(rng, "letters", text, (48, 60))
+            return _written(rng, "letters", text, _sizes(text))
 
 
 def bars(rng: random.Random) -> Scene:
