@@ -9,6 +9,7 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     tests     what `scripts/test --gpu` has of samplers, attention, runs of decode steps and models
     speed     an engine of the model with default options: tokens per second and milliseconds of a decode step for 1, 8,
               64 and 256 requests; then the same without each of CHANGES, without all of them, and as it is once more
+    minute    milliseconds of a decode step beside the compiling of programs, and after it, with an empty cache
     pictures  first tokens of pictures and pictures a second, of an engine of Gemma 3 4B's sizes
     profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
     sampler   the sampling program by each way to find limits
@@ -38,7 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-PARTS = ("tests", "speed", "pictures", "profile", "sampler", "products", "tiles")
+PARTS = ("tests", "speed", "minute", "pictures", "profile", "sampler", "products", "tiles")
 TESTS = (
     "tests/sampling/test_sampler.py",
     "tests/sampling/test_limits.py",
@@ -184,14 +185,20 @@ def missing(llm: Any) -> int:
     return stats["programs"] - stats["programs_ready"]
 
 
-def decode_milliseconds(llm: Any, num_requests: int, since: float) -> float:
-    """The median time of a decode step, from result to result, of the records that began after `since`."""
+def decode_times(llm: Any, num_requests: int, since: float) -> list[float]:
+    """Milliseconds of each decode step, from result to result, of the records that began after `since`."""
     records, _ = llm.step_records()
     times = []
     for before, record in itertools.pairwise(records):
         all_decode = record.num_tokens == record.num_sampled == num_requests * record.num_steps
         if all_decode and before.schedule_begin >= since:
             times.append(1e3 * (record.result_ready - before.result_ready) / record.num_steps)
+    return times
+
+
+def decode_milliseconds(llm: Any, num_requests: int, since: float) -> float:
+    """Their median."""
+    times = decode_times(llm, num_requests, since)
     return statistics.median(times) if times else float("nan")
 
 
@@ -216,6 +223,25 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     drawn = (load[0], load[1], load[2])
     seconds = min(generate(llm, drawn, temperature=1.0, top_p=0.9) for _ in range(2))
     lines.append({"load": load, "top_p": 0.9, "tokens/s": load[0] * load[2] / seconds})
+    llm.shutdown()
+    return lines
+
+
+def measure_first_minute(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steps of one request from the first on, while the programs of default options are compiled."""
+    load, lines = (TINY_LOADS if options.model == "tiny" else LOADS)[0], Lines(options.out)
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    llm = open_engine(options.model, **({} if options.model == "tiny" else {"token_buckets": None}))
+    for title, seconds in (("beside compiling", 10 if options.model == "tiny" else 60), ("after it", 2)):
+        since = time.perf_counter()
+        while time.perf_counter() < since + seconds and (missing(llm) or title == "after it"):
+            generate(llm, load)
+        took, steps = time.perf_counter() - since, sorted(decode_times(llm, load[0], since))
+        line: dict[str, Any] = {"decode steps": title, "s": took, "steps": len(steps), "programs missing": missing(llm)}
+        for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
+            line[f"{name}, ms"] = steps[int(share * (len(steps) - 1))] if steps else float("nan")
+        lines.append(line | {"mean, ms": statistics.mean(steps) if steps else float("nan")})
+        settle(llm, load)
     llm.shutdown()
     return lines
 
@@ -351,6 +377,7 @@ def measure_products(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "speed": measure_speed,
+    "minute": measure_first_minute,
     "profile": measure_profile,
     "sampler": measure_sampler,
     "products": measure_products,
@@ -470,6 +497,7 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "tests": lambda: report.add("tests", test_part(options, min(left(), 240))),
         "speed": lambda: speed_part(options, report, left),
+        "minute": lambda: report.add("minute", measured("minute", options, [], min(left(), 75))),
         "pictures": lambda: report.add("pictures", picture_part(options, min(left(), 100))),
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
         "sampler": lambda: report.add("sampler", measured("sampler", options, [], min(left(), 90))),
