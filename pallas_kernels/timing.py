@@ -68,9 +68,10 @@ class Calls:
         return min(_timed(run) for _ in range(SAMPLES)) / self.count, state
 
 
-def compiled(chain: Chain, count: int) -> Calls:
-    """`count` calls, compiled; nothing runs. Threads may compile side by side."""
-    program = jax.jit(_calls_of(chain, count), donate_argnums=0).lower(chain.state, *chain.operands)
+def compiled(chain: Chain, count: int, options: dict[str, Any] | None = None) -> Calls:
+    """`count` calls, compiled with these options of XLA; nothing runs. Threads may compile side by side."""
+    jitted = jax.jit(_calls_of(chain, count), donate_argnums=0, compiler_options=options)
+    program = jitted.lower(chain.state, *chain.operands)
     return Calls(count, program.compile())
 
 

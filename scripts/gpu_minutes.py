@@ -13,8 +13,9 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     pictures  first tokens of pictures and pictures a second, of an engine of Gemma 3 4B's sizes
     profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
     sampler   the sampling program by each way to find limits
-    products  the model's matrix products as cuBLAS chooses their kernels, and as XLA does when it may try some,
-              in a process without a KV cache; what XLA found lies in FOLDER/autotuned.txt
+    products  scripts/tune_products.py: the model's matrix products by cuBLAS, by all that XLA can try, and by our own
+              kernel. FOLDER/few_rows.json is the next pallas_kernels/few_rows_matmul/tuned.json, and what XLA found
+              lies in FOLDER/autotuned.txt
     tiles     scripts/tune_kernel.py --quick: FOLDER/tuned.json is the next pallas_kernels/.../gpu/tuned.json
 
 FOLDER/report.md has all tables, and is written anew after each measurement. A part that fails or takes too long is told
@@ -338,49 +339,11 @@ def median_milliseconds(call: Callable[..., Any], *arguments: Any) -> float:
     return statistics.median(times)
 
 
-def measure_products(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Microseconds of the products of a layer and of the head: kernels chosen by cuBLAS, and tried by XLA."""
-    import jax
-    import jax.numpy as jnp
-    from offline_bench.checkpoints import MODELS
-
-    from jaxpaged.worker.programs.compiler_options import APART, UNTRIED
-
-    shape, on_gpu = MODELS[options.model], jax.default_backend() == "gpu"
-    hidden, columns = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {
-        "q": (hidden, queries),
-        "k and v": (hidden, keys),
-        "q, k, v joined": (hidden, queries + 2 * keys),
-        "o": (queries, hidden),
-        "gate and up": (hidden, columns),
-        "gate, up joined": (hidden, 2 * columns),
-        "down": (columns, hidden),
-        "head": (hidden, shape.vocab_size),
-    }
-    ways = {"cuBLAS": {**UNTRIED, **APART}, "tried": dict(APART)} if on_gpu else {"as it is": {}}
-    lines = Lines(options.out)
-    for num_tokens in (1, 2) if options.model == "tiny" else (8, 64, 256, 2048):
-        for name, (num_in, num_out) in sizes.items():
-            copies = max(1, min(16, (1 << 30) // (2 * num_in * num_out)))  # more than a cache holds
-            weights = [jnp.full((num_in, num_out), 0.01, jnp.bfloat16) for _ in range(copies)]
-            x = jnp.full((num_tokens, num_in), 0.01, jnp.bfloat16)
-            line: dict[str, Any] = {"tokens": num_tokens, "product": name, "shape": f"{num_in} x {num_out}"}
-            for way, given in ways.items():
-                products = lambda x, weights: [jnp.sum(x @ w, dtype=jnp.float32, axis=1)[0] for w in weights]
-                program = jax.jit(products, compiler_options=dict(given)).lower(x, weights).compile()
-                line[f"{way}, us"] = 1e3 * median_milliseconds(program, x, weights) / copies
-            lines.append(line)
-    return lines
-
-
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "speed": measure_speed,
     "minute": measure_first_minute,
     "profile": measure_profile,
     "sampler": measure_sampler,
-    "products": measure_products,
 }
 
 
@@ -468,6 +431,15 @@ def picture_part(options: argparse.Namespace, seconds: float) -> str:
     return f"exit status {status}\n\n```\n{text[-2000:]}\n```"
 
 
+def product_part(options: argparse.Namespace, seconds: float) -> str:
+    command = [sys.executable, "scripts/tune_products.py", "--output", str(options.out / "few_rows.json")]
+    is_tiny = options.model == "tiny"
+    own = ["--model", options.model, "--seconds", str(min(seconds, 20 if is_tiny else 60))]
+    tuned = {} if is_tiny else {"XLA_FLAGS": f"--xla_gpu_dump_autotune_results_to={options.out / 'autotuned.txt'}"}
+    status, text = run([*command, *own, *(["--interpret"] if is_tiny else [])], seconds, **tuned)
+    return text if status == 0 else f"{text[-12000:]}\n\nexit status {status}"
+
+
 def tile_part(options: argparse.Namespace, seconds: float) -> str:
     kind = ["--interpret"] if options.model == "tiny" else ["--quick"]
     command = [sys.executable, "scripts/tune_kernel.py", *kind, "--output", str(options.out / "tuned.json")]
@@ -493,7 +465,6 @@ def main() -> None:
     left = lambda: end - time.monotonic()
     report = Report(options.out, f"{options.model}, {time.strftime('%Y-%m-%d')}")
     kept = {"XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true"} if options.model != "tiny" else {}
-    tuned = {"XLA_FLAGS": f"--xla_gpu_dump_autotune_results_to={options.out / 'autotuned.txt'}"}
     parts: dict[str, Callable[[], None]] = {
         "tests": lambda: report.add("tests", test_part(options, min(left(), 240))),
         "speed": lambda: speed_part(options, report, left),
@@ -501,9 +472,7 @@ def main() -> None:
         "pictures": lambda: report.add("pictures", picture_part(options, min(left(), 100))),
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
         "sampler": lambda: report.add("sampler", measured("sampler", options, [], min(left(), 90))),
-        "products": lambda: report.add(
-            "products", measured("products", options, [], min(left(), 120), **(tuned if kept else {}))
-        ),
+        "products": lambda: report.add("products", product_part(options, min(left(), 100))),
         "tiles": lambda: report.add("tiles", tile_part(options, min(left(), 120))),
     }
     for part in PARTS:

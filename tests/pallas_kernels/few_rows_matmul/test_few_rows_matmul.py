@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import few_rows_matmul as op
-from pallas_kernels.few_rows_matmul import cpu
+from pallas_kernels.few_rows_matmul import cpu, gpu
 from pallas_kernels.few_rows_matmul.cases import CASES, Case
 from pallas_kernels.llvm.calls import calls_in, prepare
 from pallas_kernels.llvm.machine import Machine, this_machine, why_not
@@ -64,6 +64,17 @@ def test_the_kernels_of_every_machine_compute_a_case(case):
     for machine in machines():
         sums_TF = cpu.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), op.SUMS[case.dtype], machine)
         check(case, sums_TF, x_TD, weight_FD)
+
+
+@pytest.mark.parametrize(
+    "tiles", [gpu.Tiles(32, 64), gpu.Tiles(64, 32, parts=3, weight_first=True)], ids=["rows first", "weight first"]
+)
+def test_the_gpu_kernel_interpreted_computes_the_cases_of_bfloat16(tiles):
+    for case in CASES:
+        if case.dtype == "bfloat16":
+            x_TD, weight_FD = make_operands(case)
+            sums_TF = gpu.product(jnp.asarray(x_TD), jnp.asarray(weight_FD), jnp.float32, tiles, interpret=True)
+            check(case, sums_TF, x_TD, weight_FD)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_kernels)])

@@ -1,0 +1,291 @@
+#!/usr/bin/env python
+"""Time a decoder's products of few rows on this machine's GPU, by every way there is, and write what our kernel needs.
+
+    python scripts/tune_products.py [--model llama-8b] [--seconds 65] [--output FILE] [--interpret]
+
+For each product of a layer, apart and joined, and for the head: by cuBLAS as it chooses kernels itself, by cuBLAS when
+XLA tries its kernels, by all that XLA can try, with weights as [inputs, outputs], and by the kernel of
+`few_rows_matmul` with many tiles. Weights lie in more memory than a cache holds. Microseconds of one product, where
+programs are graphs whose kernels run one after the other. The tiles that were faster than both of cuBLAS's ways go to
+FILE, the kernel's `tuned.json`; entries of other devices and shapes stay. Programs are compiled side by side, on all
+cores, and timed one after the other; what does not compile is told. After --seconds nothing new is begun. --interpret:
+the same motions anywhere, whose timings mean nothing.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+from offline_bench.checkpoints import MODELS, ModelShape
+
+from jaxpaged.worker.programs.compiler_options import APART, UNTRIED
+from pallas_kernels.few_rows_matmul import gpu
+from pallas_kernels.few_rows_matmul.gpu import Tiles
+from pallas_kernels.timing import Calls, Chain, compiled, measured_bandwidth, touched
+
+ROWS, BETWEEN = (8, 64), {8: (16,), 64: (32, 128, 256)}
+"""Rows that all tiles are tried with, and rows that the best of those are tried with."""
+BYTES = 400 << 20  # of all copies of a weight
+BYTES_OF_CALLS = 6 << 30  # that are read in one timing: about 2 ms
+SHARED_MEMORY = 224 << 10
+PARTS = (1, 2, 4, 8)
+PROGRAMS, PROGRAMS_OF_PARTS = range(100, 2200), range(100, 265)
+"""How many programs a launch may have; no more of parts than run at once."""
+MIN_GAIN = 0.02
+KEPT = 4
+"""Tiles that are tried with other numbers of rows."""
+INTERPRETED = [Tiles(32, 32)]
+CUBLAS = {**UNTRIED, **APART}
+SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+
+NARROW = [(16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (32, 512, 4, 3)]
+NARROW += [(64, 128, 4, 4), (64, 128, 8, 6), (64, 256, 4, 3), (64, 256, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3)]
+FIRST = [(64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 8, 3)]
+WIDE = [(32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 8, 4)]
+WIDE += [(128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4)]
+"""(outputs, inputs, warps, stages): for few rows, for few rows that are the narrow side, and for more rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product. `is_gated`: of a gate and of what it multiplies, joined, with that after it. `is_stored`: the model
+    has such a weight; others are compared with those that are."""
+
+    name: str
+    num_inputs: int
+    num_outputs: int
+    is_gated: bool = False
+    is_stored: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.num_inputs * self.num_outputs
+
+    @property
+    def copies(self) -> int:
+        return max(2, min(16, BYTES // self.num_bytes))
+
+
+def products_of(shape: ModelShape) -> list[Product]:
+    hidden, columns = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return [
+        Product("q, k, v joined", hidden, queries + 2 * keys),
+        Product("o", queries, hidden),
+        Product("gate, up joined, gated", hidden, 2 * columns, True),
+        Product("down", columns, hidden),
+        Product("head", hidden, shape.vocab_size),
+        Product("gate, up joined", hidden, 2 * columns, is_stored=False),
+        Product("gate or up", hidden, columns, is_stored=False),
+        Product("k or v", hidden, keys, is_stored=False),
+    ]
+
+
+def by_xla(product: Product, x: jax.Array, weight: jax.Array, letters: str = "td,fd->tf") -> jax.Array:
+    out = jnp.einsum(letters, x, weight, preferred_element_type=x.dtype)
+    if not product.is_gated:
+        return out
+    gate, up = jnp.split(out.astype(jnp.float32), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def by_kernel(product: Product, x: jax.Array, weight: jax.Array, tiles: Tiles, interpret: bool) -> jax.Array:
+    multiply = gpu.gated_product if product.is_gated else gpu.product
+    return multiply(x, weight, x.dtype, tiles, interpret)
+
+
+def candidates(product: Product, rows: int) -> Iterator[Tiles]:
+    """Tiles whose stages a core can hold, and which make neither too few nor too many programs."""
+    kinds = [(NARROW, False), (FIRST, True)] if rows <= gpu.FEWEST_ROWS else [(WIDE, False), (WIDE, True)]
+    weights = 2 if product.is_gated else 1
+    for listed, weight_first in kinds:
+        for (outputs, inputs, warps, stages), parts in itertools.product(listed, (1,) if product.is_gated else PARTS):
+            programs = parts * product.num_outputs // weights // outputs
+            held = 2 * stages * inputs * (weights * outputs + max(rows, gpu.FEWEST_ROWS))
+            fits = held <= SHARED_MEMORY and (outputs >= 64 or not weight_first)
+            if fits and programs in (PROGRAMS if parts == 1 else PROGRAMS_OF_PARTS):
+                yield Tiles(outputs, inputs, parts, warps, stages, weight_first)
+
+
+Way = Callable[[jax.Array, jax.Array], jax.Array]
+Options = Mapping[str, Any]
+
+
+@functools.cache
+def serial() -> Options:
+    """What keeps the compiler from running kernels of a graph side by side, if it knows that."""
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options=SERIAL).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        print(f"kernels may run side by side: {error}")
+        return {}
+    return SERIAL
+
+
+class Timer:
+    """Microseconds of ways to compute a product with some rows. `left()`: seconds that there are."""
+
+    def __init__(self, product: Product, left: Callable[[], float], interpret: bool):
+        self.product, self.left, self.interpret = product, left, interpret
+        key, F, D = jax.random.key(0), product.num_outputs, product.num_inputs
+        draw = jax.jit(lambda key: D**-0.5 * jax.random.normal(key, (F, D), jnp.bfloat16))
+        self.weights = [draw(each) for each in jax.random.split(key, product.copies)]
+
+    def of(self, ways: list[tuple[Way, Options]], rows: int, is_turned: bool = False) -> list[float | str]:
+        """Of each way, with its options of the compiler: microseconds, or what went wrong. `is_turned`: weights are
+        [inputs, outputs]."""
+        weights = [each.reshape(each.shape[::-1]) for each in self.weights] if is_turned else self.weights
+        chains = [self.chain(way, rows, weights) for way, _ in ways]
+        count = 1 if self.interpret else max(1, BYTES_OF_CALLS // (self.product.num_bytes * len(weights)))
+
+        def prepare(chain: Callable[[], Chain], options: Options) -> Calls | str:
+            if self.left() < 0:
+                return "no time"
+            return self.tried(lambda: compiled(chain(), count, None if self.interpret else {**serial(), **options}))
+
+        def microseconds(chain: Chain, calls: Calls) -> float:
+            return 1e6 * calls.seconds(chain.state, chain.operands)[0] / len(weights)
+
+        with ThreadPoolExecutor(1 if self.interpret else os.cpu_count()) as threads:
+            prepared = list(threads.map(prepare, chains, (options for _, options in ways)))
+        return [
+            calls
+            if isinstance(calls, str)
+            else self.tried(lambda chain=chain, calls=calls: microseconds(chain(), calls))
+            for chain, calls in zip(chains, prepared)
+        ]
+
+    def chain(self, way: Way, rows: int, weights: list[jax.Array]) -> Callable[[], Chain]:
+        """What makes a chain whose every call multiplies with all copies of the weight."""
+        way = jax.jit(way)  # traced once for all copies
+
+        def make() -> Chain:
+            x = jnp.ones((rows, self.product.num_inputs), jnp.bfloat16)
+            out = jax.eval_shape(way, x, weights[0])
+            return Chain(call, (x, [jnp.zeros(out.shape, out.dtype) for _ in weights]), tuple(weights))
+
+        def call(state, *weights):
+            x = touched(state[0], state[1][0])
+            return x, [way(x, weight) for weight in weights]
+
+        return make
+
+    @staticmethod
+    def tried[T](action: Callable[[], T]) -> T | str:
+        try:
+            return action()
+        except Exception as error:  # too many registers, too much shared memory, no memory, not supported
+            return f"{type(error).__name__}: {error}"[:120].replace("\n", " ").replace("|", "/")
+
+
+def tune(timer: Timer, bandwidth: float, entries: dict[str, Any], output: Path) -> None:
+    """A row of the table for each number of rows; entries get what was faster than cuBLAS."""
+    product, interpret = timer.product, timer.interpret
+    plain = functools.partial(by_xla, product)
+    cublas = [(plain, CUBLAS), (plain, {**APART, "xla_gpu_enable_triton_gemm": False})]
+    ours = lambda tiles: (functools.partial(by_kernel, product, tiles=tiles, interpret=interpret), APART)
+    floor = 1e6 * product.num_bytes / bandwidth
+    for first in ROWS:
+        choices = INTERPRETED if interpret else list(candidates(product, first)) if product.is_stored else []
+        for rows in (first, *([] if interpret or not product.is_stored else BETWEEN[first])):
+            if timer.left() < 0:
+                return
+            found = timer.of([*cublas, *map(ours, choices)], rows)
+            timed = [(us, tiles) for us, tiles in zip(found[2:], choices) if isinstance(us, float)]
+            ranked = sorted(timed, key=lambda each: each[0])
+            failed = [us for us in found[2:] if isinstance(us, str)]
+            best = ranked[0][0] if ranked else math.nan
+            notes = [f"{describe(tiles)}: {us:.2f}" for us, tiles in [*ranked[:10], *ranked[10:][-1:]]]
+            notes += [f"{len(failed)} failed: {failed[0]}"] if failed else []
+            print_row(rows, product.name, floor, *found[:2], best, floor / best, "; ".join(notes))
+            theirs = min((us for us in found[:2] if isinstance(us, float)), default=math.inf)
+            if best < theirs * (1 - MIN_GAIN):
+                entries[key_of(product, rows)] = entry(ranked[0][1], best, theirs)
+                output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            choices = [tiles for _, tiles in ranked[:KEPT]]
+
+
+def entry(tiles: Tiles, microseconds: float, cublas: float) -> dict[str, Any]:
+    date = datetime.date.today().isoformat()
+    times = {"microseconds": round(microseconds, 2), "cublas": round(cublas, 2)}
+    return {"tiles": dataclasses.asdict(tiles), **times, "date": date, "jax": jax.__version__}
+
+
+def other_ways(timer: Timer) -> None:
+    """cuBLAS with weights as [inputs, outputs], and what XLA finds among all that it can try."""
+    product, interpret = timer.product, timer.interpret
+    plain, turned = functools.partial(by_xla, product), functools.partial(by_xla, product, letters="td,df->tf")
+    for rows in ROWS[:1] if interpret else (*ROWS, 2048):
+        ((as_stored,), (other,)) = timer.of([(plain, CUBLAS)], rows), timer.of([(turned, CUBLAS)], rows, is_turned=True)
+        print_row(rows, product.name, "", as_stored, "", "", "", f"cuBLAS with [inputs, outputs]: {shown(other)}")
+    for rows in ROWS[:1] if interpret else ROWS:
+        if timer.left() > 0:
+            (us,) = timer.of([(plain, APART)], rows)
+            print_row(rows, product.name, "", "", "", "", "", f"XLA tries all: {shown(us)}")
+
+
+def key_of(product: Product, rows: int) -> str:
+    gated = ", gated" if product.is_gated else ""
+    return f"{jax.devices()[0].device_kind}, {rows} rows, {product.num_outputs} x {product.num_inputs}{gated}"
+
+
+def describe(tiles: Tiles) -> str:
+    first = ", weight first" if tiles.weight_first else ""
+    return f"{tiles.outputs} x {tiles.inputs} in {tiles.parts}, {tiles.warps} w {tiles.stages} s{first}"
+
+
+def print_row(*cells: Any) -> None:
+    print(f"| {' | '.join(map(shown, cells))} |", flush=True)
+
+
+def shown(cell: Any) -> str:
+    return f"{cell:.2f}" if isinstance(cell, float) else str(cell)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-8b", choices=MODELS)
+    parser.add_argument("--seconds", type=float, default=65)
+    parser.add_argument("--output", type=Path, default=gpu.TUNED, metavar="FILE")
+    parser.add_argument("--interpret", action="store_true", help="a few tiles, in Pallas's interpreter")
+    options = parser.parse_args()
+    if jax.default_backend() != "gpu" and not options.interpret:
+        sys.exit(
+            f"nothing to tune on {jax.default_backend()}: it needs an NVIDIA GPU. Use --interpret to try this script."
+        )
+    end = time.monotonic() + options.seconds
+    left = lambda: end - time.monotonic()
+    entries = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+    if not options.interpret:
+        serial()
+    bandwidth = measured_bandwidth((1 << 20) if options.interpret else (1 << 30))
+    print(f"{jax.devices()[0].device_kind}, {bandwidth / 1e9:.0f} GB/s; microseconds of one product\n", flush=True)
+    header = ("rows", "product", "bytes", "cuBLAS", "cuBLAS tried", "ours", "share", "tiles, from the fastest on")
+    print_row(*header)
+    print_row(*["---"] * len(header))
+    for product in products_of(MODELS[options.model]):
+        if left() > 0:
+            tune(Timer(product, left, options.interpret), bandwidth, entries, options.output)
+    for product in products_of(MODELS[options.model])[:4]:
+        if left() > 0:
+            other_ways(Timer(product, left, options.interpret))
+    print(f"\n{options.seconds - left():.0f} s")
+
+
+if __name__ == "__main__":
+    main()
