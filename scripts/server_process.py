@@ -39,11 +39,20 @@ class Server:
 
     def core_pid(self) -> int | None:
         """The process of the engine core that runs now; None between two."""
+        return next(iter(self.pids_of("core_process")), None)
+
+    def decoder_pids(self) -> list[int]:
+        """The processes that decode pictures."""
+        return self.pids_of("multimodal.child")
+
+    def pids_of(self, program: str) -> list[int]:
+        """Processes that it has started with a command that holds `program`."""
+        found = []
         for child in children(self.pid):
             with contextlib.suppress(OSError):
-                if b"core_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return child
-        return None
+                if program.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+        return found
 
     def logged(self) -> str:
         """All that it has logged so far."""
@@ -107,6 +116,19 @@ def children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += map(int, (task / "children").read_text(encoding="utf-8").split())
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, those that they have started, and so on."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
+
+
+def still_running(pids: Sequence[int], seconds: float = 5.0) -> list[int]:
+    """Those of these processes that have not ended after so long."""
+    end = time.monotonic() + seconds
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
 
 
 def memory(pid: int) -> float:

@@ -327,6 +327,8 @@ async def grpc_garbage(client: Client, port: int) -> str:
 Kind = Callable[[Client], Awaitable[str]]
 CORE_FAULT = {"503", "UNAVAILABLE"}
 """What a request may get while the core is being replaced."""
+LOST_PICTURE = {"400", "INVALID_ARGUMENT"}
+"""What it may get whose picture was being decoded."""
 NO_ROOM = {"429", "RESOURCE_EXHAUSTED"}
 """What it may get while the queue is full."""
 

@@ -4,9 +4,10 @@
     stopped core     SIGSTOP: it hangs, which the server must notice by itself
     full queue       more requests at once than may wait
     corrupt frames   what is no message, on the socket of the core
+    killed decoders  SIGKILL of the processes that decode pictures, if there are any
     broken clients   front ends that leave or do not read, half requests, floods of HTTP/2 frames
 
-Only the first three may be noticed by others, and they only by the statuses that `excuses` names.
+What is done to cores, queues and decoders may be noticed by others, and only by the statuses that `excuses` names.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from server_process import Server
 from soak_clients import (
     COMPLETIONS,
     CORE_FAULT,
+    LOST_PICTURE,
     NO_ROOM,
     Client,
     Places,
@@ -89,16 +91,19 @@ class Faults:
     grpc_port: int
     num_places: int  # in the engine and its queue together
     draw: random.Random
+    pictures: bool = False  # whether there are some
     done: list[Fault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def kinds(self) -> dict[str, tuple[Callable[[], Awaitable[None]], set[str]]]:
+        decoders = {"killed decoders": (self._killed_decoders, LOST_PICTURE)} if self.pictures else {}
         return {
             "killed core": (lambda: self._lost_core(signal.SIGKILL), CORE_FAULT),
             "full queue": (self._full_queue, NO_ROOM),
             "corrupt frames": (self._corrupt_frames, set()),
             "stopped core": (lambda: self._lost_core(signal.SIGSTOP), CORE_FAULT),
+            **decoders,
             "broken clients": (self._broken_clients, set()),
         }
 
@@ -130,6 +135,13 @@ class Faults:
         os.kill(before, number)
         while self.server.core_pid() in (before, None):
             await asyncio.sleep(0.05)
+
+    async def _killed_decoders(self) -> None:
+        """At a moment when they may have a picture, or none."""
+        for pid in self.server.decoder_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.5)
 
     async def _full_queue(self) -> None:
         """More than fit, at once: those for whom there is room are answered, and the others are told so."""

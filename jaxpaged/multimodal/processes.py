@@ -138,8 +138,12 @@ class PictureProcesses:
         with self._lock:
             if self._closed:
                 raise EngineDeadError("The processes that decode pictures have been closed.")
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                child = self._idle.pop()
+                if not child.has_ended():
+                    return child
+                self._children.discard(child)  # killed from outside, by nothing that a request did
+                child.close()
             child = Child(self._setup, self._patience)
             self._children.add(child)
         return child
@@ -180,6 +184,9 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def ask(self, parts: list[Any]) -> tuple[Done, np.ndarray]:
         """The answer to one job. Raises ChildLost."""

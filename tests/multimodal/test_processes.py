@@ -101,6 +101,16 @@ def test_a_child_that_is_killed_costs_its_request_and_is_replaced(opened):
     assert only_child(processes) != pid
 
 
+def test_a_child_that_was_killed_while_it_had_nothing_to_do_costs_nobody(opened):
+    processes = opened(num_processes=1)
+    check(processes)
+    pid = only_child(processes)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    check(processes)
+    assert only_child(processes) != pid
+
+
 @pytest.mark.parametrize("size", [(90, 60), (2000, 1000)])
 def test_a_child_that_hangs_is_replaced_whether_it_reads_or_not(opened, size):
     processes = opened(num_processes=1)

@@ -5,19 +5,21 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import soak as script
 import soak_clients
 from soak_clients import CORE_FAULT, NO_ROOM, Client, Places, Refused, outcome, sorts
 from soak_faults import Fault, Faults
+from soak_pictures import Picture, PictureClients
 
 FAULTS = {"killed core", "full queue", "corrupt frames", "stopped core", "broken clients"}
 GOOD = {"jaxpaged:engine_restarts_total": 1.0, "vllm:num_preemptions_total": 0.0}
 
 
-def state(server=100.0, core=500.0, files=40, **metrics):
-    return script.State(server, core, files, {**GOOD, **metrics})
+def state(server=100.0, core=500.0, files=40, decoders=0.0, **metrics):
+    return script.State(server, core, files, {**GOOD, **metrics}, decoders)
 
 
 @pytest.fixture
@@ -43,8 +45,8 @@ def test_a_run_in_which_nothing_was_wrong_held(soak):
 @pytest.mark.parametrize(
     ("last", "told"),
     [
-        ({"server": 103.1}, "the server holds 103 MiB at the end"),
-        ({"core": 516.0}, "the core holds 516 MiB"),
+        ({"server": 103.1}, "server: 103 MiB at the end"),
+        ({"core": 516.0}, "core: 516 MiB"),
         ({"files": 49}, "49 files are open"),
         ({"jaxpaged:engine_restarts_total": 2.0}, "replaced 2 times, for 1 faults"),
         ({"jaxpaged:recompiles": 1.0}, "1 programs were compiled too late"),
@@ -63,6 +65,24 @@ def test_wrong_sums_tracebacks_and_faults_without_an_end_are_told(soak):
         "full queue",
         "10 of 100 sums are wrong",
         "the log has tracebacks",
+    ]
+
+
+def test_with_pictures_all_processes_count_together(soak):
+    soak.pictures = [Picture(b"", "png", "A red circle.")]
+    soak.seen["chat"] = Counter(right=90, wrong=10)
+    found = soak.judge(state(decoders=80), state(server=120, decoders=110), "")
+    assert found[0] == "10 of 100 answers are wrong" and len(found) == 2
+    assert found[1] == "all processes: 730 MiB at the end, 680 after the warm-up"
+
+
+def test_a_server_that_leaves_a_process_or_ends_badly_is_told(monkeypatch):
+    monkeypatch.setattr(script, "still_running", lambda pids: [each for each in pids if each > 7])
+    ended = lambda status: SimpleNamespace(process=SimpleNamespace(returncode=status))
+    assert script.left_behind(ended(0), [6, 7]) == []
+    assert script.left_behind(ended(1), [7, 8]) == [
+        "process 8, which the server had started, runs on",
+        "the server ended with status 1",
     ]
 
 
@@ -106,7 +126,7 @@ def test_what_a_client_got_is_a_word(monkeypatch, error, word):
 
 
 def test_every_kind_of_client_refuses_errors_of_the_server():
-    for kind in sorts(0, with_grammars=True).values():
+    for kind in (*sorts(0, with_grammars=True).values(), *PictureClients([]).sorts().values()):
         assert not kind.good & {"500", "503", "429", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "late", "torn"}
 
 
