@@ -391,6 +391,7 @@ class RequestState(msgspec.Struct, array_like=True):
     num_preemptions: int
     loaded: dict[str, int] = {}  # of the cached tokens those that came from tiers besides the device
     is_loading: bool = False  # it waits for such
+    pictures: list[bytes] = []  # the keys of those in its prompt, in their order
 
 
 class EngineSnapshot(msgspec.Struct):

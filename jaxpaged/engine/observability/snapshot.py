@@ -53,4 +53,5 @@ def state_of(request: Request, is_loading: bool = False) -> RequestState:
         num_preemptions=request.num_preemptions,
         loaded=request.loaded or {},
         is_loading=is_loading,
+        pictures=[feature.key for feature in request.mm_features],
     )

@@ -158,7 +158,7 @@ class Live:
             http=len(service.traffic),
             requests=shown_requests(snapshot, self._labels, time.time()),
             blocks=shown_blocks(snapshot.blocks, snapshot.num_blocks, self._labels),
-            encoder=shown_encoder(snapshot),
+            encoder=shown_encoder(snapshot, self._labels),
             steps=list(self._steps),
             executor=snapshot.executor,
             **numbers,

@@ -27,12 +27,15 @@ COUNTED = (
     "prefix_cache_hits",
     "num_preemptions",
 )
+MOST_PICTURES = 12
+"""Of the encoder cache, which are told one by one."""
 TIMED = {"first_token": "time_to_first_token", "next_token": "inter_token_latency", "whole": "e2e_request_latency"}
 
 
 class ShownRequest(msgspec.Struct, array_like=True):
     """A sequence under way. `cached` is the part of the prompt that was found in the prefix cache; -1: not looked for
-    yet. Of it, `loaded` came from tiers besides the device, by their names; `is_loading`: it waits for such."""
+    yet. Of it, `loaded` came from tiers besides the device, by their names; `is_loading`: it waits for such. `pictures`
+    are the labels of those in its prompt, in their order."""
 
     label: str
     is_running: bool
@@ -44,6 +47,7 @@ class ShownRequest(msgspec.Struct, array_like=True):
     preemptions: int
     loaded: dict[str, int] = {}
     is_loading: bool = False
+    pictures: list[str] = []
 
 
 class ShownStep(msgspec.Struct, array_like=True):
@@ -68,7 +72,8 @@ class ShownBlocks(msgspec.Struct):
     """The KV cache as runs of equal blocks: what they are, and how many. What a block is: the place of its owner in
     `owners`, -1 free, -2 free with content that can be reused, -3 shared by several requests.
 
-    `stride` above 1: one of so many blocks is shown.
+    `stride` above 1: one of so many blocks is shown. `pictures` are labels of pictures, and `picture_runs` say in the
+    same way as `runs` which of them each block has tokens of, -1 for none; empty where the engine sees nothing.
     """
 
     size: int
@@ -76,11 +81,14 @@ class ShownBlocks(msgspec.Struct):
     stride: int
     owners: list[str]
     runs: list[tuple[int, int]]
+    pictures: list[str] = []
+    picture_runs: list[tuple[int, int]] = []
 
 
 class ShownEncoder(msgspec.Struct):
     """The encoder cache: how many pages there are, how many belong to pictures that requests still read, and how many
-    to others that are kept for later ones. `queries`: pictures that were looked for; `hits`: that were there."""
+    to others that are kept for later ones. `queries`: pictures that were looked for; `hits`: that were there. `shown`:
+    labels of the first pictures in it, their pages, and whether a request still reads them."""
 
     pages: int
     held: int
@@ -88,6 +96,7 @@ class ShownEncoder(msgspec.Struct):
     pictures: int
     queries: int
     hits: int
+    shown: list[tuple[str, int, bool]] = []
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -146,31 +155,48 @@ class Labels:
 
     def of(self, engine_id: str) -> str:
         request_id = ENGINE_ID.fullmatch(engine_id)[1]
-        return hashlib.blake2s(request_id.encode("utf-8", "replace"), key=self._key, digest_size=3).hexdigest()[:5]
+        return self._label(request_id.encode("utf-8", "replace"))
+
+    def of_picture(self, key: bytes) -> str:
+        """A name for a picture, which tells nothing of it."""
+        return self._label(key)
+
+    def _label(self, name: bytes) -> str:
+        return hashlib.blake2s(name, key=self._key, digest_size=3).hexdigest()[:5]
+
+
+def runs_of(values: np.ndarray) -> list[tuple[int, int]]:
+    """Equal neighbours as the value and how often it comes."""
+    ends = np.append(np.flatnonzero(np.diff(values)) + 1, len(values))
+    return list(zip(values[ends - 1].tolist(), np.diff(ends, prepend=0).tolist())) if len(values) else []
 
 
 def shown_blocks(blocks: KVBlockMap, count: int, labels: Labels) -> ShownBlocks:
-    kinds = blocks.kinds
-    ends = np.append(np.flatnonzero(np.diff(kinds)) + 1, len(kinds))
-    lengths = np.diff(ends, prepend=0)
-    runs = list(zip(kinds[ends - 1].tolist(), lengths.tolist())) if len(kinds) else []
     owners = [labels.of(each) for each in blocks.request_ids] + blocks.holds
-    return ShownBlocks(blocks.block_size, count, blocks.stride, owners, runs)
+    found = ShownBlocks(blocks.block_size, count, blocks.stride, owners, runs_of(blocks.kinds))
+    if blocks.picture is not None:
+        found.pictures = list(map(labels.of_picture, blocks.picture_keys))
+        found.picture_runs = runs_of(blocks.picture[1:])
+    return found
 
 
-def shown_encoder(snapshot: EngineSnapshot) -> ShownEncoder | None:
+def shown_encoder(snapshot: EngineSnapshot, labels: Labels) -> ShownEncoder | None:
     """None where the engine sees nothing."""
     blocks, stats = snapshot.blocks, snapshot.stats
     if blocks.encoder_picture is None or blocks.encoder_held is None:
         return None
     is_used, held = blocks.encoder_picture >= 0, int(np.count_nonzero(blocks.encoder_held))
+    pages = Counter(blocks.encoder_picture[is_used].tolist())
+    read = set(blocks.encoder_picture[blocks.encoder_held].tolist())
+    first = sorted(pages, key=lambda number: (number not in read, number))[:MOST_PICTURES]  # of requests first
     return ShownEncoder(
         pages=len(is_used),
         held=held,
         kept=int(np.count_nonzero(is_used)) - held,
-        pictures=len(np.unique(blocks.encoder_picture[is_used])),
+        pictures=len(pages),
         queries=stats.mm_cache_queries,
         hits=stats.mm_cache_hits,
+        shown=[(labels.of_picture(blocks.picture_keys[each]), pages[each], each in read) for each in first],
     )
 
 
@@ -213,6 +239,7 @@ def shown_requests(snapshot: EngineSnapshot, labels: Labels, now: float) -> list
             state.num_preemptions,
             state.loaded,
             state.is_loading,
+            list(map(labels.of_picture, state.pictures)),
         )
 
     running = [shown(state, True) for state in snapshot.running]

@@ -198,18 +198,25 @@ def test_of_pictures_the_page_learns_how_many_there_may_be_and_what_became_of_th
         while not server.engine.seen:
             await asyncio.sleep(0.001)
         server.engine.engine.step()
-        during = decoded(await server.client.get("/engine/state")).encoder
+        during = decoded(await server.client.get("/engine/state"))
         await ended(server, [asked])
-        return info, during
+        return info, during, server.engine.seen[-1][0]["mm_features"]
 
     settings = {"tokenizer": make_tokenizer(), "chat": CHAT, "max_model_len": 192, "pictures": made}
     try:
-        info, during = serving(scenario, **settings)
+        info, during, [feature] = serving(scenario, **settings)
     finally:
         made.close()
     assert (info.max_images, info.max_image_bytes, info.max_body_bytes) == (3, 64 << 20, 64 << 20)
-    assert (during.pages, during.held + during.kept, during.pictures) == (64, 1, 1)
-    assert (during.queries, during.hits) == (1, 0)
+    encoder, blocks = during.encoder, during.blocks
+    assert (encoder.pages, encoder.held + encoder.kept, encoder.pictures) == (64, 1, 1)
+    assert (encoder.queries, encoder.hits) == (1, 0)
+    [label] = blocks.pictures
+    assert during.requests[0].pictures == [label] and [each[:2] for each in encoder.shown] == [(label, 1)]
+    assert label not in feature.key.hex(), "nobody can tell whether it is a picture that he has, too"
+    picture_of = [number for number, length in blocks.picture_runs for _ in range(length)]
+    first, last = (each // blocks.size for each in (feature.offset, feature.offset + feature.length - 1))
+    assert picture_of == [0 if first <= place <= last else -1 for place in range(len(picture_of))]
 
 
 def test_a_step_tells_how_long_the_encoder_took():

@@ -10,8 +10,9 @@ from google.protobuf import json_format
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from tests.entrypoints.http.browser import CHROMEDRIVER, CHROMIUM
 from tests.entrypoints.http.live_server import live_server
-from tests.entrypoints.http.page.conftest import Gate, ask
+from tests.entrypoints.http.page.conftest import Gate, ask, held
 from tests.entrypoints.http.page.test_page_in_browser import BOXES, SET, code_in, request_of
+from tests.entrypoints.http.page.test_page_views_in_browser import places
 from tests.entrypoints.http.test_pictures import file_of, in_base64, make_intake
 from tests.models.seeing_folder import CHAT, NUM_EMBEDS, make_tokenizer
 
@@ -51,6 +52,15 @@ ADD = """
         }
         return told;
     });
+"""
+INNER_CELLS = """
+    const canvas = document.getElementById("blocks"), context = canvas.getContext("2d");
+    const columns = Math.floor((canvas.clientWidth + 1) / 18), size = (canvas.clientWidth + 2) / columns;
+    return arguments[0].map((place) => {
+        const x = Math.round((place % columns) * size) + 4, y = Math.round(Math.floor(place / columns) * size) + 4;
+        const {data} = context.getImageData(x, y, 8, 8);
+        return Array.from({length: 64}, (_, each) => data.slice(4 * each, 4 * each + 3).join());
+    })
 """
 NAMES = "[...document.querySelectorAll(`${arguments[0]} canvas`)].map(each => each.getAttribute('aria-label'))"
 NEWEST = """(document.getElementById("steps").dispatchEvent(new KeyboardEvent("keydown", {key: "End"})),
@@ -268,13 +278,35 @@ def test_the_engine_shows_its_encoder_cache_and_the_steps_that_encoded(page, mon
     shown(window, ["new one.png"])
     ask(window, "what")
     answered(window)
-    caption = window.wait_for(
-        "document.getElementById('encoder').checkVisibility() && document.getElementById('encoder-caption').textContent"
-    )
-    assert "of 64 pages in use" in caption and "found here" in caption
+    caption = "document.getElementById('encoder-caption').textContent"
+    window.wait_for(f"{caption}.includes('of 64 pages in use') && {caption}.includes('found here')")
+    assert window.run("return document.getElementById('encoder').checkVisibility()")
     told = window.wait_for(f"({NEWEST}.includes('embeddings of pictures 16')) && {NEWEST}")
     assert "their encoding ≤ " in told
     assert window.run("return document.getElementById('encode-key').checkVisibility()")
+
+
+def test_blocks_of_a_picture_are_hatched_and_only_the_page_that_sent_it_sees_which(page, served):
+    window, engine = page
+    give(window, "dropped", "my own.png")
+    shown(window, ["my own.png"])
+    with held(engine, steps=3):
+        ask(window, "what what what what what what what what what what what what what what what what")
+        window.wait_for("document.getElementById('blocks').getAttribute('aria-valuetext')?.includes('with a picture')")
+        shown(window, ["my own.png"], "#encoder-pictures li:first-child")
+        hatched, plain = (
+            places(window, "held by your request" + rest)[-1] for rest in (", with tokens of my own.png", "")
+        )
+        cells = window.run(INNER_CELLS, [hatched, plain])
+        window.run("document.getElementById('blocks').focus()")
+        window.press("Home", *["Right"] * hatched)
+        shown(window, ["my own.png"], "#tip")
+        window.open(served[0])
+        window.wait_for("document.getElementById('blocks').getAttribute('aria-valuetext')?.includes('with a picture')")
+        told = window.wait_for("document.getElementById('encoder-pictures').textContent")
+        assert "1 page" in told and "my own" not in told
+        assert window.run("return document.querySelectorAll('#encoder-pictures canvas').length") == 0
+    assert len(set(cells[1])) == 1 and len(set(cells[0])) > 1
 
 
 def test_a_model_of_text_only_is_offered_no_pictures(window):

@@ -15,8 +15,8 @@ export function newId(path) {
   return { id, answerId: `${path.endsWith("chat/completions") ? "chatcmpl" : "cmpl"}-${id}` };
 }
 
-/** Ids of answers under way that this page asked for. */
-export const mine = new Set();
+/** Answers under way that this page asked for: by their ids, the pictures that were sent. */
+export const mine = new Map();
 
 const listeners = { key: () => {} };
 

@@ -1,8 +1,11 @@
 // The KV cache as a field of blocks. What a block is can be told without colours, too: a free one is a dot, a cached one a
-// frame, one that is held is filled, in the colour of its request or, where several share it, in that of ink.
+// frame, one that is held is filled, in the colour of its request or, where several share it, in that of ink. Hatched are
+// those with tokens of a picture.
 
 import { colors, colorOf, canvasOf, isCalm, onNewColors } from "./colors.js";
 import { $, counted, make, percent, whole } from "./dom.js";
+import { ownPicture } from "./own_pictures.js";
+import { drawing } from "./pictures.js";
 import { hideTip, showTip } from "./tip.js";
 
 const FREE = -1, CACHED = -2, SHARED = -3;
@@ -17,6 +20,7 @@ export class BlockMap {
     this.kinds = [];
     this.before = [];
     this.owners = [];
+    this.pictures = [];
     this.mine = new Set();
     this.cursor = null;
     new ResizeObserver(() => requestAnimationFrame(() => this.#draw(1))).observe(this.canvas.parentElement);
@@ -37,7 +41,9 @@ export class BlockMap {
     this.blocks = blocks;
     this.owners = blocks.owners;
     this.mine = new Set(state.mine);
-    const kinds = blocks.runs.flatMap(([kind, length]) => Array(length).fill(kind));
+    const ofEach = (runs) => runs.flatMap(([value, length]) => Array(length).fill(value));
+    const kinds = ofEach(blocks.runs);
+    this.pictures = ofEach(blocks.picture_runs).map((place) => blocks.pictures[place]); // their labels
     // What is drawn is a name of the owner and not its place, which changes from one state to the next.
     this.before = this.names;
     this.kinds = kinds;
@@ -77,6 +83,8 @@ export class BlockMap {
     }
     const free = entries.at(-1), drawn = (this.names?.length ?? 0) * each;
     free.count += (this.blocks?.count ?? 0) - drawn; // also those behind the end of the map
+    const seen = this.pictures.filter(Boolean).length;
+    if (seen) entries.push({ name: "with a picture", count: seen * each, keys: [make("i", { class: "key hatched" })] });
     return entries;
   }
 
@@ -149,6 +157,7 @@ export class BlockMap {
       layer(this.before, 1 - share, isChanged);
       layer(this.names, share, isChanged);
     }
+    this.#hatch(context, side, (place) => [Math.round((place % columns) * size), Math.round(Math.floor(place / columns) * size)]);
     if (this.cursor !== null && this.cursor < this.names.length) {
       context.strokeStyle = colors().ink;
       context.lineWidth = 1.5;
@@ -156,13 +165,35 @@ export class BlockMap {
     }
   }
 
+  /** Stripes on cells with a picture. `cornerOf` gives the upper left one of a cell. */
+  #hatch(context, side, cornerOf) {
+    const cells = [...this.pictures.keys()].filter((place) => this.pictures[place]).map(cornerOf);
+    if (!cells.length) return;
+    context.save();
+    context.beginPath();
+    for (const [x, y] of cells) context.rect(x, y, side, side);
+    context.clip();
+    context.beginPath();
+    const gap = Math.max(side / 3, 2);
+    for (const [x, y] of cells) {
+      for (let shift = gap / 2 - side; shift < side; shift += gap) {
+        context.moveTo(x + shift, y + side);
+        context.lineTo(x + shift + side, y);
+      }
+    }
+    context.strokeStyle = colors().paper;
+    context.lineWidth = Math.max(side / 10, 1);
+    context.stroke();
+    context.restore();
+  }
+
   #words(place) {
     const stride = this.blocks.stride, first = 1 + place * stride;
     const which = stride > 1 ? `Blocks ${whole(first)} to ${whole(Math.min(first + stride - 1, this.blocks.count))}` : `Block ${whole(first)}`;
     const kind = this.kinds[place];
-    if (kind < 0) return [which, NAMES[kind]];
-    const label = this.owners[kind];
-    return [which, this.mine.has(label) ? "held by your request" : `held by request ${label}`];
+    const label = this.owners[kind], picture = this.pictures[place];
+    const holder = kind < 0 ? NAMES[kind] : this.mine.has(label) ? "held by your request" : `held by request ${label}`;
+    return [which, picture ? `${holder}, with tokens of ${ownPicture(picture)?.name ?? `picture ${picture}`}` : holder];
   }
 
   #point(event) {
@@ -184,7 +215,8 @@ export class BlockMap {
     const words = this.#words(this.cursor);
     this.canvas.setAttribute("aria-valuenow", this.cursor);
     this.canvas.setAttribute("aria-valuetext", words.join(": "));
-    showTip(this.canvas, where, make("p", { class: "what" }, words[0]), make("p", { class: "quiet" }, words[1]));
+    const picture = ownPicture(this.pictures[cursor]);
+    showTip(this.canvas, where, make("p", { class: "what" }, words[0]), make("p", { class: "quiet" }, words[1]), picture && drawing(picture));
     this.#draw(1);
   }
 

@@ -6,6 +6,7 @@ import { colorOf } from "./colors.js";
 import { $, bytes, counted, make, seconds, whole } from "./dom.js";
 import { showEncoder } from "./encoder.js";
 import { Figures } from "./figures.js";
+import { learnPictures } from "./own_pictures.js";
 import { Steps } from "./steps.js";
 
 const MOST_REQUESTS = 6;
@@ -45,7 +46,7 @@ export class Engine {
     this.looking = true;
     let wait = RETRY;
     try {
-      const query = [...mine].slice(-MINE_AT_ONCE).map((id) => `mine=${encodeURIComponent(id)}`).join("&");
+      const query = [...mine.keys()].slice(-MINE_AT_ONCE).map((id) => `mine=${encodeURIComponent(id)}`).join("&");
       const state = await ask(`engine/state${query && "?"}${query}`);
       this.#show(state);
       wait = this.isSeen ? Math.max(state.wait, 0.25) : Math.max(state.wait, SLOWLY);
@@ -82,6 +83,7 @@ export class Engine {
     const silence = isSilent ? `The engine has not answered for ${seconds(state.silent)}: a step takes long, or waits for a program.` : "";
     this.#note([state.obstacle, silence].filter(Boolean).join(" "));
     if (state.blocks && !state.silent) {
+      learnPictures(state);
       this.blocks.show(state);
       showEncoder(state);
       this.steps.show(state);

@@ -26,7 +26,8 @@ export function drawings(pictures) {
   return pictures.length ? make("div", { class: "pictures" }, ...pictures.map(drawing)) : null;
 }
 
-function drawing({ name, small }) {
+/** A picture, small. */
+export function drawing({ name, small }) {
   const canvas = make("canvas", { width: small.width, height: small.height, role: "img", "aria-label": name, title: name });
   canvas.getContext("2d").drawImage(small, 0, 0);
   return canvas;

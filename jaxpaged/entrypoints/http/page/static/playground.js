@@ -147,7 +147,8 @@ export class Playground {
   async #run(request, before) {
     const controller = (this.controller = new AbortController());
     this.request = request;
-    const source = { model: request.body.model, alternatives: this.alternatives, maxLength: this.info?.max_model_len, hasPictures: picturesOf(request.body.messages ?? []).length > 0 };
+    const pictures = picturesOf(request.body.messages ?? []);
+    const source = { model: request.body.model, alternatives: this.alternatives, maxLength: this.info?.max_model_len, hasPictures: pictures.length > 0 };
     const answer = new Answer(chosen("view"), before, source);
     this.answers = [...this.answers.filter((each) => each.element.isConnected), answer];
     answer.onGrow = () => this.#follow();
@@ -155,7 +156,7 @@ export class Playground {
     this.#setBusy(true);
     $("said").textContent = "The answer comes.";
     const { id, answerId } = newId(request.path);
-    mine.add(answerId);
+    mine.set(answerId, pictures);
     this.answer = answer;
     try {
       const body = { ...request.body, return_token_ids: true }; // to know when each token came, and to show them later

@@ -10,7 +10,7 @@ let place = null; // gives the rectangle that it belongs to
 export function showTip(element, where, ...nodes) {
   owner = element;
   place = where;
-  $("tip").replaceChildren(...nodes);
+  $("tip").replaceChildren(...nodes.filter(Boolean));
   $("tip").hidden = false;
   move();
 }
