@@ -12,7 +12,7 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     minute    milliseconds of a decode step beside the compiling of programs, and after it, with an empty cache
     pictures  first tokens of pictures and pictures a second, of an engine of Gemma 3 4B's sizes
     profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
-    sampler   the sampling program by each way to find limits
+    sampler   the sampling program by each way to find limits, and its dearest kernels
     products  scripts/tune_products.py: the model's matrix products by cuBLAS, by all that XLA can try, and by our own
               kernel. FOLDER/few_rows.json is the next pallas_kernels/few_rows_matmul/tuned.json, and what XLA found
               lies in FOLDER/autotuned.txt
@@ -105,8 +105,15 @@ def runs_after_many_decodes() -> None:
     uniproc.sizes_of = lambda *args: sizes_of(*args)._replace(decodes_that_pay=choose.DECODES_THAT_PAY)
 
 
+def limits_of_a_row_by_one_program() -> None:
+    from pallas_kernels.top_k_top_p import gpu
+
+    gpu.ALONE = 2**31
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "a kernel finds the sampler's limits": limits_by_candidates,
+    "several programs find the limits of a row": limits_of_a_row_by_one_program,
     "no launches for spans that nobody shares": one_program_for_shared_spans,
     "decodes are dispatched step by step": runs_of_several_steps,
     "runs from the first decode on": runs_after_many_decodes,
@@ -293,37 +300,87 @@ def kernels_of(folder: Path) -> Kernels:
     return kernels
 
 
-def measure_sampler(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds to draw a token for each of some rows, by each way to find limits."""
+def drawing(num_rows: int, vocabulary: int, limits: dict[str, Any]) -> tuple[Any, Any]:
+    """Logits, and packed lines of requests that draw from them."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxpaged.distributed.mesh import make_mesh
-    from jaxpaged.sampling.limits import BY_CANDIDATES, LimitsMethod
     from jaxpaged.sampling.rows import SamplingRows
-    from jaxpaged.sampling.sampler import sample_plain
     from jaxpaged.sampling_params import SamplingParams
 
-    on_gpu, vocabulary = jax.default_backend() == "gpu", 512 if options.model == "tiny" else 128_256
-    methods = {"candidates": BY_CANDIDATES, "kernel": LimitsMethod("gpu" if on_gpu else "gpu-interpret", make_mesh(1))}
+    logits_SV = 3 * jax.random.normal(jax.random.key(0), (num_rows, vocabulary), jnp.float32)
+    table, rows = SamplingRows(num_rows), np.arange(num_rows)
+    for row in range(num_rows):
+        table.set(row, SamplingParams(temperature=1.0, seed=row, **limits))
+    packed_SF = table.pack(rows, np.full(num_rows, 7), np.ones(num_rows, int), num_rows)
+    return logits_SV, jnp.asarray(packed_SF)
+
+
+def sampling_programs(options: argparse.Namespace) -> tuple[dict[str, Any], tuple[int, ...], int]:
+    """(ways to draw a token for each row, numbers of rows, the size of the vocabulary)."""
+    import jax
+
+    from jaxpaged.distributed.mesh import make_mesh
+    from jaxpaged.sampling.limits import BY_CANDIDATES, LimitsMethod
+    from jaxpaged.sampling.sampler import sample_plain
+    from pallas_kernels.top_k_top_p import gpu
+
+    by_kernel = LimitsMethod("gpu" if jax.default_backend() == "gpu" else "gpu-interpret", make_mesh(1))
+    several = gpu.ALONE
+
+    def program(method: LimitsMethod, alone: int) -> Any:
+        def sample(logits_SV: Any, packed_SF: Any) -> Any:
+            gpu.ALONE = alone
+            return sample_plain(logits_SV, packed_SF, method).tokens_S
+
+        return jax.jit(sample)
+
+    ways = {
+        "kernel": program(by_kernel, several),
+        "candidates": program(BY_CANDIDATES, several),
+        "a program a row": program(by_kernel, 2**31),
+    }
+    return (ways, (1, 2), 512) if options.model == "tiny" else (ways, (1, 8, 64, 256), 128_256)
+
+
+def measure_sampler(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds to draw a token for each of some rows, by each way to find limits."""
+    import numpy as np
+
+    ways, sizes, vocabulary = sampling_programs(options)
     lines = Lines(options.out)
-    for num_rows in (1, 2) if options.model == "tiny" else (1, 8, 64, 256):
-        logits_SV = 3 * jax.random.normal(jax.random.key(0), (num_rows, vocabulary), jnp.float32)
+    for num_rows in sizes:
         for limits in ({}, {"top_p": 0.9}, {"top_k": 50}, {"top_p": 0.9, "top_k": 1000}):
-            table = SamplingRows(num_rows)
-            for row in range(num_rows):
-                table.set(row, SamplingParams(temperature=1.0, seed=row, **limits))
-            rows = np.arange(num_rows)
-            packed_SF = jnp.asarray(table.pack(rows, np.full(num_rows, 7), np.ones(num_rows, int), num_rows))
+            arrays = drawing(num_rows, vocabulary, limits)
             line: dict[str, Any] = {"rows": num_rows, "limits": str(limits)}
-            for name, method in methods.items():
-                sample = jax.jit(lambda x, packed, method=method: sample_plain(x, packed, method).tokens_S)
-                line[f"{name}, ms"] = median_milliseconds(sample, logits_SV, packed_SF)
-                line[f"{name} draws"] = np.asarray(sample(logits_SV, packed_SF)).tolist()
-            draws = [line.pop(f"{name} draws") for name in methods]
-            line["equal draws"] = sum(a == b for a, b in zip(*draws)) / num_rows
+            draws = []
+            for name, sample in ways.items():
+                line[f"{name}, ms"] = median_milliseconds(sample, *arrays)
+                draws.append(np.asarray(sample(*arrays)))
+            line["equal draws"] = float(np.mean([np.mean(draw == draws[0]) for draw in draws]))
             lines.append(line)
+    return lines
+
+
+def measure_sampler_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The dearest kernels of drawing."""
+    import jax
+
+    ways, sizes, vocabulary = sampling_programs(options)
+    lines = Lines(options.out)
+    for num_rows in sizes:
+        for limits in ({}, {"top_p": 0.9}):
+            arrays = drawing(num_rows, vocabulary, limits)
+            jax.block_until_ready(ways["kernel"](*arrays))
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    for _ in range(NUM_CALLS):
+                        jax.block_until_ready(ways["kernel"](*arrays))
+                kernels = kernels_of(Path(folder))
+            for name, (count, nanoseconds) in kernels.most_common(12):
+                per_call = {"launches": count / NUM_CALLS, "us": nanoseconds / 1e3 / NUM_CALLS}
+                lines.append({"rows": num_rows, "limits": str(limits), "kernel": name, **per_call})
     return lines
 
 
@@ -344,6 +401,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = 
     "minute": measure_first_minute,
     "profile": measure_profile,
     "sampler": measure_sampler,
+    "sampler kernels": measure_sampler_kernels,
 }
 
 
@@ -440,6 +498,11 @@ def product_part(options: argparse.Namespace, seconds: float) -> str:
     return text if status == 0 else f"{text[-12000:]}\n\nexit status {status}"
 
 
+def sampler_part(options: argparse.Namespace, report: Report, left: Callable[[], float], kept: dict[str, str]) -> None:
+    report.add("sampler", measured("sampler", options, [], min(left(), 90)))
+    report.add("sampler, kernels", measured("sampler kernels", options, [], min(left(), 60), **kept))
+
+
 def tile_part(options: argparse.Namespace, seconds: float) -> str:
     kind = ["--interpret"] if options.model == "tiny" else ["--quick"]
     command = [sys.executable, "scripts/tune_kernel.py", *kind, "--output", str(options.out / "tuned.json")]
@@ -471,7 +534,7 @@ def main() -> None:
         "minute": lambda: report.add("minute", measured("minute", options, [], min(left(), 75))),
         "pictures": lambda: report.add("pictures", picture_part(options, min(left(), 100))),
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
-        "sampler": lambda: report.add("sampler", measured("sampler", options, [], min(left(), 90))),
+        "sampler": lambda: sampler_part(options, report, left, kept),
         "products": lambda: report.add("products", product_part(options, min(left(), 100))),
         "tiles": lambda: report.add("tiles", tile_part(options, min(left(), 120))),
     }
