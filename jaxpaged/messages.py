@@ -50,12 +50,18 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     embeds: np.ndarray | None = None  # in the model's type, that another engine has computed; within a core only
     moment: int = 0
     time: int = 0
+    is_embeds: bool = False  # `pixels` are the bytes of embeddings in the model's type, [num_embeds, bytes of one]
 
     @property
     def num_embeds(self) -> int:
         """How many embeddings the encoder gives for it."""
         num_items, rows, columns = self.grid
         return num_items * rows * columns
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether there are embeddings already: given in place of a picture, or computed by another engine."""
+        return self.is_embeds or self.embeds is not None
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -115,10 +115,11 @@ class MultiModalConfig:
                 "mm_encoder_only is True, but ec_transfer_config does not say where embeddings go. Give it with the "
                 "ec_role ec_producer, or leave mm_encoder_only out."
             )
-        if self.enable_mm_embeds:
-            raise ConfigError(
-                "enable_mm_embeds is True, but embeddings in place of pictures are not supported yet. Leave it out."
-            )
+        for name in ("mm_encoder_only", "language_model_only"):
+            if self.enable_mm_embeds and getattr(self, name):
+                raise ConfigError(
+                    f"enable_mm_embeds and {name} are True, which do not go together. Leave one of them out."
+                )
 
     @property
     def max_pictures(self) -> int:

@@ -59,7 +59,7 @@ class StructuredOutputManager:
     def add(self, request: Request) -> bool:
         """Begin to compile what a request needs. False: nothing has to be compiled."""
         extras = extras_of(request.sampling_params)
-        if request.mm_features:
+        if any(not each.is_embeds for each in request.mm_features):
             extras.append(Extra.PICTURES)
         needs = Needs(extras, self._compile(request))
         if needs.grammar is not None or not all(self._ask(extra) is True for extra in needs.extras):

@@ -170,7 +170,8 @@ def build_core(config: EngineConfig, reports: Reports) -> EngineCore:
     group = open_group(config, reports)
     folder, model, decoder, config = resolve_model(config)
     tokenizer_folder = find_tokenizer_folder(config, folder)
-    reports.announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder)))
+    numbers = embed_numbers_of(decoder)
+    reports.announce(CoreFacts(config.options(), decoder.vocab_size, str(folder), str(tokenizer_folder), numbers))
     with event_publishers(config) as publishers:
         executor = make_executor(config, model, decoder, folder, group, reports.progress)
         input_processor = load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder)
@@ -329,7 +330,15 @@ def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
 def build_input_processor(config: EngineConfig, decoder: DecoderConfig, folder: Path) -> InputProcessor:
     """The front end of a model in `folder`. `config` is resolved."""
     tokenizer_folder = find_tokenizer_folder(config, folder)
-    return load_input_processor(config, decoder.vocab_size, folder, tokenizer_folder, local_files=True)
+    numbers = embed_numbers_of(decoder)
+    return load_input_processor(
+        config, decoder.vocab_size, folder, tokenizer_folder, embed_numbers=numbers, local_files=True
+    )
+
+
+def embed_numbers_of(decoder: DecoderConfig) -> int:
+    """Numbers of an embedding of a picture, all levels; 0 where nothing is seen."""
+    return 0 if decoder.vision is None else decoder.vision.embed_numbers
 
 
 def find_tokenizer_folder(config: EngineConfig, folder: Path) -> Path:

@@ -33,7 +33,7 @@ class EmbedsDesk:
         if not self._folder.transfer.loads:
             return True
         for feature in request.mm_features:
-            if feature.key not in self._loads and not is_encoded(feature.key):
+            if not (feature.is_embeds or feature.key in self._loads or is_encoded(feature.key)):
                 load = self._folder.load(self._space(), feature.key, feature.num_embeds)
                 if load is not None:
                     self._loads[feature.key] = load

@@ -26,14 +26,20 @@ def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
     """The resolved options of a core in another process, and what makes requests for it."""
     config = EngineConfig.from_options(**facts.options)
     folders = Path(facts.model_folder), Path(facts.tokenizer_folder)
-    return config, load_input_processor(config, facts.vocab_size, *folders)
+    return config, load_input_processor(config, facts.vocab_size, *folders, embed_numbers=facts.embed_numbers)
 
 
 def load_input_processor(
-    config: EngineConfig, vocab_size: int, model_folder: Path, tokenizer_folder: Path, *, local_files: bool = False
+    config: EngineConfig,
+    vocab_size: int,
+    model_folder: Path,
+    tokenizer_folder: Path,
+    *,
+    embed_numbers: int = 0,
+    local_files: bool = False,
 ) -> InputProcessor:
-    """`config` is resolved; `vocab_size` is the model's. `local_files`: whoever calls may name pictures by their paths.
-    Raises CheckpointError or ConfigError."""
+    """`config` is resolved; `vocab_size` is the model's, and `embed_numbers` how many an embedding of a picture has, if
+    it sees. `local_files`: whoever calls may name pictures by their paths. Raises CheckpointError or ConfigError."""
     options = config.model
     tokenizer: Any  # `NoTokenizer` refuses whatever it is asked
     if options.skip_tokenizer_init:
@@ -44,7 +50,7 @@ def load_input_processor(
         tokenizer = load_tokenizer(tokenizer_folder)
         check_vocabulary(tokenizer, vocab_size)
         templates = load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template)
-    pictures, why_none = load_pictures(config, tokenizer, model_folder, local_files)
+    pictures, why_none = load_pictures(config, tokenizer, model_folder, embed_numbers, local_files)
     return InputProcessor(
         tokenizer,
         vocab_size=vocab_size,
@@ -63,7 +69,7 @@ def load_input_processor(
 
 
 def load_pictures(
-    config: EngineConfig, tokenizer: Any, folder: Path, local_files: bool
+    config: EngineConfig, tokenizer: Any, folder: Path, embed_numbers: int, local_files: bool
 ) -> "tuple[PictureIntake | None, str]":
     """What processes pictures for a model that sees, or None, and why there can be none. Raises CheckpointError for a
     processor that cannot be read, ConfigError for options that it does not take."""
@@ -84,7 +90,11 @@ def load_pictures(
     from jaxpaged.engine.input.pictures import PictureIntake  # with all that fetches and decodes
 
     identity = model_identity(folder, configs)
-    intake = PictureIntake(
-        tokenizer, config.multimodal, identity, configs.model, configs.processor, local_files=local_files
-    )
+    embeds = None
+    if config.multimodal.enable_mm_embeds:
+        from jaxpaged.multimodal.embeddings import form_of
+
+        embeds = form_of(embed_numbers, config.model.dtype)
+    files = configs.model, configs.processor
+    intake = PictureIntake(tokenizer, config.multimodal, identity, *files, local_files=local_files, embeds=embeds)
     return intake, ""

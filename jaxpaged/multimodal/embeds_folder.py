@@ -23,9 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from jaxpaged.config.ec_transfer import ECTransfer
@@ -33,25 +31,18 @@ from jaxpaged.encoding.cbor import Plain, encode_cbor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.threads import Threads
 from jaxpaged.multimodal.byte_lru import ByteLRU
+from jaxpaged.multimodal.embeddings import FLOATS, Form
 
 logger = logging.getLogger(__name__)
 
 FILE, TENSOR = "encoder_cache.safetensors", "ec_cache"
-DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in FLOATS.items()}
 MAX_HEADER_BYTES = 1 << 16
 LENGTH_BYTES = 8
 NUM_READERS = 4
 MOST_WAITING_BYTES = 256 << 20
 """Of embeddings that wait to be written. What comes beyond is not written."""
 CLOSING_SECONDS = 10.0
-
-
-class Form(NamedTuple):
-    """What embeddings of an engine are: so many numbers each, of this type."""
-
-    numbers: int
-    dtype: np.dtype
 
 
 def namespace(**facts: Plain) -> str:

@@ -41,11 +41,13 @@ class ProcessLimits:
 
 @dataclass(frozen=True)
 class KeyedPicture:
-    """What an encoder takes: uint8 of shape `layout.pixels_shape`, with the name that caches know it by."""
+    """What an encoder takes: uint8 of shape `layout.pixels_shape`, with the name that caches know it by. `is_embeds`:
+    in place of pixels are embeddings, as bytes."""
 
     key: bytes
     layout: PictureLayout
     pixels: np.ndarray
+    is_embeds: bool = False
 
 
 class PictureProcesses:

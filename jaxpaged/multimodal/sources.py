@@ -1,7 +1,7 @@
 """What callers give as a picture, each brought into one form: where it comes from, its name, and the field it is in.
 
 Parts of messages in the forms of several APIs, and the values of `multi_modal_data`. Nothing is fetched or decoded
-here, and no other process is asked. Letters: E embeddings, D numbers of each.
+here, and no other process is asked.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import RequestError, check_unicode, shown
+from jaxpaged.multimodal.embeddings import EMBEDS, GRID, Embeddings, as_array, is_float, split
 
 URL_SCHEME = re.compile(r"(https?|file):", re.IGNORECASE)
 MOST_UUID_LETTERS = 256
@@ -28,13 +29,6 @@ FRAMES = "Give some of its frames as pictures, one after the other."
 """What to do with a video."""
 OTHER_KEYS = ("url", "path", "base64")
 """Where a part of type image may have its picture, too, as in chats of transformers."""
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """[E, D] in place of a picture: what an encoder would give for it."""
-
-    values: Any
 
 
 @dataclass(frozen=True)
@@ -89,22 +83,26 @@ def source_of(value: Any, field: str, uuid: Any = None, *, local_files: bool = F
         return PictureSource(field, uuid, path=os.fspath(value))
     if isinstance(value, Embeddings):
         return PictureSource(field, uuid, embeddings=value)
-    if isinstance(value, Mapping) and "image_embeds" in value:
-        return PictureSource(field, uuid, embeddings=Embeddings(value["image_embeds"]))
+    if isinstance(value, Mapping) and EMBEDS in value:
+        return PictureSource(field, uuid, embeddings=embeddings_of(value))
     pillow = sys.modules.get("PIL.Image")  # without it nobody can have made an image
     if pillow is not None and isinstance(value, pillow.Image):
         return PictureSource(field, uuid, image=value)
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind == "f" and value.ndim in (2, 3):
-            return PictureSource(field, uuid, embeddings=Embeddings(value))
-        return PictureSource(field, uuid, array=value)
-    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor of torch
-        return source_of(value.detach().cpu().numpy(), field, uuid)
+    if (array := as_array(value)) is not None:
+        if is_float(array) and array.ndim in (2, 3):
+            return PictureSource(field, uuid, embeddings=Embeddings(array))
+        return PictureSource(field, uuid, array=array)
     raise RequestError(
         f"{field} is of type {type(value).__name__}, no picture. Give a PIL image, an array, a file's bytes, a path or "
         "a data URL.",
         field,
     )
+
+
+def embeddings_of(value: Any) -> Embeddings:
+    """vLLM's dict of embeddings and their grid, or embeddings alone."""
+    is_dict = isinstance(value, Mapping) and EMBEDS in value
+    return Embeddings(value[EMBEDS], value.get(GRID)) if is_dict else Embeddings(value)
 
 
 def checked_uuid(uuid: Any, field: str) -> str | None:
@@ -140,11 +138,11 @@ def source_of_part(part: Mapping[str, Any], place: str, *, local_files: bool = F
     kind = part.get("type") or next((key for key in KEYS if key in part), None)
     given_field = part.get("field")
     uuid = part.get("uuid")
-    if kind == "image_embeds":
-        field = given_field or f"{place}.image_embeds"
-        if part.get("image_embeds") is None:
+    if kind == EMBEDS:
+        field = given_field or f"{place}.{EMBEDS}"
+        if part.get(EMBEDS) is None:
             return source_of(None, field, uuid)
-        return PictureSource(field, checked_uuid(uuid, field), embeddings=Embeddings(part["image_embeds"]))
+        return PictureSource(field, checked_uuid(uuid, field), embeddings=embeddings_of(part[EMBEDS]))
     if not isinstance(kind, str) or kind not in KEYS:
         what_to_do = FRAMES if isinstance(kind, str) and "video" in kind else "Leave it out."
         raise RequestError(
@@ -202,4 +200,11 @@ def images_of(data: Any, parameter: str) -> list[Any] | None:
     images = data.get("image")
     if images is None:
         return None if "image" not in data else [None]
-    return list(images) if isinstance(images, list | tuple) else [images]
+    if isinstance(images, list | tuple):
+        return list(images)
+    if isinstance(images, Mapping) and EMBEDS in images:
+        return list(split(embeddings_of(images), f"{parameter}.image"))
+    array = as_array(images)
+    if array is not None and is_float(array) and array.ndim == 3:
+        return list(split(Embeddings(array), f"{parameter}.image"))
+    return [images]

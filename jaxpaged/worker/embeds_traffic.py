@@ -1,5 +1,6 @@
-"""An encoder whose embeddings travel: what it computes it gives to a folder, and what other engines have computed it
-takes to the device. Nothing is waited for: embeddings are read back with the step's result, and written by a thread.
+"""Encoders whose embeddings travel: what was computed elsewhere, by other engines or by callers, they take to the
+device, and what they compute one gives to a folder. Nothing is waited for: embeddings are read back with the step's
+result, and written by a thread.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.messages import EncoderInput, ModelRunnerOutput, ProgramKey
+from jaxpaged.messages import EncoderInput, ModelRunnerOutput, MultiModalFeature, ProgramKey
 from jaxpaged.models.config import facts_text
 from jaxpaged.multimodal.embeds_folder import EmbedsFolder, Form, namespace
 from jaxpaged.worker.device import Device, start_copy
@@ -47,7 +48,52 @@ def embeds_space(engine_spec: EngineSpec, weights_version: str) -> str:
     )
 
 
-class SharingEncoder(Encoder):
+class TakingEncoder(Encoder):
+    """An encoder that takes embeddings, too, which need no computing."""
+
+    def encode(
+        self, device: Device, keys: Sequence[ProgramKey], inputs: Sequence[EncoderInput]
+    ) -> list["FiniteReading | EmbedsReading"]:
+        self._upload(device, [each for each in inputs if each.feature.is_encoded])
+        return [*super().encode(device, keys, [each for each in inputs if not each.feature.is_encoded])]
+
+    def _upload(self, device: Device, inputs: Sequence[EncoderInput]) -> None:
+        """Bring embeddings to their pages, those of several pictures together."""
+        if not inputs:
+            return
+        key, dtype = ProgramKey(ProgramKind.EMBEDS_SCATTER), device.state.encoded.dtype
+        embeds_EX = np.concatenate([embeds_of(each.feature, dtype) for each in inputs])
+        for each in inputs:
+            self._pictures[each.page_ids[0]] = EncodedPicture()
+        for part, slots in self._chunks(inputs):
+            padded = np.zeros((len(slots), embeds_EX.shape[1]), dtype)
+            padded[: part.stop - part.start] = embeds_EX[part]
+            device.state.encoded = device.call(key, device.state.encoded, slots, padded)
+
+    def _chunks(self, inputs: Sequence[EncoderInput]) -> list[tuple[slice, np.ndarray]]:
+        """Embeddings of pictures, one behind the other, as many as a program copies at a time, and their slots, with
+        those of padding."""
+        num_copied, (no_slot, _) = self.spec.num_copied, self.spec.cache_shape
+        page_size = self.spec.cache.page_size
+        slots = np.concatenate([slots_of(each.page_ids, page_size, each.feature.num_embeds) for each in inputs])
+        chunks = []
+        for first in range(0, len(slots), num_copied):
+            padded, part = np.full(num_copied, no_slot, np.int32), slots[first : first + num_copied]
+            padded[: len(part)] = part
+            chunks.append((slice(first, first + len(part)), padded))
+        return chunks
+
+
+def embeds_of(feature: MultiModalFeature, dtype: np.dtype) -> np.ndarray:
+    """[E, X] of a picture that is encoded."""
+    if not feature.is_embeds:
+        assert feature.embeds is not None, "another engine has computed them"
+        return feature.embeds
+    assert feature.pixels is not None, "what is given has come"
+    return feature.pixels.view(dtype)
+
+
+class SharingEncoder(TakingEncoder):
     """An encoder with a folder. `space` names what embeddings depend on, as the weights are now."""
 
     def __init__(
@@ -64,39 +110,16 @@ class SharingEncoder(Encoder):
     def encode(
         self, device: Device, keys: Sequence[ProgramKey], inputs: Sequence[EncoderInput]
     ) -> list["FiniteReading | EmbedsReading"]:
-        own = [each for each in inputs if each.feature.embeds is None]
-        for each in inputs:
-            if each.feature.embeds is not None:
-                self._upload(device, each, each.feature.embeds)
-        readings = super().encode(device, keys, own)
+        readings = super().encode(device, keys, inputs)
+        own = [each for each in inputs if not each.feature.is_encoded]
         if not self._folder.transfer.saves or not own:
             return readings
         space = self._space()
         return [*readings, *(self._read_back(device, each, space) for each in own)]
 
-    def _chunks(self, each: EncoderInput) -> list[tuple[slice, np.ndarray]]:
-        """A picture's embeddings, as many as a program copies at a time, and their slots, with those of padding."""
-        num_copied, (no_slot, _) = self.spec.num_copied, self.spec.cache_shape
-        slots = slots_of(each.page_ids, self.spec.cache.page_size, each.feature.num_embeds)
-        chunks = []
-        for first in range(0, len(slots), num_copied):
-            padded, part = np.full(num_copied, no_slot, np.int32), slots[first : first + num_copied]
-            padded[: len(part)] = part
-            chunks.append((slice(first, first + len(part)), padded))
-        return chunks
-
-    def _upload(self, device: Device, each: EncoderInput, embeds_EX: np.ndarray) -> None:
-        """Bring embeddings to their pages."""
-        self._pictures[each.page_ids[0]] = EncodedPicture()
-        key, (_, numbers) = ProgramKey(ProgramKind.EMBEDS_SCATTER), self.spec.cache_shape
-        for part, slots in self._chunks(each):
-            padded = np.zeros((len(slots), numbers), embeds_EX.dtype)
-            padded[: part.stop - part.start] = embeds_EX[part]
-            device.state.encoded = device.call(key, device.state.encoded, slots, padded)
-
     def _read_back(self, device: Device, each: EncoderInput, space: str) -> "EmbedsReading":
         key = ProgramKey(ProgramKind.EMBEDS_GATHER)
-        parts = [(part, device.call(key, device.state.encoded, slots)) for part, slots in self._chunks(each)]
+        parts = [(part, device.call(key, device.state.encoded, slots)) for part, slots in self._chunks([each])]
         start_copy([array for _, array in parts])
         picture = self._pictures[each.page_ids[0]]
         return EmbedsReading(self._folder, space, each.feature.key, picture, parts)

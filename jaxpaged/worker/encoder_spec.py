@@ -58,6 +58,11 @@ def check_together(config: EngineConfig) -> None:
             f"ec_transfer_config names a folder of embeddings, and {parallel.num_processes} processes compute as one, "
             "with which it is not supported. Leave it out, or take one host."
         )
+    if config.multimodal.enable_mm_embeds and parallel.num_processes > 1:
+        raise ConfigError(
+            f"enable_mm_embeds is True, and {parallel.num_processes} processes compute as one, with which it is not "
+            "supported. Leave it out, or take one host."
+        )
     for what, is_given in given.items():
         if is_given:
             raise ConfigError(

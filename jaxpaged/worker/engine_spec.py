@@ -105,6 +105,8 @@ class EngineSpec:
                 f"ec_transfer_config names a folder of embeddings of pictures, and {config.model.model} sees none. "
                 "Leave it out."
             )
+        elif config.multimodal.enable_mm_embeds:
+            raise ConfigError(f"enable_mm_embeds is True, and {config.model.model} sees no pictures. Leave it out.")
         balance = config.parallel.expert_balance
         self.whole = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
         self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
@@ -299,6 +301,20 @@ class EngineSpec:
         return None if tower is None else encoder_spec(self.config, self.model, tower, self.platform)
 
     @property
+    def takes_embeds(self) -> bool:
+        """Whether embeddings of pictures come from elsewhere, too: from callers, or from other engines."""
+        loads = self.ec_transfer is not None and self.ec_transfer.loads
+        return self.encoder is not None and (loads or self.config.multimodal.enable_mm_embeds)
+
+    @property
+    def embeds_traffic(self) -> tuple[bool, bool, int] | None:
+        """Whether embeddings leave the devices, and come to them, and how many at a time; None: neither."""
+        saves = self.ec_transfer is not None and self.ec_transfer.saves
+        if self.encoder is None or not (saves or self.takes_embeds):
+            return None
+        return saves, self.takes_embeds, self.encoder.num_copied
+
+    @property
     def token_params(self) -> Any:
         """Shapes of the parameters of programs of tokens: all but the tower's."""
         return self.param_shapes if self.encoder is None else without_tower(self.param_shapes)
@@ -328,11 +344,7 @@ class EngineSpec:
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
             "kv_offload": str(self.config.cache.offload and self.page_form),
-            "ec_transfer": str(
-                self.ec_transfer
-                and self.encoder
-                and (self.ec_transfer.saves, self.ec_transfer.loads, self.encoder.num_copied)
-            ),
+            "ec_transfer": str(self.embeds_traffic),
             "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)

@@ -25,7 +25,7 @@ from jaxpaged.models.interface import Model
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters import LookupDrafter, ModelDrafter
-from jaxpaged.worker.embeds_traffic import SharingEncoder, embeds_space, open_embeds
+from jaxpaged.worker.embeds_traffic import SharingEncoder, TakingEncoder, embeds_space, open_embeds
 from jaxpaged.worker.encoder import Encoder
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
@@ -204,9 +204,11 @@ class Worker:
         return ModelRunner(self.device, rows, programs.layouts, output_stage, drafter, after_step, encoder)
 
     def _make_encoder(self, spec: EncoderSpec, rows: RequestRows) -> Encoder:
-        """What computes pictures, and takes embeddings from other engines and gives them its own if options say so."""
+        """What computes pictures, and takes embeddings and gives its own to other engines if options say so."""
         parts, folder = (spec, self.step_programs.encode_layouts, rows), self.embeds_folder
-        return Encoder(*parts) if folder is None else SharingEncoder(*parts, folder, self.embeds_space)
+        if folder is not None:
+            return SharingEncoder(*parts, folder, self.embeds_space)
+        return TakingEncoder(*parts) if self.engine_spec.takes_embeds else Encoder(*parts)
 
     def embeds_space(self) -> str:
         """Names all that embeddings depend on besides the picture, as the weights are now."""

@@ -42,11 +42,11 @@ def test_a_limit_is_a_number_or_an_object_with_a_count(limit, most):
         ({"mm_bytes_in_flight_gb": 0}, "more than 0"),
         ({"mm_encoder_tp_mode": "both"}, "must be one of weights, data"),
         ({"mm_encoder_only": True}, "does not say where embeddings go"),
-        ({"enable_mm_embeds": True}, "not supported yet"),
+        ({"enable_mm_embeds": True, "language_model_only": True}, "do not go together"),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(options, words):
-    (name,) = options
+    name = next(iter(options))
     with pytest.raises(ConfigError, match=f"^{name}.*{words}"):
         config(**options)
 

@@ -21,10 +21,11 @@ from jaxpaged.errors import ConfigError, RequestError, shown
 from jaxpaged.messages import MultiModalFeature
 from jaxpaged.multimodal.budget import ByteBudget
 from jaxpaged.multimodal.decoding import PictureLimits, picture_size
+from jaxpaged.multimodal.embeddings import Embeddings, Form, embeds_digest, in_form, read
 from jaxpaged.multimodal.fetching import FetchLimits, MediaFetcher
 from jaxpaged.multimodal.headers import read_header
 from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
-from jaxpaged.multimodal.pictures import data_url_bytes, image_pixels
+from jaxpaged.multimodal.pictures import base64_bytes, data_url_bytes, image_pixels
 from jaxpaged.multimodal.processes import KeyedPicture, PictureProcesses
 from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
 from jaxpaged.multimodal.processors import processor_of, with_engine_options
@@ -40,11 +41,13 @@ THREADS_PER_PROCESS = 8
 
 @dataclass(frozen=True)
 class Loaded:
-    """A picture whose bytes are here, and their digest."""
+    """A picture whose bytes are here, and their digest. Of embeddings the content is what the engine takes, of that
+    `layout`."""
 
     source: PictureSource
     content: bytes | np.ndarray
     digest: bytes
+    layout: PictureLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Wanted:
 
 class PictureIntake:
     """The pictures of one model. `local_files`: callers are of this process, and may name files by their paths.
+    `embeds`: the form of embeddings in place of pictures; None: they are not taken.
 
     Raises CheckpointError for a processor that cannot be read, ConfigError for options that it does not take.
     """
@@ -82,9 +86,11 @@ class PictureIntake:
         preprocessor_config: Mapping[str, Any],
         *,
         local_files: bool = False,
+        embeds: Form | None = None,
     ):
         self.config = config
         self.local_files = local_files
+        self.embeds = embeds
         self._identity = identity
         self.limits = PictureLimits()
         self._base: Processor = processor_of(hf_config, preprocessor_config)
@@ -113,7 +119,15 @@ class PictureIntake:
         return self.config.max_pictures > 0
 
     def check_number(self, sources: Sequence[PictureSource]) -> None:
-        """Raise RequestError for pictures that are not taken, or too many of them."""
+        """Raise RequestError for pictures that are not taken, or too many of them, and for embeddings in place of
+        pictures unless they are."""
+        for source in sources if self.embeds is None else ():
+            if source.embeddings is not None:
+                raise RequestError(
+                    f"{source.field} has floating point numbers, which are embeddings in place of a picture, and the "
+                    "engine was started without enable_mm_embeds. Give the picture, an array as uint8.",
+                    source.field,
+                )
         most = self.config.max_pictures
         if sources and not most:
             field = sources[0].field
@@ -165,7 +179,7 @@ class PictureIntake:
     def thumbnail(self, key: bytes) -> np.ndarray | None:
         """uint8 [H, W, 3], small, of a picture as its encoder sees it; None where the processor cache lacks it."""
         item = self.cache.find(key)
-        return None if item is None else thumbnail(item.pixels, item.layout)
+        return None if item is None or item.is_embeds else thumbnail(item.pixels, item.layout)
 
     def close(self) -> None:
         """End the processes and threads. Pictures under way fail."""
@@ -181,10 +195,6 @@ class PictureIntake:
 
         Raises RequestError where the cache lacks it.
         """
-        if source.embeddings is not None:
-            raise RequestError(
-                f"{source.field} has embeddings, which are not taken yet. Give the picture.", source.field
-            )
         if source.is_given or source.uuid is None:
             return None
         digest = self.cache.named(source.uuid, wanted.salt)
@@ -197,14 +207,26 @@ class PictureIntake:
         return item
 
     def _opened(self, source: PictureSource) -> PictureSource:
-        """A data URL as the bytes that it holds: they take less than it. Raises RequestError."""
+        """A data URL as the bytes that it holds: they take less than it; embeddings as an array. Raises
+        RequestError."""
+        if source.embeddings is not None:
+            return replace(source, embeddings=self._read_embeds(source.embeddings, source.field))
         if source.url is None or source.url[:5].lower() != "data:":
             return source
         return replace(source, url=None, data=data_url_bytes(source.url, source.field, self.limits))
 
+    def _read_embeds(self, given: Embeddings, field: str) -> Embeddings:
+        assert self.embeds is not None, "`check_number` refuses embeddings"
+        opened = [base64_bytes(each, field, self.limits) if isinstance(each, str) else each for each in given]
+        return read(Embeddings(*opened), field, self.embeds)
+
     def _need(self, source: PictureSource) -> int:
         """Bytes that a picture takes at most while it is read, decoded and processed. Raises RequestError."""
         num_bytes, size = self.limits.max_bytes, None
+        if source.embeddings is not None:
+            assert self.embeds is not None, "`check_number` refuses embeddings"
+            num_embeds, numbers = source.embeddings.values.shape
+            return source.embeddings.values.nbytes + num_embeds * numbers * self.embeds.dtype.itemsize
         if source.data is not None:
             self.limits.check_bytes(len(source.data), source.field)
             header = read_header(source.data)
@@ -238,6 +260,8 @@ class PictureIntake:
         return items
 
     def _loaded(self, source: PictureSource, wanted: "Wanted") -> Loaded:
+        if source.embeddings is not None:
+            return self._loaded_embeds(source, source.embeddings)
         content: bytes | np.ndarray | None
         if source.url is not None:
             content = self._fetcher.fetch(source.url, source.field)
@@ -249,6 +273,13 @@ class PictureIntake:
             content = source.data if source.data is not None else source.array
         assert content is not None, f"{source.field} has nothing in it"
         return Loaded(source, content, source_digest(content))
+
+    def _loaded_embeds(self, source: PictureSource, given: Embeddings) -> Loaded:
+        assert self.embeds is not None, "`check_number` refuses embeddings"
+        layout = self.processor.layout_of_embeds(len(given.values), given.grid, source.field)
+        data = in_form(given.values, self.embeds, source.field)
+        digest = embeds_digest(data, given.grid, self.embeds)
+        return Loaded(source, data, digest, replace(layout, pixels_shape=data.shape))
 
     def _started(self, loaded: Loaded, wanted: "Wanted") -> "tuple[Future[KeyedPicture], bool]":
         """A picture from the cache, from somebody who has it processed now, or from a process; whether it is that."""
@@ -267,7 +298,13 @@ class PictureIntake:
 
     def _process(self, loaded: Loaded, wanted: "Wanted", digest: bytes) -> KeyedPicture:
         field = loaded.source.field
-        item = self._processes.process(loaded.content, field, wanted.kwargs, background=wanted.background)
+        if loaded.layout is not None and self.embeds is not None:
+            assert isinstance(loaded.content, np.ndarray), "of embeddings there is an array"
+            options = {"embeds": self.embeds.dtype.name}
+            key = picture_key(self._identity, "image", options, loaded.layout, loaded.digest)
+            item = KeyedPicture(key, loaded.layout, loaded.content, is_embeds=True)
+        else:
+            item = self._processes.process(loaded.content, field, wanted.kwargs, background=wanted.background)
         self.budget.hold(item.pixels)
         self.cache.put(digest, item)
         return item
@@ -306,6 +343,7 @@ def features_of(items: Sequence[KeyedPicture], places: Sequence[Placed]) -> tupl
             runs=place.runs,
             grid=(item.layout.num_items, item.layout.rows, item.layout.columns),
             pixels=item.pixels,
+            is_embeds=item.is_embeds,
         )
         for item, place in zip(items, places, strict=True)
     )

@@ -22,12 +22,14 @@ WANTED = b"wanted"
 
 
 class CoreFacts(msgspec.Struct, array_like=True):
-    """What a front end must know of a core: `options` are those of `EngineConfig`, resolved."""
+    """What a front end must know of a core: `options` are those of `EngineConfig`, resolved. `embed_numbers`: how many
+    numbers an embedding of a picture has, in a model that sees."""
 
     options: dict[str, Any]
     vocab_size: int
     model_folder: str
     tokenizer_folder: str
+    embed_numbers: int = 0
 
 
 class Refusal(msgspec.Struct, array_like=True):

@@ -70,6 +70,10 @@ class Processor(Protocol):
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
         """Of a picture with this size in pixels. Raises RequestError for a size that the model cannot take."""
 
+    def layout_of_embeds(self, num_embeds: int, grid: tuple[int, int, int] | None, field: str) -> PictureLayout:
+        """Of so many embeddings in place of a picture. `grid`: frames, rows and columns of patches, where a caller says
+        them. Raises RequestError where no picture has so many."""
+
     def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
         """RGB pixels, uint8, to what the encoder takes. Raises RequestError as `layout` does."""
 
@@ -200,10 +204,32 @@ class PatchProcessor(ABC):
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
         """See `Processor`."""
 
-    def layout_of(self, rows: int, columns: int, placeholder: str) -> PictureLayout:
+    @abstractmethod
+    def placeholder(self, rows: int, columns: int) -> str:
+        """What stands in a prompt for so many tokens."""
+
+    def layout_of(self, rows: int, columns: int) -> PictureLayout:
         """Of a picture with so many tokens."""
         pixels_shape = (rows * columns * self.merge**2, 3 * self.patch**2)
-        return PictureLayout(1, rows, columns, pixels_shape, placeholder)
+        return PictureLayout(1, rows, columns, pixels_shape, self.placeholder(rows, columns))
+
+    def layout_of_embeds(self, num_embeds: int, grid: tuple[int, int, int] | None, field: str) -> PictureLayout:
+        """See `Processor`."""
+        if grid is None:
+            raise RequestError(
+                f"{field} has embeddings without image_grid_thw, and pictures of this model have any size. Give a dict "
+                "with image_embeds and image_grid_thw.",
+                field,
+            )
+        frames, rows, columns = grid
+        fits = frames == 1 and not rows % self.merge and not columns % self.merge
+        if not fits or rows * columns != num_embeds * self.merge**2:
+            raise RequestError(
+                f"{field} has {num_embeds} embeddings and the image_grid_thw {list(grid)}. It must be 1 frame, and "
+                f"rows and columns of patches, of which {self.merge}x{self.merge} are an embedding.",
+                field,
+            )
+        return self.layout_of(rows // self.merge, columns // self.merge)
 
     def process(self, pixels_HWC: np.ndarray, field: str) -> ProcessedPicture:
         """See `Processor`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.processors.base import (
     BadSetting,
     PictureLayout,
@@ -77,7 +78,20 @@ class Gemma3Processor:
 
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
         """Any size will do."""
-        num_crops = len(self.crops(width, height))
+        return self.layout_of(len(self.crops(width, height)))
+
+    def layout_of_embeds(self, num_embeds: int, grid: tuple[int, int, int] | None, field: str) -> PictureLayout:
+        """A whole picture without crops."""
+        if num_embeds != self.side**2 or grid is not None:
+            raise RequestError(
+                f"{field} has {num_embeds} embeddings{' and an image_grid_thw' if grid else ''}; a picture of this "
+                f"model has {self.side**2}, and nothing more. Crops are pictures of their own.",
+                field,
+            )
+        return self.layout_of(0)
+
+    def layout_of(self, num_crops: int) -> PictureLayout:
+        """Of a picture and so many crops of it."""
         one = f"\n\n{self.mark}{self.placeholder_token * self.side**2}{self.end}\n\n"
         text = one
         if num_crops:

@@ -70,9 +70,11 @@ class PixtralProcessor(PatchProcessor):
         ratio = max(height / self.height, width / self.width)
         if ratio > 1:
             height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
-        rows, columns = math.ceil(height / self.factor), math.ceil(width / self.factor)
+        return self.layout_of(math.ceil(height / self.factor), math.ceil(width / self.factor))
+
+    def placeholder(self, rows: int, columns: int) -> str:
         row = self.placeholder_token * columns + self.row_break
-        return self.layout_of(rows, columns, (row * rows).removesuffix(self.row_break) + self.end)
+        return (row * rows).removesuffix(self.row_break) + self.end
 
 
 def sides(value: Any, name: str) -> dict[str, int]:

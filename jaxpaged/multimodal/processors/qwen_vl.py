@@ -89,7 +89,10 @@ class QwenVLProcessor(PatchProcessor):
             )
         new_width, new_height = self.resized_size(width, height)
         rows, columns = new_height // self.factor, new_width // self.factor
-        return self.layout_of(rows, columns, self.placeholder_token * (rows * columns))
+        return self.layout_of(rows, columns)
+
+    def placeholder(self, rows: int, columns: int) -> str:
+        return self.placeholder_token * (rows * columns)
 
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height in multiples of `factor`, nearly in the old ratio, with an area between the limits."""

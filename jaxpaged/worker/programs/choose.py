@@ -166,7 +166,7 @@ class ProgramChoice:
                 keys.append(self._smallest(ProgramKind.ENCODE, size, encoder.sizes))
             return keys[-1].size
 
-        sizes = [encoder.config.size_of(each.feature.grid) for each in inputs if each.feature.embeds is None]
+        sizes = [encoder.config.size_of(each.feature.grid) for each in inputs if not each.feature.is_encoded]
         batches_of(sizes, encoder, bucket_for)
         return tuple(keys)
 

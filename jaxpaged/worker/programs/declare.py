@@ -130,8 +130,8 @@ def saves_embeds(engine: EngineSpec) -> bool:
     return engine.ec_transfer is not None and engine.ec_transfer.saves
 
 
-def loads_embeds(engine: EngineSpec) -> bool:
-    return engine.ec_transfer is not None and engine.ec_transfer.loads
+def takes_embeds(engine: EngineSpec) -> bool:
+    return engine.takes_embeds
 
 
 def is_whole(engine: EngineSpec) -> bool:
@@ -307,9 +307,9 @@ PROGRAMS = (
     Program(
         Kind.ENCODE, Axis.PICTURES, encode, "tower table *encoded pictures -> encoded finite", sees, PICTURES, LAYERS
     ),
-    # Embeddings off the devices, and those that another engine has computed, for the encoder.
+    # Embeddings off the devices, and those that were computed elsewhere, for the encoder.
     simple(Kind.EMBEDS_GATHER, Axis.ONE, its(encoding.gather), "encoded slots -> embeds", saves_embeds),
-    simple(Kind.EMBEDS_SCATTER, Axis.ONE, its(encoding.scatter), "*encoded slots embeds -> encoded", loads_embeds),
+    simple(Kind.EMBEDS_SCATTER, Axis.ONE, its(encoding.scatter), "*encoded slots embeds -> encoded", takes_embeds),
     # Counts of the experts' tokens, and experts on their way to other devices, for the expert balancer.
     simple(Kind.EXPERT_LOAD, Axis.ONE, its(jnp.copy), "expert_counts -> counts", moves_experts),
     simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),

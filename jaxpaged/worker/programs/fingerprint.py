@@ -37,14 +37,13 @@ NOT_COMPILED_IN = frozenset(
     kv_events_config kv_offload kv_offload_secrets kv_transfer_config kv_role kv_address kv_peers kv_lease_seconds
     kv_transport kv_ssl_certfile kv_ssl_keyfile kv_ssl_ca_certs
     otlp_traces_endpoint data_parallel_size
-    ec_transfer_config
     limit_mm_per_prompt media_io_kwargs mm_processor_cache_gb mm_bytes_in_flight_gb num_media_processes
-    disable_chunked_mm_input enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains
+    disable_chunked_mm_input interleave_mm_strings allowed_local_media_path allowed_media_domains
     scheduling_policy enable_chunked_prefill long_prefill_token_threshold async_scheduling stream_interval
     num_short_request_rows
     distributed_executor_backend nnodes node_rank master_addr master_port distributed_timeout_seconds group_secret_file
     load_format download_dir compilation_cache_dir bundle wait_for_programs profile_dir
-    token_buckets attention_backend logits_processors speculative_config eplb_config
+    token_buckets attention_backend logits_processors speculative_config eplb_config ec_transfer_config enable_mm_embeds
     """.split()
 )
 """Options that no program depends on, and, in the last line, those that count as what they were resolved to."""

@@ -5,6 +5,7 @@ The processes that decode are real; no engine is behind.
 
 import asyncio
 import base64
+import io
 import re
 import struct
 import sys
@@ -24,6 +25,7 @@ from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError
 from jaxpaged.multimodal.checkpoint import model_identity, picture_configs
+from jaxpaged.multimodal.embeddings import form_of
 from jaxpaged.multimodal.processes import PictureProcesses
 from tests.models.seeing_folder import CHAT, NUM_EMBEDS, PLACEHOLDER, PROCESSOR, make_config, make_tokenizer
 from tests.models.seeing_folder import write_seeing_folder as write_folder
@@ -38,9 +40,9 @@ SCAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 20}
 ONE = f"\n\n<start_of_image>{PLACEHOLDER * NUM_EMBEDS}<end_of_image>\n\n"
 
 
-def make_processor(local_files=True, chat=CHAT, **options):
+def make_processor(local_files=True, chat=CHAT, embeds=None, **options):
     config = MultiModalConfig(**{"mm_bytes_in_flight_gb": 1.0, **options})
-    intake = PictureIntake(TOKENIZER, config, "model", make_config(), PROCESSOR, local_files=local_files)
+    intake = PictureIntake(TOKENIZER, config, "model", make_config(), PROCESSOR, local_files=local_files, embeds=embeds)
     templates = ChatTemplates({"default": chat})
     return InputProcessor(TOKENIZER, vocab_size=304, max_model_len=512, chat_templates=templates, pictures=intake)
 
@@ -295,7 +297,10 @@ BAD = {
     "an SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "send PNG, JPEG, WebP or GIF"),
     "base64 of no alphabet": ("data:image/png;base64,@@@", "not valid base64"),
     "a media type of text": ("data:text/html;base64,AAAA", "media type"),
-    "floats": (np.zeros((4, 4, 3), np.float64), "embeddings, which are not taken|array of float64"),
+    "floats": (
+        np.zeros((4, 4, 3), np.float64),
+        "started without enable_mm_embeds. Give the picture, an array as uint8",
+    ),
     "five channels": (np.zeros((4, 4, 5), np.uint8), "uint8"),
     "one number": (np.zeros((), np.uint8), "array"),
 }
@@ -306,7 +311,7 @@ def test_a_bad_picture_is_one_clear_error_and_the_next_one_is_served(processor, 
     image, words_of_it = BAD[kind]
     with pytest.raises(RequestError, match=words_of_it) as caught:
         prompt_of(processor, "<start_of_image>", image)
-    assert caught.value.parameter == "multi_modal_data.image"
+    assert caught.value.parameter.removesuffix("[0]") == "multi_modal_data.image"  # an array may be of several
     assert re.search(r"\bPIL\.|0x[0-9a-f]{6}|line \d", str(caught.value)) is None, "words of a decoder"
     assert prompt_of(processor, "<start_of_image>", IMAGE).mm_features
 
@@ -407,6 +412,91 @@ def test_a_repeated_picture_is_not_processed_again(processor, monkeypatch):
     first = prompt_of(processor, "<start_of_image>", image).mm_features[0]
     monkeypatch.setattr(PictureProcesses, "process", None)
     assert prompt_of(processor, "<start_of_image>", image).mm_features[0].pixels is first.pixels
+
+
+# ---- embeddings in place of pictures
+
+
+NUMBERS = 8
+EMBEDS = np.random.default_rng(0).standard_normal((2, NUM_EMBEDS, NUMBERS)).astype(np.float32)
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def embeds_part(values, **fields):
+    return {"type": "image_embeds", "image_embeds": values, **fields}
+
+
+@pytest.fixture(scope="module")
+def taking():
+    made = make_processor(embeds=form_of(NUMBERS, "float32"))
+    yield made
+    made.close()
+
+
+def test_embeddings_take_the_place_of_pictures_in_every_form(taking):
+    text = f"<start_of_image>a<start_of_image>{'b'}"
+    forms = [EMBEDS, list(EMBEDS), [EMBEDS[0], {"image_embeds": EMBEDS[1:]}], {"image_embeds": EMBEDS}]
+    parsed = [prompt_of(taking, text, form) for form in forms]
+    parts = [embeds_part(npy(EMBEDS[0])), words("a"), embeds_part({"image_embeds": npy(EMBEDS[1])}), words("b")]
+    features = [each.mm_features for each in parsed] + [chat(taking, *parts)["mm_features"]]
+    assert len({tuple(feature.key for feature in each) for each in features}) == 1
+    for first, second in features:
+        for feature, expected in ((first, EMBEDS[0]), (second, EMBEDS[1])):
+            assert feature.is_embeds and feature.grid == (1, 4, 4) and feature.num_embeds == NUM_EMBEDS
+            np.testing.assert_array_equal(feature.pixels.view(np.float32), expected)
+    assert parsed[0].token_ids.count(PLACEHOLDER_ID) == 2 * NUM_EMBEDS and parsed[0].text == f"{ONE}a{ONE}b"
+    seen, given = chat(taking, picture(), embeds_part(EMBEDS[0]))["mm_features"]
+    assert not seen.is_embeds and given.key == features[0][0].key
+
+
+def test_embeddings_have_a_key_of_their_own_and_a_uuid_as_pictures_have(taking):
+    chat(taking, embeds_part(EMBEDS[0], uuid="a"))
+    (first,) = chat(taking, embeds_part(None, uuid="a"))["mm_features"]
+    (other,) = chat(taking, embeds_part(EMBEDS[1]))["mm_features"]
+    assert first.key != other.key and np.array_equal(first.pixels.view(np.float32), EMBEDS[0])
+    assert "under which another picture" in str(refusal(chat, taking, embeds_part(EMBEDS[1], uuid="a")))
+    assert taking.pictures.thumbnail(first.key) is None and taking.pictures.thumbnail(other.key) is None
+    mine = EMBEDS[0].copy()
+    (before,) = chat(taking, embeds_part(mine))["mm_features"]
+    mine[:] = 0  # nothing of the caller's array is kept
+    assert np.array_equal(before.pixels.view(np.float32), EMBEDS[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "words_of_it"),
+    [
+        (EMBEDS[0][:-1], "has 15 embeddings; a picture of this model has 16, and nothing more"),
+        ({"image_embeds": EMBEDS[0], "image_grid_thw": [1, 8, 8]}, "16 embeddings and an image_grid_thw"),
+        (EMBEDS[0][:, 1:], r"shape \[16, 7\]; this model takes \[embeddings, 8\]"),
+        (np.full_like(EMBEDS[0], np.nan), "no finite numbers in float32"),
+        (EMBEDS, r"shape \[2, 16, 8\]"),
+        (EMBEDS[0].astype(int), "type int64"),
+        ([1.0], "of type list"),
+        ("%%%", "not valid base64"),
+        (base64.b64encode(b"PK123").decode(), "is a pickle"),
+        (None, "is empty"),
+    ],
+)
+def test_embeddings_that_cannot_be_are_refused_with_their_field(taking, values, words_of_it):
+    with pytest.raises(RequestError, match=words_of_it) as caught:
+        chat(taking, embeds_part(values))
+    assert caught.value.parameter == "messages[0].content[0].image_embeds"
+
+
+def test_embeddings_are_refused_unless_they_are_asked_for(processor):
+    for error in (refusal(chat, processor, embeds_part(npy(EMBEDS[0]))), refusal(prompt_of, processor, "", EMBEDS)):
+        assert "the engine was started without enable_mm_embeds" in str(error)
+    few = make_processor(embeds=form_of(NUMBERS, "float32"), limit_mm_per_prompt={"image": 1})
+    assert "may have 1 (limit_mm_per_prompt)" in str(refusal(prompt_of, few, "", EMBEDS))
+    few.close()
+    small = make_processor(embeds=form_of(NUMBERS, "float32"), mm_bytes_in_flight_gb=5e-7)
+    assert "bytes while it is processed" in str(refusal(prompt_of, small, "<start_of_image>", EMBEDS[0]))
+    small.close()
 
 
 # ---- memory
