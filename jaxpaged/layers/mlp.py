@@ -32,9 +32,12 @@ Activation = str | ClampedSwiglu
 
 @struct.dataclass
 class Mlp:
-    gate_proj: Linear
-    up_proj: Linear
+    """`gate_up_proj` [F, 2, D] is there in place of two where they are joined (`models/joined.py`)."""
+
+    gate_proj: Linear | None
+    up_proj: Linear | None
     down_proj: Linear
+    gate_up_proj: Linear | None = None
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -47,7 +50,11 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 
 def gated_mlp(x_TD: jax.Array, p: Mlp, activation: Activation) -> jax.Array:
     """[T, D] -> [T, D] through F columns. In between float32: an activation rounds once, and takes 0.4 of the time."""
-    gate_TF = apply_linear("TD,FD->TF", x_TD, p.gate_proj).astype(jnp.float32)
-    up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj).astype(jnp.float32)
+    if p.gate_up_proj is None:
+        gate_TF = apply_linear("TD,FD->TF", x_TD, p.gate_proj).astype(jnp.float32)
+        up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj).astype(jnp.float32)
+    else:
+        both_TF2 = apply_linear("TD,F2D->TF2", x_TD, p.gate_up_proj).astype(jnp.float32)
+        gate_TF, up_TF = both_TF2[:, :, 0], both_TF2[:, :, 1]
     hidden_TF = gated(gate_TF, up_TF, activation).astype(x_TD.dtype)
     return apply_linear("TF,DF->TD", hidden_TF, p.down_proj)

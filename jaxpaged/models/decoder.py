@@ -3,6 +3,8 @@ the head, the specs of the parameters, and what most models say in config.json.
 
 An architecture's own file says what differs. An optional part (bias, query norm) is there exactly when its parameter
 is. This module knows nothing of requests and blocks.
+
+Letters: J heads of a group, which are a key head's query heads, itself and its values'.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +35,17 @@ from jaxpaged.params.spec import Spec
 class Attention:
     """`q_norm` and `k_norm` normalise queries and keys before they are rotated, where a model has them: every head, or,
     where weights are [N, H], all heads as one. `sinks` [N]: the score of something that every query also looks at, and
-    that has no value: a summand more under its softmax."""
+    that has no value: a summand more under its softmax. `qkv_proj` is there in place of three where they are joined
+    (`joined.py`)."""
 
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
+    q_proj: Linear | None
+    k_proj: Linear | None
+    v_proj: Linear | None
     o_proj: Linear
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: jax.Array | None = None
+    qkv_proj: Linear | None = None
 
 
 @struct.dataclass
@@ -83,9 +87,7 @@ def self_attention(
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
     """
-    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
-    k_TKH = apply_linear("TD,KHD->TKH", x_TD, p.k_proj)
-    v_TKH = apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
+    q_TNH, k_TKH, v_TKH = heads_of(x_TD, p)
     if p.q_norm is not None:
         q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
     if context.cos_sin is not None:
@@ -105,6 +107,16 @@ def self_attention(
         sinks_N=p.sinks,
     )
     return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
+
+
+def heads_of(x_TD: jax.Array, p: Attention) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values."""
+    if p.qkv_proj is None:
+        q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
+        return q_TNH, apply_linear("TD,KHD->TKH", x_TD, p.k_proj), apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
+    all_TKJH = apply_linear("TD,KJHD->TKJH", x_TD, p.qkv_proj)
+    q_TNH = all_TKJH[:, :, :-2].reshape(len(x_TD), -1, all_TKJH.shape[-1])
+    return q_TNH, all_TKJH[:, :, -2], all_TKJH[:, :, -1]
 
 
 def norm_of_heads(x_TNH: jax.Array, p: Norm, config: DecoderConfig) -> jax.Array:

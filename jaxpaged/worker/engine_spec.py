@@ -26,9 +26,11 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, group_layers, groups_of_layers
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.linear import XLA, choose_matmul_backend, takes_one_row
+from jaxpaged.models import joined
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
+from jaxpaged.models.joined import joined_shapes
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.models.stages import Stage, deal_layers, decoder_of, params_of
 from jaxpaged.params.quantized import quantized_specs
@@ -116,7 +118,7 @@ class EngineSpec:
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
         self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
-        self.param_shapes = param_shapes(self.specs, self.decoder, mesh, self.dtype)
+        self.param_shapes = self.shapes_of(self.specs, self.decoder)
         if balance is not None:
             self.param_shapes = with_tables(self.param_shapes, mesh, shapes_only=True)
         self.draft: DraftModel | None = None
@@ -155,8 +157,18 @@ class EngineSpec:
         self.model = drafted_model(self.model, self.draft)
         specs = draft.model.param_specs(self.draft.config, self.num_shards)
         self.draft_specs = quantized_specs(specs, draft.quantization, self.draft.config.dim_sizes())
-        shapes = param_shapes(self.draft_specs, self.draft.config, self.mesh, self.dtype)
+        shapes = self.shapes_of(self.draft_specs, self.draft.config)
         self.param_shapes = DraftedParams(self.param_shapes, shapes)
+
+    def shapes_of(self, specs: Any, decoder: DecoderConfig) -> Any:
+        """Shapes of a model's parameters as programs take them."""
+        shapes = param_shapes(specs, decoder, self.mesh, self.dtype)
+        return joined_shapes(shapes) if self.joins_weights else shapes
+
+    @property
+    def joins_weights(self) -> bool:
+        """Whether weights lie side by side that are multiplied with the same."""
+        return self.platform in joined.PLATFORMS
 
     @property
     def decoders(self) -> tuple[DecoderConfig, ...]:

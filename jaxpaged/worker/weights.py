@@ -20,6 +20,7 @@ import numpy as np
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams
+from jaxpaged.models.joined import joined_params
 from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
@@ -150,7 +151,15 @@ def stage_loader(stages: Sequence[EngineSpec], folder: Path | None, progress: Pr
 def part_loader(
     spec: EngineSpec, specs: Any, decoder: DecoderConfig, folder: Path | None, progress: Progress, is_whole: bool = True
 ) -> Callable[[], Any]:
-    """The same for one model, or for a part of it."""
+    """The same for one model, or for a part of it, with weights joined where programs want them so."""
+    load = stored_loader(spec, specs, decoder, folder, progress, is_whole)
+    return partial(joined_params, load) if spec.joins_weights else load
+
+
+def stored_loader(
+    spec: EngineSpec, specs: Any, decoder: DecoderConfig, folder: Path | None, progress: Progress, is_whole: bool
+) -> Callable[[], Any]:
+    """The same with weights as checkpoints have them."""
     target, load = (spec.mesh, spec.dtype), spec.config.load
     if load.load_format == "dummy":
         whole = None if spec.stage is None else spec.whole_specs
