@@ -111,12 +111,19 @@ def limits_of_a_row_by_one_program() -> None:
     gpu.ALONE = 2**31
 
 
+def products_apart() -> None:
+    from jaxpaged.models import joined
+
+    joined.PLATFORMS = ()
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "a kernel finds the sampler's limits": limits_by_candidates,
     "several programs find the limits of a row": limits_of_a_row_by_one_program,
     "no launches for spans that nobody shares": one_program_for_shared_spans,
     "decodes are dispatched step by step": runs_of_several_steps,
     "runs from the first decode on": runs_after_many_decodes,
+    "weights with the same inputs are joined": products_apart,
 }
 """What a change is called -> what undoes it in a process that has not made an engine yet."""
 
