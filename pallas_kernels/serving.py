@@ -20,9 +20,11 @@ from pallas_kernels.shapes import ceil_div
 from pallas_kernels.testing import layer_of
 from pallas_kernels.timing import Chain, touched
 
+NUM_LAYERS = 8  # of a step: they share lists of work, whose many small kernels would hide a layer's own time
+
 
 def attention_chain(step: ServingStep, backend: str, layer: Callable | None = None) -> Chain:
-    """The state is (cache, q, out).
+    """Layers of steps, over one cache; the state is (cache, q, out).
 
     `layer` takes the place of the backend's own, with the arguments of `testing.layer_of`'s.
     """
@@ -37,13 +39,17 @@ def attention_chain(step: ServingStep, backend: str, layer: Callable | None = No
     sinks_N = jnp.zeros(step.shape.num_heads, jnp.float32)
     operands = (k_TKH, v_TKH, sinks_N, *(jnp.asarray(x, jnp.int32) for x in where))
 
+    one_layer = jax.jit(layer or own_layer)  # traced once
+
     def call(state, *operands):
         kv, q_TNH, out_TNH = state
         q_TNH = touched(q_TNH, out_TNH)
-        out_TNH, kv = (layer or own_layer)(kv, q_TNH, *operands)
+        out_TNH = q_TNH
+        for _ in range(NUM_LAYERS):
+            out_TNH, kv = one_layer(kv, out_TNH, *operands)
         return kv, q_TNH, out_TNH
 
-    return Chain(call, (kv, q_TNH, jnp.zeros(q_TNH.shape, q_TNH.dtype)), operands)
+    return Chain(call, (kv, q_TNH, jnp.zeros(q_TNH.shape, q_TNH.dtype)), operands, NUM_LAYERS)
 
 
 def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
@@ -52,7 +58,8 @@ def layer_with(backend: GpuBackend, step: ServingStep) -> Callable:
 
     def layer(kv, q_TNH, k_TKH, v_TKH, sinks_N, *where):
         settings = {"num_tokens": shape.num_tokens, "block_size": shape.block_size, "window": shape.window}
-        metadata = rpa.AttentionMetadata(*where, backend.make_plan(*where[1:], **settings))
+        plan = backend.make_plan(*where[1:], **settings)
+        metadata = rpa.AttentionMetadata(*where, plan, decodes_only=shape.decodes_only)
         out_TNH, arrays, scales = backend.attention(
             q_TNH,
             k_TKH,

@@ -173,6 +173,7 @@ def layer_of(
             block_size=S,
             window=shape.window,
             backend=backend,
+            decodes_only=shape.decodes_only,
             **more,
         )
         return rpa.ragged_paged_attention(

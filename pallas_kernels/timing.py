@@ -20,11 +20,15 @@ MAX_CALLS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """`function(state, *operands)` gives the next state, of the same shapes; the state's arrays are donated."""
+    """`function(state, *operands)` gives the next state, of the same shapes; the state's arrays are donated.
+
+    repeats: how often what is timed happens in one call.
+    """
 
     function: Callable
     state: Any
     operands: tuple[Any, ...] = ()
+    repeats: int = 1
 
 
 def fed_back(function: Callable, x: jax.Array, *operands: Any) -> Chain:
@@ -52,13 +56,16 @@ def touched(x: jax.Array, out: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """So many calls of a chain as one program, which is handed a state and gives back the next."""
+    """Some calls of a chain as one program, which is handed a state and gives back the next.
+
+    count: how often what is timed happens in them.
+    """
 
     count: int
     program: Any
 
     def seconds(self, state: Any, operands: tuple[Any, ...]) -> tuple[float, Any]:
-        """(the best of several runs per call, the state afterwards)."""
+        """(the best of several runs, for one of what is timed; the state afterwards)."""
 
         def run() -> None:
             nonlocal state
@@ -72,13 +79,13 @@ def compiled(chain: Chain, count: int, options: dict[str, Any] | None = None) ->
     """`count` calls, compiled with these options of XLA; nothing runs. Threads may compile side by side."""
     jitted = jax.jit(_calls_of(chain, count), donate_argnums=0, compiler_options=options)
     program = jitted.lower(chain.state, *chain.operands)
-    return Calls(count, program.compile())
+    return Calls(count * chain.repeats, program.compile())
 
 
 def seconds_per_call(chain: Chain, target_s: float = 0.1) -> float:
-    """The best of several runs, each of as many calls as take about `target_s` seconds."""
+    """Of what is timed: the best of several runs, each of as many calls as take about `target_s` seconds."""
     first, state = compiled(chain, 1).seconds(chain.state, chain.operands)
-    count = min(MAX_CALLS, math.ceil(target_s / first))
+    count = min(MAX_CALLS, math.ceil(target_s / (first * chain.repeats)))
     if count == 1:
         return first
     return compiled(dataclasses.replace(chain, state=state), count).seconds(state, chain.operands)[0]

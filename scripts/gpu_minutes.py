@@ -16,6 +16,7 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     products  scripts/tune_products.py: the model's matrix products by cuBLAS, by all that XLA can try, and by our own
               kernel. FOLDER/few_rows.json is the next pallas_kernels/few_rows_matmul/tuned.json, and what XLA found
               lies in FOLDER/autotuned.txt
+    attention a layer's attention over steps of serving, and what each of its kernels takes of that
     tiles     scripts/tune_kernel.py --quick: FOLDER/tuned.json is the next pallas_kernels/.../gpu/tuned.json
 
 FOLDER/report.md has all tables, and is written anew after each measurement. A part that fails or takes too long is told
@@ -34,13 +35,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-PARTS = ("tests", "speed", "minute", "pictures", "profile", "sampler", "products", "tiles")
+PARTS = ("tests", "speed", "minute", "pictures", "profile", "sampler", "products", "attention", "tiles")
 TESTS = (
     "tests/sampling/test_sampler.py",
     "tests/sampling/test_limits.py",
@@ -72,6 +74,7 @@ TINY_LOADS = ((1, 8, 24), (3, 12, 24))
 TINY_PROMPTS = (3, 24, 1)
 NUM_PROFILED = 24
 LAST_WORDS_S = 20
+TIMED_CALLS = {True: 8, False: 2}  # of decodes and of others, in one program of several layers each
 NUM_CALLS = 20
 
 
@@ -403,12 +406,58 @@ def median_milliseconds(call: Callable[..., Any], *arguments: Any) -> float:
     return statistics.median(times)
 
 
+def measure_attention(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Microseconds of a layer for steps of serving, its shares of what the device can do, and those of its kernels."""
+    import jax
+
+    from pallas_kernels.ragged_paged_attention.cases import SERVING_STEPS, TINY_STEPS
+    from pallas_kernels.serving import attention_chain
+    from pallas_kernels.timing import compiled, measured_bandwidth, measured_matmul
+
+    tiny = options.model == "tiny"
+    bandwidth, speed = (
+        measured_bandwidth(1 << 20 if tiny else 1 << 31),
+        measured_matmul(64 if tiny else 8192, "bfloat16"),
+    )
+    steps = TINY_STEPS[:1] if tiny else SERVING_STEPS
+    chains = [lambda step=step: attention_chain(step, "gpu-interpret" if tiny else "gpu") for step in steps]
+
+    def prepare(step: Any, chain: Callable[[], Any]) -> Any:
+        try:
+            return compiled(chain(), 1 if tiny else TIMED_CALLS[step.is_decode])
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        programs = list(threads.map(prepare, steps, chains))
+    lines = Lines(options.out)
+    lines.append({"step": "measured on this device", "GB/s": bandwidth / 1e9, "TFLOP/s": speed / 1e12})
+    for step, calls, make in zip(steps, programs, chains):
+        if isinstance(calls, Exception):
+            lines.append({"step": step.name, "us": f"{type(calls).__name__}: {calls}"[:200]})
+            continue
+        chain = make()
+        seconds, state = calls.seconds(chain.state, chain.operands)
+        line = {"step": step.name, "us": 1e6 * seconds}
+        line["of the bandwidth"] = step.step_bytes / seconds / bandwidth
+        line["of the products"] = step.flops / seconds / speed
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(calls.program(state, *chain.operands))
+            for name, (_, nanoseconds) in sorted(kernels_of(Path(folder)).items()):
+                if name.startswith("paged_"):
+                    line[f"{name}, us"] = nanoseconds / 1e3 / calls.count
+        lines.append(line)
+    return lines
+
+
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "speed": measure_speed,
     "minute": measure_first_minute,
     "profile": measure_profile,
     "sampler": measure_sampler,
     "sampler kernels": measure_sampler_kernels,
+    "attention": measure_attention,
 }
 
 
@@ -511,10 +560,10 @@ def sampler_part(options: argparse.Namespace, report: Report, left: Callable[[],
 
 
 def tile_part(options: argparse.Namespace, seconds: float) -> str:
-    kind = ["--interpret"] if options.model == "tiny" else ["--quick"]
+    kind = ["--interpret", "--cases", "decode, 4 x 64"] if options.model == "tiny" else ["--quick", "--steps", "3"]
     command = [sys.executable, "scripts/tune_kernel.py", *kind, "--output", str(options.out / "tuned.json")]
     status, text = run(command, seconds)
-    return f"exit status {status}\n\n```\n{text[-3000:]}\n```"
+    return f"exit status {status}\n\n```\n{text[-20000:]}\n```"
 
 
 def main() -> None:
@@ -543,6 +592,7 @@ def main() -> None:
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
         "sampler": lambda: sampler_part(options, report, left, kept),
         "products": lambda: report.add("products", product_part(options, min(left(), 100))),
+        "attention": lambda: report.add("attention", measured("attention", options, [], min(left(), 90), **kept)),
         "tiles": lambda: report.add("tiles", tile_part(options, min(left(), 120))),
     }
     for part in PARTS:

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """Find the fastest tiles of the GPU attention kernels on this machine's device, and write them to tuned.json.
 
-    python scripts/tune_kernel.py [--cases TEXT ...] [--quick] [--output FILE]
+    python scripts/tune_kernel.py [--cases TEXT ...] [--quick] [--steps N] [--output FILE]
     python scripts/tune_kernel.py --interpret --output FILE
 
 The kernels read `tuned.json` beside them: device kind, kind of work, types and heads -> tiles; defaults elsewhere.
 Entries that exist for other keys stay. A candidate that does not compile, or is slower than the default, is passed
-over. Candidates are compiled side by side, on all cores, and timed one after the other. --interpret goes through the
-same motions in Pallas's interpreter: a test, whose timings mean nothing.
+over. Several steps of one key choose together, by the product of their times. Candidates are compiled side by side, on
+all cores, and timed one after the other. --interpret goes through the same motions in Pallas's interpreter: a test,
+whose timings mean nothing.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -35,14 +37,37 @@ from pallas_kernels.timing import Calls, Chain, compiled
 SLOTS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
 ROWS = {"decode": (16,), "prefill": (64, 128)}
 PER_CORE = {"decode": (2, 4, 8), "prefill": (2,)}
+# What promises most by registers, shared memory and instructions: (rows, slots, programs a core, warps, stages).
+QUICK = {
+    "decode": (
+        (16, 64, 4, 4, 2),
+        (16, 64, 4, 4, 3),
+        (16, 64, 2, 4, 3),
+        (16, 64, 8, 4, 3),
+        (16, 64, 4, 4, 4),
+        (16, 128, 4, 4, 2),
+        (16, 128, 4, 8, 3),
+        (16, 32, 8, 4, 4),
+    ),
+    "prefill": (
+        (128, 64, 2, 8, 2),
+        (128, 64, 2, 8, 3),
+        (128, 64, 2, 8, 4),
+        (128, 128, 2, 8, 2),
+        (128, 128, 2, 8, 3),
+        (64, 64, 4, 4, 2),
+        (64, 128, 2, 4, 2),
+    ),
+}
 MIN_GAIN = 0.02  # below it is noise
-NUM_CALLS = 20  # of what is timed: 5 to 100 ms on a GPU
+NUM_CALLS = {"decode": 8, "prefill": 2}  # of what is timed, several layers each: 10 to 50 ms on a GPU
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=[""], help="only steps whose names contain one of these")
-    parser.add_argument("--quick", action="store_true", help="three candidates for each key")
+    parser.add_argument("--quick", action="store_true", help="the few candidates that promise most")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="at most so many of each key")
     parser.add_argument("--interpret", action="store_true", help="tiny steps in Pallas's interpreter")
     parser.add_argument("--output", type=Path, default=TUNED, metavar="FILE")
     options = parser.parse_args()
@@ -51,18 +76,18 @@ def main() -> None:
         sys.exit(f"nothing to tune on {jax.default_backend()}: {reason}. Use --interpret to try this script.")
     kind = device_kind(options.interpret)
     entries = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
-    for key, step in steps_to_tune(options, kind).items():
-        entries[key] = tune(key, step, options, kind)
+    for key, steps in steps_to_tune(options, kind).items():
+        entries[key] = tune(key, steps[: options.steps], options, kind)
         options.output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def steps_to_tune(options: argparse.Namespace, kind: str) -> dict[str, ServingStep]:
-    """The first step of each key: equal keys share their tiles."""
-    steps = {}
+def steps_to_tune(options: argparse.Namespace, kind: str) -> dict[str, list[ServingStep]]:
+    """The steps of each key, which share their tiles."""
+    steps: dict[str, list[ServingStep]] = {}
     for step in TINY_STEPS if options.interpret else SERVING_STEPS:
         is_pure = step.is_decode or all(new > 1 for _, new in step.rows)
         if is_pure and not step.shape.shares and any(text in step.name for text in options.cases):
-            steps.setdefault(tuned_key(*arguments_of(step), kind), step)
+            steps.setdefault(tuned_key(*arguments_of(step), kind), []).append(step)
     return steps
 
 
@@ -76,28 +101,38 @@ def arguments_of(step: ServingStep) -> tuple[Any, ...]:
     return work_of(step), shape.group_size, shape.head_dim, shape.kv_dtype
 
 
-def tune(key: str, step: ServingStep, options: argparse.Namespace, kind: str) -> dict[str, Any]:
+def tune(key: str, steps: list[ServingStep], options: argparse.Namespace, kind: str) -> dict[str, Any]:
     """The entry of the fastest candidate, or of the default where that is about as fast."""
-    default = choose_tiles(*arguments_of(step), kind)
-    print(key, flush=True)
-    found: dict[Tiles, float] = {}
-    for tiles, seconds in timed([default, *candidates(default, work_of(step), options)], step, options.interpret):
-        if isinstance(seconds, Exception):  # too many registers, too much shared memory, not supported by Triton
-            print(f"  {describe(tiles)}  {type(seconds).__name__}", flush=True)
-            continue
-        print(f"  {describe(tiles)}  {seconds * 1e3:9.3f} ms", flush=True)
-        found[tiles] = seconds
-    best = min(found, key=found.__getitem__)
-    if default in found and found[best] > found[default] * (1 - MIN_GAIN):
+    work = work_of(steps[0])
+    default = choose_tiles(*arguments_of(steps[0]), kind)
+    choices = [default, *candidates(default, work, options)]
+    if options.quick:
+        choices.append(dataclasses.replace(default, fused=False))
+    found: dict[Tiles, list[float]] = {tiles: [] for tiles in choices}
+    for step in steps:
+        print(f"{key}: {step.name}", flush=True)
+        for tiles, seconds in timed(choices, step, options.interpret):
+            if isinstance(seconds, Exception):  # too many registers, too much shared memory, not supported by Triton
+                print(f"  {describe(tiles)}  {type(seconds).__name__}", flush=True)
+                continue
+            print(f"  {describe(tiles)}  {seconds * 1e3:9.4f} ms{share(step, seconds)}", flush=True)
+            found[tiles].append(seconds)
+    means = {tiles: math.prod(times) ** (1 / len(steps)) for tiles, times in found.items() if len(times) == len(steps)}
+    best = min(means, key=means.__getitem__)
+    if default in means and means[best] > means[default] * (1 - MIN_GAIN):
         best = default
     date = datetime.date.today().isoformat()
     return {
         "tiles": dataclasses.asdict(best),
-        "milliseconds": found[best] * 1e3,
-        "step": step.name,
+        "milliseconds": found[best][0] * 1e3,
+        "step": steps[0].name,
         "date": date,
         "jax": jax.__version__,
     }
+
+
+def share(step: ServingStep, seconds: float) -> str:
+    return f"  {step.step_bytes / seconds / 1e9:6.0f} GB/s  {step.flops / seconds / 1e12:6.1f} TFLOP/s"
 
 
 def timed(choices: list[Tiles], step: ServingStep, interpret: bool) -> Iterator[tuple[Tiles, float | Exception]]:
@@ -105,7 +140,7 @@ def timed(choices: list[Tiles], step: ServingStep, interpret: bool) -> Iterator[
 
     def prepare(tiles: Tiles) -> Calls | Exception:
         try:
-            return compiled(chain_with(step, tiles, interpret), 1 if interpret else NUM_CALLS)
+            return compiled(chain_with(step, tiles, interpret), 1 if interpret else NUM_CALLS[work_of(step)])
         except Exception as error:
             return error
 
@@ -123,11 +158,15 @@ def timed(choices: list[Tiles], step: ServingStep, interpret: bool) -> Iterator[
 
 def candidates(default: Tiles, work: str, options: argparse.Namespace) -> Iterator[Tiles]:
     every = itertools.product(ROWS[work], SLOTS, PER_CORE[work], WARPS, STAGES)
-    if options.quick or options.interpret:
+    if options.interpret:
         every = [(default.rows, slots, default.per_core, default.warps, default.stages) for slots in SLOTS]
+    elif options.quick:
+        every = QUICK[work]
     for rows, slots, per_core, warps, stages in every:
         sizes = {"rows": rows, "slots": slots, "per_core": per_core, "warps": warps, "stages": stages}
-        tiles = dataclasses.replace(default, **sizes, min_slots=max(default.min_slots, slots))
+        tiles = dataclasses.replace(
+            default, **sizes, min_slots=max(default.min_slots, slots), fused=not options.interpret
+        )
         if tiles != default:
             yield tiles
 

@@ -140,6 +140,7 @@ class ServingShape:
     sinks: bool = False
     shares: bool = False  # whether its programs look for what rows share
     sees_ahead: bool = False  # whether its tokens may see what stands behind them
+    decodes_only: bool = False  # whether its programs have nothing for rows of more than one token
 
     @property
     def num_heads(self) -> int:
@@ -225,6 +226,7 @@ class ServingStep:
 
 def serving_step(name: str, rows: tuple[tuple[int, int], ...], in_common: int = 0, **shape: Any) -> ServingStep:
     """A step of exactly these rows; `shape` as in `ServingShape`."""
+    shape["decodes_only"] = all(new == 1 for _, new in rows)
     return ServingStep(name, rows, ServingShape(name, sum(new for _, new in rows), len(rows), **shape), in_common)
 
 
@@ -233,18 +235,19 @@ _WITH_PROMPT = ((2175, 1),) * 256  # 128 slots of one's own behind a system prom
 
 SERVING_STEPS = (
     serving_step("decode, 64 x 2,048", _DECODES),
-    serving_step("decode, 256 x 512", ((511, 1),) * 256),
     serving_step("decode, 1 x 131,072", ((131071, 1),)),
+    serving_step("decode, 8 x 640", ((639, 1),) * 8),
+    serving_step("decode, 64 x 2,048, blocks of 128", _DECODES, block_size=128),
+    serving_step("decode, 256 x 512", ((511, 1),) * 256),
     serving_step("decode, long tail", ((65535, 1), *[(63 + 63 * i, 1) for i in range(63)])),
     serving_step("decode, 64 x 8,192, window 1,024", ((8191, 1),) * 64, window=1024),
-    serving_step("decode, 64 x 2,048, blocks of 64", _DECODES, block_size=64),
     serving_step("decode, multi-head, head_dim 64", _DECODES, num_kv_heads=16, group_size=1, head_dim=64),
     serving_step("decode, multi-query, head_dim 256", _DECODES, num_kv_heads=1, group_size=8, head_dim=256),
     serving_step("decode, int8 cache", _DECODES, cache_dtype="int8", kv_scales="token"),
     serving_step("decode, float8 cache", _DECODES, cache_dtype="float8_e4m3fn", kv_scales="head"),
     serving_step("prefill, 8,192", ((0, 8192),)),
-    serving_step("prefill, 2,048 after 6,144", ((6144, 2048),)),
     serving_step("prefill, 16 x 512", ((0, 512),) * 16),
+    serving_step("prefill, 2,048 after 6,144", ((6144, 2048),)),
     serving_step("prefill, 8,192, window 1,024, head_dim 256", ((0, 8192),), group_size=2, head_dim=256, window=1024),
     serving_step("64 decodes and a chunk of 1,024", (*_DECODES, (1024, 1024))),
     serving_step("decode, 256 x 2,176, 2,048 in common, read once", _WITH_PROMPT, 2048, shares=True),

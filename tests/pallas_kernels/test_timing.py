@@ -41,6 +41,12 @@ def test_the_time_of_a_call_is_that_of_a_run_over_its_calls(monkeypatch):
     assert seconds_per_call(Chain(lambda x: x + 1, jnp.zeros(3)), target_s=0.5) == 1 / 16 / 8
 
 
+def test_what_happens_several_times_in_a_call_takes_that_much_less(monkeypatch):
+    ticks = itertools.count(step=1 / 16)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    assert seconds_per_call(Chain(lambda x: x + 2, jnp.zeros(3), repeats=2), target_s=0.5) == 1 / 16 / 8 / 2
+
+
 def test_what_the_device_can_do_is_in_bytes_and_operations_per_second(monkeypatch):
     monkeypatch.setattr(timing, "seconds_per_call", lambda chain: 0.5)
     assert measured_bandwidth(1000) == 4000

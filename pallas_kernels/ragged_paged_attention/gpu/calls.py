@@ -133,6 +133,8 @@ def _layer(
         precision=INTERPRETED_PRECISION if interpret else PRECISION,
         reads_float8=reads_float8(device_kind(interpret)),
         begins=begins,
+        fused=tiles.fused and rule.scale > 0,
+        interpreted=interpret,
     )
     params = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
     return layer, {"compiler_params": params, "interpret": interpret}

@@ -8,6 +8,7 @@ Letters beside the package's: X = queries * G rows of a query tile, C slots of o
 """
 
 import dataclasses
+import struct
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ class Layer:
     queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
     kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
     converts float8_e4m3fn by itself. begins: whether spans that rows share come before. sees_ahead: whether queries may
-    see positions behind their own.
+    see positions behind their own. fused: whether scores are scaled where they become weights, and not before; the
+    scale is positive then. interpreted: whether there is no device that knows PTX.
     """
 
     queries: int
@@ -48,6 +50,8 @@ class Layer:
     reads_float8: bool
     begins: bool = False
     sees_ahead: bool = False
+    fused: bool = False
+    interpreted: bool = False
 
 
 # ---- attend --------------------------------------------------------------------------------------
@@ -241,7 +245,10 @@ def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tu
     if layer.window is not None:
         state = walk(begin, full_begin, state, masked=True)
     state = walk(full_begin, full_end, state, masked=False)
-    return walk(full_end, end, state, masked=True)
+    top_X1, total_X1, *out_XP = walk(full_end, end, state, masked=True)
+    if layer.fused:
+        top_X1 = jnp.where(total_X1 > 0, top_X1 * factor(layer), LOWEST)
+    return top_X1, total_X1, *out_XP
 
 
 def _nothing(layer: Layer) -> tuple:
@@ -291,21 +298,45 @@ def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | N
     score_XC = sum(dot(layer, q.astype(dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
     if slots.k_scale is not None:
         score_XC *= slots.k_scale
-    if layer.soft_cap is None:
-        score_XC *= layer.scale * LOG2_E
-    else:
-        score_XC = soft_cap(score_XC * layer.scale, layer.soft_cap) * LOG2_E
+    if layer.soft_cap is not None:
+        score_XC = soft_cap(score_XC * layer.scale, layer.soft_cap)
+    if not layer.fused:
+        score_XC *= factor(layer)
     if visible_XC is not None:
         score_XC = jnp.where(visible_XC, score_XC, -jnp.inf)
     highest_X1 = jnp.maximum(top_X1, jnp.max(score_XC, axis=1)[:, None])
-    weight_XC = jnp.exp2(score_XC - highest_X1)
-    fade_X1 = jnp.exp2(top_X1 - highest_X1)
+    weight_XC = power(layer, score_XC, highest_X1)
+    # Of equal tops the difference is exactly zero, however low they are.
+    fade_X1 = jnp.exp2((top_X1 - highest_X1) * (factor(layer) if layer.fused else 1))
     total_X1 = total_X1 * fade_X1 + jnp.sum(weight_XC, axis=1)[:, None]
     if slots.v_scale is not None:
         weight_XC *= slots.v_scale
     weight_XC = weight_XC.astype(dtype)
     out_XP = [out * fade_X1 + dot(layer, weight_XC, v) for out, v in zip(out_XP, v_CP)]
     return highest_X1, total_X1, *out_XP
+
+
+def factor(layer: Layer) -> float:
+    """What scores are multiplied with to be exponents of 2."""
+    return LOG2_E if layer.soft_cap is not None else layer.scale * LOG2_E
+
+
+def power(layer: Layer, score_XC: jax.Array, top_X1: jax.Array) -> jax.Array:
+    """2 ** (factor * (score - top)): two instructions, where Triton makes six of `exp2` of a difference."""
+    if not layer.fused:
+        return jnp.exp2(score_XC - top_X1)
+    top_XC = jnp.broadcast_to(top_X1 * -factor(layer), score_XC.shape)
+    if layer.interpreted:
+        return jnp.exp2(score_XC * factor(layer) + top_XC)
+    number = f"0f{struct.pack('>f', factor(layer)).hex()}"
+    (weight_XC,) = plgpu.elementwise_inline_asm(
+        f"{{ .reg .f32 x; fma.rn.ftz.f32 x, $1, {number}, $2; ex2.approx.ftz.f32 $0, x; }}",
+        args=[score_XC, top_XC],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(score_XC.shape, jnp.float32)],
+    )
+    return weight_XC
 
 
 def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:

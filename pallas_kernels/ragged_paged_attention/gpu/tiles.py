@@ -60,6 +60,7 @@ class Tiles:
     min_slots: int
     warps: int
     stages: int
+    fused: bool = True
 
     def rows_for(self, group_size: int) -> int:
         """Rows of a query tile: a power of two that holds at least one token."""
