@@ -103,13 +103,19 @@ def mesh_of(target: GpuTarget) -> Mesh:
     return Mesh(np.array(devices_of(target)), ("model",), axis_types=(AxisType.Auto,))
 
 
-def compile_for(target: GpuTarget, function: Any, *args: Any, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
-    """Compile `function` for one device of `target`; `args` are trees of shapes."""
+def compile_for(
+    target: GpuTarget,
+    function: Any,
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+) -> jax.stages.Compiled:
+    """Compile `function` for one device of `target`; `args` are trees of shapes, `options` the compiler's."""
     mesh = mesh_of(target)
     whole = NamedSharding(mesh, PartitionSpec())
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function, donate_argnums=donate).lower(*structs).compile()
+        return jax.jit(function, donate_argnums=donate).lower(*structs).compile(options)
 
 
 def lower_for(target: GpuTarget, function: Any, *args: Any) -> str:

@@ -15,7 +15,6 @@ bench_offline's random models, such as `llama-110m`.
 import argparse
 import collections
 import dataclasses
-import re
 import statistics
 import sys
 import tempfile
@@ -32,26 +31,8 @@ from offline_bench import checkpoints
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.layers.linear import choose_matmul_backend, takes_one_row
+from jaxpaged.tools.counting.parts import XLA_ITSELF, parts_of
 from jaxpaged.worker.engine_spec import doubling_buckets
-
-XLA_ITSELF = "XLA's copies and conversions"
-PARTS = {
-    "few_rows": "products",
-    "layers/linear": "products",
-    "int4_matmul": "products",
-    "grouped_matmul": "experts",
-    "sort_by_group": "experts",
-    "layers/experts": "experts",
-    "attention": "attention",
-    "layers/norm": "norms",
-    "layers/rope": "rotations",
-    "layers/mlp": "activation of the feed-forward",
-    "layers/embedding": "embeddings and logits",
-    "sampling/": "sampling",
-    "worker/": "rows and tables",
-    "models/": "the model's own sums",
-}
-"""Piece of a source file's path -> what it computes, the first that fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,40 +47,6 @@ class Event:
 
 Costs = dict[tuple[str, str], list[float]]
 """(module, operation) -> nanoseconds of each call."""
-
-
-# ---- which operation is what ---------------------------------------------------------------------
-
-
-def parts_of(hlo_text: str) -> dict[str, str]:
-    """Operation of a compiled program -> the part of jaxpaged that it comes from."""
-    files = dict(re.findall(r'^(\d+) "(.*)"$', hlo_text.partition("\nFunctionNames")[0], re.MULTILINE))
-    locations = dict(re.findall(r"^(\d+) \{file_name_id=(\d+) ", hlo_text, re.MULTILINE))
-    frames = {
-        frame: (location, str(int(parent) - 1))
-        for frame, location, parent in re.findall(
-            r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)\}", hlo_text, re.MULTILINE
-        )
-    }
-    found = {}
-    for line in hlo_text.splitlines():
-        if named := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = ", line):
-            frame = re.search(r"stack_frame_id=(\d+)", line)
-            found[named[1]] = part_of_frame(frame[1], frames, locations, files) if frame else XLA_ITSELF
-    return found
-
-
-def part_of_frame(
-    frame: str, frames: dict[str, tuple[str, str]], locations: dict[str, str], files: dict[str, str]
-) -> str:
-    """The part of the innermost frame that is in one."""
-    while frame in frames:
-        location, frame = frames[frame]
-        path = files.get(locations.get(location, ""), "")
-        for piece, part in PARTS.items():
-            if piece in path.rpartition("site-packages/")[2]:
-                return part
-    return XLA_ITSELF
 
 
 # ---- what a profile says -------------------------------------------------------------------------

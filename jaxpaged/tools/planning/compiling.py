@@ -10,8 +10,8 @@ import jax
 
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.params.sharding import bytes_on_device
+from jaxpaged.tools.counting.program_text import ProgramText
 from jaxpaged.tools.planning.plan import PlannedProgram
-from jaxpaged.tools.planning.program_text import ProgramText
 from jaxpaged.worker.programs.declare import SAMPLE_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import EnginePrograms
 from jaxpaged.worker.programs.stages import builders_of, lowered_stages

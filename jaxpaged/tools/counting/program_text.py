@@ -1,14 +1,18 @@
-"""What a compiled program moves, read from its text: bytes to and from main memory, and collectives.
+"""What a compiled program does, read from its text: its operations, what they move and multiply, and collectives.
 
 XLA's own "bytes accessed" counts on-chip memory like any other, and a whole table where a few rows are looked up. Its
-text says for every array which memory it is in (`S(1)` and the like; nothing: main memory), and in which order the
-instructions run. This module knows the text of XLA programs and no model.
+text says for every array which memory it is in (`S(1)` and the like; nothing: main memory), in which order the
+instructions run, and, for a TPU, how many cycles its compiler expects of each. This module knows the text of XLA
+programs and no model.
 """
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from jaxpaged.tools.counting.parts import XLA_ITSELF, parts_of
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -17,6 +21,9 @@ INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\](\{[^}]*\})?")
 CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+CONTRACTED = re.compile(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]+)')
+"""Axes of the first operand that a product sums over, as dots have them and calls of cuBLAS."""
+CUBLAS = 'custom_call_target="__cublas$'
 
 FREE = {
     "parameter",
@@ -27,7 +34,6 @@ FREE = {
     "after-all",
     "partition-id",
     "replica-id",
-    "iota",
     "opt-barrier",
     "add-dependency",
     "copy-done",
@@ -50,6 +56,72 @@ class Instruction:
     attributes: str
 
 
+@dataclass(frozen=True)
+class Operation:
+    """What a device does at once: a kernel, a fusion, a copy. `bytes` are those to and from main memory.
+
+    part: the part of jaxpaged that it comes from. kernel: the name of one of ours; "" for XLA's own. cycles: what a
+    TPU's compiler expects, or None where it does not say, as of our kernels. flops: of its products.
+    """
+
+    name: str
+    opcode: str
+    part: str
+    bytes: int
+    flops: float = 0.0
+    kernel: str = ""
+    cycles: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A conditional: one of these branches runs."""
+
+    name: str
+    branches: Sequence["Region"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """`times`: how often the body runs, or None where the program computes that."""
+
+    body: "Region"
+    times: int | None
+
+
+Region = Sequence[Operation | Choice | Loop]
+"""What runs one after the other."""
+
+
+def total(region: Region, cost: Callable[[Operation], float], choose: Callable[..., float] = min) -> float:
+    """The costs of all operations of a region, of conditionals those of the branch that costs most or, with `min`,
+    least; a loop whose end is not known runs once."""
+    found = 0.0
+    for each in region:
+        match each:
+            case Operation():
+                found += cost(each)
+            case Loop():
+                found += (each.times or 1) * total(each.body, cost, choose)
+            case Choice():
+                found += choose(total(branch, cost, choose) for branch in each.branches)
+    return found
+
+
+def chosen(
+    region: Region, cost: Callable[[Operation], float], choose: Callable[..., float] = min
+) -> Iterator[tuple[Operation, int]]:
+    """(operation, how often it runs) of a region, with the branches of which `total` has the costs."""
+    for each in region:
+        match each:
+            case Operation():
+                yield each, 1
+            case Loop():
+                yield from ((inner, times * (each.times or 1)) for inner, times in chosen(each.body, cost, choose))
+            case Choice():
+                yield from chosen(choose(each.branches, key=lambda branch: total(branch, cost, choose)), cost, choose)
+
+
 @dataclass
 class Collectives:
     """`counts` by kind, and bytes of their results: of those during which nothing else runs, and of the others."""
@@ -67,6 +139,7 @@ class ProgramText:
 
     def __init__(self, text: str, paged: Collection[int] = ()):
         self.paged = paged
+        self.parts = parts_of(text)
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         current: list[Instruction] = []
@@ -78,28 +151,67 @@ class ProgramText:
                 current.append(instruction)
 
     def memory_bytes(self) -> int:
-        """Bytes that one run reads from and writes to main memory, a loop's body counted once.
+        """Bytes that one run reads from and writes to main memory, of conditionals the most.
 
         Arrays of kernels whose bytes are among `paged` are left out: how much of the KV cache is read depends on the
         requests.
         """
-        return self._bytes_of(self.entry)
+        return int(total(self.region, lambda operation: operation.bytes, max))
 
-    def _bytes_of(self, computation: str) -> int:
+    @cached_property
+    def region(self) -> Region:
+        """What one run of the program does."""
+        return self._region(self.entry)
+
+    def _region(self, computation: str) -> Region:
         instructions = self.computations.get(computation, [])
         arrays = {each.name: each for each in instructions}
-        return sum(self._moved(each, arrays) for each in instructions)
+        region: list[Operation | Choice | Loop] = []
+        for each in instructions:
+            called = CALLED.findall(each.attributes)
+            if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
+                continue
+            if each.opcode in ("call", "async-start"):
+                region += [inner for name in called for inner in self._region(name)]
+            elif each.opcode == "while":
+                times = re.search(r'known_trip_count":\{"n":"(\d+)"', each.attributes)
+                inner = [part for name in called for part in self._region(name)]
+                region.append(Loop(inner, int(times[1]) if times else None))
+            elif each.opcode == "conditional":
+                branches = BRANCHES.search(each.attributes)
+                names = re.findall(r"[\w.\-]+", branches[1]) if branches else called
+                region.append(Choice(each.name, [self._region(name) for name in names]))
+            else:
+                region.append(self._operation(each, arrays))
+        return region
+
+    def _operation(self, each: Instruction, arrays: dict[str, Instruction]) -> Operation:
+        cycles = re.search(r'estimated_cycles":"(\d{1,12})"', each.attributes)
+        kernel = re.search(r'op_name="(?:[^"]*/)?(\w+)/pallas_call', each.attributes)
+        return Operation(
+            each.name,
+            each.opcode,
+            self.parts.get(each.name, XLA_ITSELF),
+            self._moved(each, arrays),
+            self._flops(each, arrays),
+            kernel[1] if kernel and each.opcode == "custom-call" else "",
+            int(cycles[1]) if cycles else None,
+        )
+
+    def _flops(self, each: Instruction, arrays: dict[str, Instruction]) -> float:
+        """Of products, alone or in a fusion; of kernels that are not XLA's none are known."""
+        if each.opcode == "fusion":
+            body = self.computations.get(next(iter(CALLED.findall(each.attributes)), ""), [])
+            inside = {other.name: other for other in body}
+            return sum(self._flops(other, inside) for other in body)
+        summed = CONTRACTED.search(each.attributes) if each.opcode in ("dot", "custom-call") else None
+        if summed is None or not each.operands or each.operands[0] not in arrays:
+            return 0.0
+        extents, length = extents_of(arrays[each.operands[0]].result), extents_of(each.result)
+        axes = [int(axis) for axis in re.findall(r"\d+", summed[1])]
+        return 2.0 * math.prod(length) * math.prod(extents[axis] for axis in axes)
 
     def _moved(self, each: Instruction, arrays: dict[str, Instruction]) -> int:
-        called = CALLED.findall(each.attributes)
-        if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
-            return 0
-        if each.opcode in ("while", "call", "async-start"):
-            return sum(self._bytes_of(name) for name in called)
-        if each.opcode == "conditional":
-            branches = BRANCHES.search(each.attributes)
-            names = re.findall(r"[\w.\-]+", branches[1]) if branches else called
-            return max((self._bytes_of(name) for name in names), default=0)
         sizes = [main_bytes(arrays[name].result) if name in arrays else 0 for name in each.operands]
         result = main_bytes(each.result)
         if each.opcode in LOOKUPS:
@@ -114,9 +226,10 @@ class ProgramText:
             source, destination = first_parts(each.result, 2)
             return min(main_bytes(source), array_bytes(destination)) + main_bytes(destination)
         if each.opcode == "custom-call":
-            parts = [*sizes, *(main_bytes(part) for part in first_parts(each.result))]
+            count = 1 if CUBLAS in each.attributes else None  # room to work in follows
+            parts = [*sizes, *(main_bytes(part) for part in first_parts(each.result, count))]
             return sum(size for size in parts if size not in self.paged)
-        if each.opcode == "fusion" and called:
+        if each.opcode == "fusion" and (called := CALLED.findall(each.attributes)):
             return self._fused(called[0], sizes, result)
         return sum(sizes) + result
 
@@ -196,6 +309,12 @@ def arrays_of(shape: str) -> Iterator[tuple[int, bool]]:
         bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
         count = math.prod(int(extent) for extent in extents.split(",") if extent)
         yield -(-count * bits // 8), not re.search(r"S\([1-9]\d*\)", layout)
+
+
+def extents_of(shape: str) -> list[int]:
+    """Of the first array of a shape."""
+    found = ARRAY.search(shape)
+    return [int(extent) for extent in found[2].split(",") if extent] if found else []
 
 
 def array_bytes(shape: str) -> int:

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.tools.planning.program_text import ProgramText
+from jaxpaged.tools.counting.program_text import ProgramText
 
 TPU = """HloModule step, is_scheduled=true
 
