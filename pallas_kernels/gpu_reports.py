@@ -72,7 +72,9 @@ class Reports:
         nothing of it."""
         shared = dict(shared_memory or {})
         for path in (self.folder / "dump").glob("*.thunk_sequence.txt"):
-            for name, size in re.findall(r" (\S+) grid: .*shared_memory: (\d+) bytes", path.read_text("utf-8")):
+            for name, size in re.findall(
+                r" (\S+) grid: .*shared_memory: (\d+) bytes", path.read_text(encoding="utf-8")
+            ):
                 shared[name] = int(size)
         return [report for path in sorted((self.folder / "reports").iterdir()) for report in parsed(path, shared)]
 
@@ -80,7 +82,7 @@ class Reports:
         """Of the one program that was compiled since `clear`."""
         last = [*(self.folder / "dump").glob("*.thunk_sequence*.txt")]
         after_passes = [path for path in last if "after_thunk_passes" in path.name]
-        return launches_of(max(after_passes or last, key=lambda path: path.stat().st_size).read_text("utf-8"))
+        return launches_of(max(after_passes or last, key=lambda path: path.stat().st_size).read_text(encoding="utf-8"))
 
     def clear(self) -> None:
         """Forget what was compiled."""

@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # what is cached is not reported
+os.environ["JAX_TRITON_DUMP_DIR"] = tempfile.mkdtemp(prefix="compile_for_gpu-")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.gpu_reports import Reports
@@ -61,7 +62,6 @@ def main() -> None:
     if reason := why_not():
         sys.exit(f"{reason}.")
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAX_TRITON_DUMP_DIR"] = f"{folder}/triton"
         compile_all(Reports(Path(folder) / "reports"), options)
 
 

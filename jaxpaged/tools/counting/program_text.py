@@ -23,6 +23,7 @@ CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 CONTRACTED = re.compile(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]+)')
 """Axes of the first operand that a product sums over, as dots have them and calls of cuBLAS."""
+KERNEL = re.compile(r'op_name="(?:[^"]*/)?(\w+)/pallas_call')
 CUBLAS = 'custom_call_target="__cublas$'
 
 FREE = {
@@ -163,6 +164,14 @@ class ProgramText:
         """What one run of the program does."""
         return self._region(self.entry)
 
+    @property
+    def kernels(self) -> set[str]:
+        """The names of our kernels, in whichever branch."""
+        bodies = (each for instructions in self.computations.values() for each in instructions)
+        return {
+            found[1] for each in bodies if each.opcode == "custom-call" and (found := KERNEL.search(each.attributes))
+        }
+
     def _region(self, computation: str) -> Region:
         instructions = self.computations.get(computation, [])
         arrays = {each.name: each for each in instructions}
@@ -187,13 +196,14 @@ class ProgramText:
 
     def _operation(self, each: Instruction, arrays: dict[str, Instruction]) -> Operation:
         cycles = re.search(r'estimated_cycles":"(\d{1,12})"', each.attributes)
-        kernel = re.search(r'op_name="(?:[^"]*/)?(\w+)/pallas_call', each.attributes)
+        kernel = KERNEL.search(each.attributes)
+        part, flops = self.parts.get(each.name, XLA_ITSELF), self._flops(each, arrays)
         return Operation(
             each.name,
             each.opcode,
-            self.parts.get(each.name, XLA_ITSELF),
+            "products" if part == XLA_ITSELF and flops else part,
             self._moved(each, arrays),
-            self._flops(each, arrays),
+            flops,
             kernel[1] if kernel and each.opcode == "custom-call" else "",
             int(cycles[1]) if cycles else None,
         )

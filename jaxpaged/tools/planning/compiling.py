@@ -72,7 +72,7 @@ class Compiler:
         if stage == len(self.stages) - 1:
             self.compiled[key] = compiled
         seconds, memory, cost = time.perf_counter() - begin, compiled.memory_analysis(), compiled.cost_analysis() or {}
-        text = ProgramText(compiled.as_text(), self._kv_tensor_bytes(stage))
+        text = ProgramText(compiled.as_text(), self.kv_tensor_bytes(stage))
         collectives = text.collectives()
         return PlannedProgram(
             *key,
@@ -89,7 +89,7 @@ class Compiler:
             sent_bytes=self._sent_bytes(key, stage),
         )
 
-    def _kv_tensor_bytes(self, stage: int) -> set[int]:
+    def kv_tensor_bytes(self, stage: int) -> set[int]:
         """Bytes of the arrays that hold the KV cache, each as long as all blocks of a layer."""
         return {bytes_on_device(leaf) for leaf in jax.tree.leaves(self.stages[stage].shapes.kv)}
 

@@ -94,7 +94,7 @@ GPUS = {
 correction keep some. The rest is from NVIDIA's data sheets: the memory's bandwidth, dense bf16 operations, NVLink or
 PCIe in both directions."""
 
-COMPILED_GPUS = {"a100-80gb": "a100", "b200": "b200", "h100": "h100"}
+COMPILED_GPUS = {"a100-80gb": "a100", "b200": "b200", "h100": "h100", "h200": "h200"}
 """Those that the extra `aot-gpu` compiles for, by what `pallas_kernels.gpu_targets` calls them."""
 
 RUNTIME_SHARE = 0.025
