@@ -72,7 +72,9 @@ class MultiModalConfig:
         choices=("weights", "data"),
     )
     language_model_only: bool = option(
-        False, "load only the language model of a checkpoint that sees: it takes no pictures"
+        False,
+        "load only the language model of a checkpoint that sees: it takes no pictures; with enable_mm_embeds it takes "
+        "their embeddings",
     )
     mm_encoder_only: bool = option(
         False,
@@ -115,11 +117,11 @@ class MultiModalConfig:
                 "mm_encoder_only is True, but ec_transfer_config does not say where embeddings go. Give it with the "
                 "ec_role ec_producer, or leave mm_encoder_only out."
             )
-        for name in ("mm_encoder_only", "language_model_only"):
-            if self.enable_mm_embeds and getattr(self, name):
-                raise ConfigError(
-                    f"enable_mm_embeds and {name} are True, which do not go together. Leave one of them out."
-                )
+        if self.enable_mm_embeds and self.mm_encoder_only:
+            raise ConfigError(
+                "enable_mm_embeds and mm_encoder_only are True, but embeddings are for engines that have more than an "
+                "encoder. Leave one of them out."
+            )
 
     @property
     def max_pictures(self) -> int:

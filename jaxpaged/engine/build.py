@@ -35,7 +35,7 @@ from jaxpaged.models.eagle3 import EAGLE3
 from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
-from jaxpaged.models.seeing import without_decoder
+from jaxpaged.models.seeing import without_decoder, without_encoder
 from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
 
 if TYPE_CHECKING:
@@ -216,17 +216,24 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     check_tracing(config)
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
-    options = config.multimodal
-    model, decoder = read_model(
-        folder, config.model.hf_overrides, options.language_model_only, options.mm_processor_kwargs
-    )
-    if options.mm_encoder_only:
-        model, decoder = without_decoder(model, decoder)
+    model, decoder = read_wanted(config, folder)
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
     model = with_draft_model(config, model, decoder, folder)
     if config.model.runner == "pooling":
         model = pooling_model(model, config.model.convert)
     return folder, model, decoder, config
+
+
+def read_wanted(config: EngineConfig, folder: Path) -> tuple[Model, DecoderConfig]:
+    """`read_model`, of which the options may leave a part out. Raises CheckpointError."""
+    options = config.multimodal
+    sees_nothing = options.language_model_only and not options.enable_mm_embeds
+    model, decoder = read_model(folder, config.model.hf_overrides, sees_nothing, options.mm_processor_kwargs)
+    if options.mm_encoder_only:
+        return without_decoder(model, decoder)
+    if options.language_model_only and decoder.vision is not None:
+        model = without_encoder(model)
+    return model, decoder
 
 
 def read_model(

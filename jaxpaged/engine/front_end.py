@@ -79,7 +79,7 @@ def load_pictures(
     if configs is None:
         return None, TEXT_ONLY
     why = None
-    if config.multimodal.language_model_only:
+    if config.multimodal.language_model_only and not config.multimodal.enable_mm_embeds:
         why = "the engine was started with language_model_only"
     elif config.model.skip_tokenizer_init:
         why = "the engine was started with skip_tokenizer_init"

@@ -78,6 +78,18 @@ def head(model: Model, params: SeeingParams) -> Any:
     return model.head(params.decoder)
 
 
+# ---- a decoder alone, which embeddings come to -----------------------------------------------------
+
+
+def without_encoder(model: Model) -> Model:
+    """A model that sees without the weights of its tower: others compute embeddings for it."""
+    return replace(model, param_specs=partial(specs_of_decoder, model))
+
+
+def specs_of_decoder(model: Model, config: DecoderConfig, num_model_shards: int) -> SeeingParams:
+    return model.param_specs(config, num_model_shards).replace(vision=None)
+
+
 # ---- a tower alone -------------------------------------------------------------------------------
 
 

@@ -20,8 +20,9 @@ page is an item."""
 @dataclass(frozen=True)
 class EncoderSpec:
     """`vision` is the tower's family and `config` its description, as the options want it. `sizes`: the buckets of
-    encode programs. `largest`: the grid of the largest picture that the engine takes. `one_each`: a batch has one
-    picture, in the bucket of its size, so that no bit depends on what else is encoded (`deterministic`)."""
+    encode programs; none where all embeddings are computed elsewhere. `largest`: the grid of the largest picture that
+    the engine takes. `one_each`: a batch has one picture, in the bucket of its size, so that no bit depends on what
+    else is encoded (`deterministic`)."""
 
     vision: Vision
     config: VisionConfig
@@ -98,8 +99,10 @@ def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platfo
                 f"max_num_encoder_input_tokens or encoder_cache_size is {fits}, and a picture has "
                 f"{tower.embeds_per_item} embeddings. Raise it."
             )
-        most_items = most // tower.embeds_per_item
+        most_items, largest = most // tower.embeds_per_item, (fits // tower.embeds_per_item, *largest[1:])
         is_one = platform == "cpu" or one_each  # cores have enough to do with one
         sizes = (1,) if is_one else encode_sizes(tower, most_items)
-        return EncoderSpec(vision, tower, cache, sizes, (fits // tower.embeds_per_item, *largest[1:]), one_each)
-    return EncoderSpec(vision, tower, cache, encode_sizes(tower, tower.size_of((1, 1, fits))), (1, 1, fits), one_each)
+    else:
+        largest = 1, 1, fits
+        sizes = encode_sizes(tower, tower.size_of(largest))
+    return EncoderSpec(vision, tower, cache, () if options.language_model_only else sizes, largest, one_each)

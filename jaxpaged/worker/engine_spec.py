@@ -191,6 +191,11 @@ class EngineSpec:
         return self.config.multimodal.mm_encoder_only
 
     @property
+    def loads_all(self) -> bool:
+        """Whether all of the model is loaded that has a description: its decoder, and its tower if it sees."""
+        return not (self.encodes_only or (self.encoder is not None and not self.encoder.sizes))
+
+    @property
     def pooling_type(self) -> str:
         if self.encodes_only:
             return "LAST"

@@ -92,7 +92,7 @@ def forward_bytes(spec: EngineSpec) -> int:
 def encode_bytes(spec: EngineSpec) -> int:
     """Of the largest encode program of an engine that sees: a few arrays of all patches, those of a block of two
     products, scores in float32, and the embeddings."""
-    if (encoder := spec.encoder) is None:
+    if (encoder := spec.encoder) is None or not encoder.sizes:
         return 0
     tower, size, itemsize = encoder.config, encoder.sizes[-1], spec.dtype.itemsize
     patches = size * tower.patches_per_item if tower.is_fixed else size

@@ -124,7 +124,7 @@ def loader_of(stages: Sequence[EngineSpec], folder: Path | None, progress: Progr
     spec = stages[-1]
     if len(stages) > 1:
         return stage_loader(stages, folder, progress)
-    load = part_loader(spec, spec.specs, spec.decoder, folder, progress, is_whole=not spec.encodes_only)
+    load = part_loader(spec, spec.specs, spec.decoder, folder, progress, is_whole=spec.loads_all)
     if spec.config.parallel.expert_balance is not None:
         load = partial(loaded_with_tables, load, spec.mesh)
     if spec.draft is None:

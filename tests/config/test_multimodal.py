@@ -8,6 +8,12 @@ from jaxpaged.entrypoints.cli.flags import engine_options
 from jaxpaged.entrypoints.option_flags import add_engine_flags
 from jaxpaged.errors import ConfigError
 
+PRODUCER = {
+    "ec_connector": "ECExampleConnector",
+    "ec_role": "ec_producer",
+    "ec_connector_extra_config": {"shared_storage_path": "/x"},
+}
+
 
 def config(**options):
     return EngineConfig.from_options(**options).multimodal
@@ -42,7 +48,10 @@ def test_a_limit_is_a_number_or_an_object_with_a_count(limit, most):
         ({"mm_bytes_in_flight_gb": 0}, "more than 0"),
         ({"mm_encoder_tp_mode": "both"}, "must be one of weights, data"),
         ({"mm_encoder_only": True}, "does not say where embeddings go"),
-        ({"enable_mm_embeds": True, "language_model_only": True}, "do not go together"),
+        (
+            {"enable_mm_embeds": True, "mm_encoder_only": True, "ec_transfer_config": PRODUCER},
+            "and mm_encoder_only are",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(options, words):

@@ -5,6 +5,7 @@ computed, cached or preempted around it.
 import itertools
 import random
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -64,6 +65,7 @@ def engine(request, tmp_path_factory):
         patches.setattr(encoder_spec, "MOST_COPIED", 24)  # so that pictures are copied in parts, and two in one
         prompts, options = FAMILIES[request.param]
         engine = GivingEngine(folder, **OPTIONS, **options)
+        engine.options = {**OPTIONS, **options}
         engine.long, engine.requests = prompts.LONG, prompts.REQUESTS
         yield engine
         engine.executor.shutdown()
@@ -107,3 +109,17 @@ def test_mixes_of_pictures_and_embeddings(engine):
         num_preemptions, num_hits = num_preemptions + stats.num_preemptions, num_hits + stats.mm_cache_hits
         num_cached += sum(hits.values())
     assert min(num_preemptions, num_hits, num_cached) > 0, (num_preemptions, num_hits, num_cached)
+
+
+def test_an_engine_without_an_encoder_takes_embeddings(engine):
+    """The weights of the tower are in the checkpoint, and are left out."""
+    request = engine.long.request("a", prompt_logprobs=2)
+    alone = Engine(engine.config.model.model, **{**engine.options, "language_model_only": True})
+    try:
+        same(serve(alone.core(), [engine.given(request)])["a"], engine.alone(request), engine.tolerance)
+        params, theirs = alone.executor.worker.device.params, engine.executor.worker.device.params
+        assert params.vision is None and jax.tree.structure(params.decoder) == jax.tree.structure(theirs.decoder)
+        kinds = {key.kind for key in alone.executor.worker.programs.builders}
+        assert "embeds_scatter" in kinds and "encode" not in kinds
+    finally:
+        alone.executor.shutdown()

@@ -8,12 +8,14 @@ import gc
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxpaged import LLM, AsyncLLM, SamplingParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.entrypoints import notebook
 from jaxpaged.errors import RequestError
+from jaxpaged.worker.visual_rows import slots_of
 from tests.models.seeing_folder import NUM_EMBEDS, write_seeing_folder
 from tests.multimodal.drawn import drawn, encoded
 
@@ -136,8 +138,17 @@ def test_streams_beams_and_several_answers_see_too(llm, alone):
     assert len(output.outputs) == 2
 
 
-def test_async_llm_sends_each_picture_once_and_gives_the_same(folder, alone):
-    engine = AsyncLLM.from_config(EngineConfig.from_options(model=str(folder), **OPTIONS))
+def embeds_of(llm, picture):
+    """What the encoder of an engine makes of a picture."""
+    (output,) = llm.generate(prompt_of(picture), GREEDY)
+    core, key = llm.llm_engine._core, bytes.fromhex(output.mm_hashes["image"][0])
+    known = core._scheduler.ranks[0].pictures.cache.find(key, NUM_EMBEDS)
+    return np.asarray(core.executor.worker.device.state.encoded)[slots_of(known.page_ids, NUM_EMBEDS, NUM_EMBEDS)]
+
+
+def test_async_llm_sends_each_picture_once_and_gives_the_same(folder, llm, alone):
+    engine = AsyncLLM.from_config(EngineConfig.from_options(model=str(folder), enable_mm_embeds=True, **OPTIONS))
+    embeds = embeds_of(llm, PICTURES[0])
 
     async def one(number, name):
         chat = await engine.chat_prompt(chat_of(PICTURES[number]))
@@ -165,6 +176,9 @@ def test_async_llm_sends_each_picture_once_and_gives_the_same(folder, alone):
         core.pixels._sent.put(engine.input_processor.parse(new).mm_features[0].key, 1)  # a wrong guess: the core asks
         (asked,) = [each async for each in engine.generate(new, GREEDY, "new") if each.finished]
         assert tokens_of(asked) and len(core.pixels) == 0
+        given = prompt_of(embeds)
+        (seen,) = [each async for each in engine.generate(given, GREEDY, "embeds") if each.finished]
+        assert tokens_of(seen) == alone[1][0] and len(core.pixels) == 0
         await left()
         with pytest.raises(RequestError, match="is no picture"):
             await engine.chat_prompt(chat_of(b"bad"))

@@ -121,11 +121,17 @@ class PictureIntake:
     def check_number(self, sources: Sequence[PictureSource]) -> None:
         """Raise RequestError for pictures that are not taken, or too many of them, and for embeddings in place of
         pictures unless they are."""
-        for source in sources if self.embeds is None else ():
-            if source.embeddings is not None:
+        for source in sources:
+            if source.embeddings is not None and self.embeds is None:
                 raise RequestError(
                     f"{source.field} has floating point numbers, which are embeddings in place of a picture, and the "
                     "engine was started without enable_mm_embeds. Give the picture, an array as uint8.",
+                    source.field,
+                )
+            if self.config.language_model_only and source.embeddings is None and source.is_given:
+                raise RequestError(
+                    f"{source.field} is a picture, but the engine was started with language_model_only. Give its "
+                    "embeddings.",
                     source.field,
                 )
         most = self.config.max_pictures

@@ -4,13 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.engine.build import facts_of, make_output_folder, read_model, with_draft_model
+from jaxpaged.engine.build import facts_of, make_output_folder, read_wanted, with_draft_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.models.pooling import pooling_model
-from jaxpaged.models.seeing import without_decoder
 from jaxpaged.params.hub import DESCRIPTION_FILES, resolve_model_folder
 from jaxpaged.pooling import resolved_pooling
 from jaxpaged.tools.planning.plan import Plan
@@ -38,12 +37,7 @@ def plan_engine(
     model_config = config.model
     where = (model_config.revision, config.load.download_dir)
     folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)
-    options = config.multimodal
-    model, decoder = read_model(
-        folder, model_config.hf_overrides, options.language_model_only, options.mm_processor_kwargs
-    )
-    if options.mm_encoder_only:
-        model, decoder = without_decoder(model, decoder)
+    model, decoder = read_wanted(config, folder)
     model = with_draft_model(config, model, decoder, folder, wanted=DESCRIPTION_FILES)
     facts = facts_of(decoder, folder)
     asked = (model_config.runner, model_config.convert, model_config.pooler_config)

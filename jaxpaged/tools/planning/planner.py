@@ -165,7 +165,7 @@ class Planner:
             cache_bytes=slots * numbers * self.engine_spec.dtype.itemsize,
             cache_embeds=slots,
             picture_embeds=math.prod(encoder.largest),
-            picture_flops=encode_flops(self.engine_spec, encoder.largest),
+            picture_flops=encode_flops(self.engine_spec, encoder.largest) if encoder.sizes else 0.0,
         )
 
     @property

@@ -115,6 +115,8 @@ def batches_of(sizes: Sequence[int], spec: EncoderSpec, bucket_for: Callable[[in
 
     A batch of items is one that they fill, where there is such a bucket: an item of padding costs as much as any.
     """
+    if not sizes:
+        return []
     largest = spec.sizes[-1]
     if not spec.config.is_fixed:
         return batches_of_patches(sizes, 0 if spec.one_each else largest, bucket_for)

@@ -491,6 +491,10 @@ def test_embeddings_that_cannot_be_are_refused_with_their_field(taking, values, 
 def test_embeddings_are_refused_unless_they_are_asked_for(processor):
     for error in (refusal(chat, processor, embeds_part(npy(EMBEDS[0]))), refusal(prompt_of, processor, "", EMBEDS)):
         assert "the engine was started without enable_mm_embeds" in str(error)
+    blinded = make_processor(embeds=form_of(NUMBERS, "float32"), language_model_only=True)
+    assert "started with language_model_only. Give its embeddings" in str(refusal(chat, blinded, picture()))
+    assert chat(blinded, embeds_part(EMBEDS[0]))["mm_features"]
+    blinded.close()
     few = make_processor(embeds=form_of(NUMBERS, "float32"), limit_mm_per_prompt={"image": 1})
     assert "may have 1 (limit_mm_per_prompt)" in str(refusal(prompt_of, few, "", EMBEDS))
     few.close()

@@ -7,10 +7,12 @@ import base64
 import io
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.engine.input.pictures import PictureIntake
+from jaxpaged.multimodal.embeddings import form_of
 from jaxpaged.multimodal.fetching import FetchLimits, MediaFetcher
 from tests.models.seeing_folder import CHAT, NUM_EMBEDS, PROCESSOR, make_config, make_tokenizer
 from tests.multimodal.drawn import drawn
@@ -37,9 +39,9 @@ def data_url(kind="png", **drawing):
 FILE, URL = file_of(), data_url()
 
 
-def make_intake(**options):
+def make_intake(embeds=None, **options):
     config = MultiModalConfig(mm_bytes_in_flight_gb=1.0, num_media_processes=1, **options)
-    return PictureIntake(make_tokenizer(), config, "model", make_config(), PROCESSOR)
+    return PictureIntake(make_tokenizer(), config, "model", make_config(), PROCESSOR, embeds=embeds)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,33 @@ def test_streams_count_image_tokens_and_texts_have_none(sees):
     assert found.answers[0].events[-2]["usage"]["prompt_tokens_details"] == {"multimodal_tokens": {"image": NUM_EMBEDS}}
     assert found.answer.json["usage"]["prompt_tokens_details"] is None
     assert "mm_features" not in found.engine.seen[1][0]
+
+
+def image_embeds(values, **fields):
+    return {"type": "image_embeds", "image_embeds": values, **fields}
+
+
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return in_base64(stream.getvalue())
+
+
+def test_embeddings_in_a_chat_in_place_of_pictures(sees):
+    values, taking = np.ones((NUM_EMBEDS, 8), np.float32), make_intake(form_of(8, "float32"))
+    good = [image_embeds(npy(values)), image_embeds({"image_embeds": npy(values)}, uuid="a")]
+    bad = [image_embeds(npy(values[1:])), image_embeds(in_base64(b"PK")), image_embeds([[1.0]]), image_embeds(None)]
+    found = sees(*map(chat, [*good, image_embeds(None, uuid="a"), *bad]), chat(*good, image_url()), pictures=taking)
+    assert [each.status for each in found.answers] == [200, 200, 200, 400, 400, 400, 400, 200]
+    for answer in found.answers[3:7]:
+        assert answer.json["error"]["param"] == "messages[0].content[0].image_embeds"
+    assert [feature.is_embeds for feature in features_of(found)[-1]] == [True, True, False]
+    assert len({feature.key for each in features_of(found) for feature in each}) == 2
+    usage = found.answer.json["usage"]["prompt_tokens_details"]
+    assert usage == {"multimodal_tokens": {"image": 3 * NUM_EMBEDS}}
+    taking.close()
+    refused = sees(chat(good[0])).answer
+    assert refused.status == 400 and "without enable_mm_embeds" in refused.json["error"]["message"]
 
 
 def anthropic_image(data=FILE, kind="png"):
