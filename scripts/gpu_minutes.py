@@ -120,7 +120,14 @@ def products_apart() -> None:
     joined.PLATFORMS = ()
 
 
+def rotated_by_xla() -> None:
+    from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+
+    GpuBackend.rotates = lambda self, kv_dtype: False
+
+
 CHANGES: dict[str, Callable[[], None]] = {
+    "one launch rotates and writes": rotated_by_xla,
     "a kernel finds the sampler's limits": limits_by_candidates,
     "several programs find the limits of a row": limits_of_a_row_by_one_program,
     "no launches for spans that nobody shares": one_program_for_shared_spans,

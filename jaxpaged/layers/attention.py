@@ -21,6 +21,8 @@ from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.sharding import CONTEXT_AXES, CONTEXT_AXIS, GROUP_AXIS, MODEL_AXES, context_mesh, num_model_shards
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention import AttentionMetadata, KVTensor
+from pallas_kernels.ragged_paged_attention.rotation import HeadNorm as HeadNorm
+from pallas_kernels.ragged_paged_attention.rotation import Rotation
 
 MASK_DIM = 8
 """Components that heads have besides their own where some tokens are masked. One of them would do, and rows of memory
@@ -71,6 +73,11 @@ class AttentionBatch:
     context: AttentionContext = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
     masked_T: jax.Array | None = None
+
+    def rotates(self, kv: KVTensor) -> bool:
+        """Whether `attend` takes queries and keys that are still to be rotated."""
+        is_plain = self.masked_T is None and self.context.context_shards == 1
+        return is_plain and rpa.rotates(self.context.backend, kv)
 
 
 def step_metadata(
@@ -141,27 +148,49 @@ def attend(
 
     Raises ValueError when the mesh has more devices than there are kv heads to split.
     """
-    context, head_dim = batch.context, q_TNH.shape[-1]
+    heads = q_TNH, k_TKH, v_TKH
+    return attend_heads(batch, heads, kv, scale=scale, soft_cap=soft_cap, sinks_N=sinks_N)
+
+
+def attend_heads(
+    batch: AttentionBatch,
+    heads: tuple[jax.Array, ...],
+    kv: KVTensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    rotation: Rotation | None = None,
+) -> tuple[jax.Array, KVTensor]:
+    """`attend` of queries, keys and values that still go through `rotation`, where the batch rotates. Then all may be
+    one array [T, K, G + 2, H], each key head's queries, itself and its values one behind the other."""
+    context, head_dim = batch.context, heads[0].shape[-1]
     if batch.masked_T is not None:
         assert soft_cap is None, "capped scores of masked tokens are not far from others"
-        q_TNH, k_TKH, v_TKH = mask_tokens(q_TNH, k_TKH, v_TKH, batch.masked_T)
-    check_heads(context.mesh, q_TNH.shape[1], k_TKH.shape[1])
+        heads = mask_tokens(*heads, batch.masked_T)
+    num_kv_heads = heads[-1].shape[1]
+    num_heads = heads[0].shape[1] if len(heads) == 3 else num_kv_heads * (heads[0].shape[2] - 2)
+    check_heads(context.mesh, num_heads, num_kv_heads)
 
     settings = {"scale": scale, "window": batch.window, "soft_cap": soft_cap, "backend": context.backend}
 
-    def attend_heads(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N):
+    def attend_here(heads, kv, metadata, sinks_N, rotation):
+        if rotation is not None:
+            q_TNH, kv = rpa.rotate_and_write(heads, rotation, kv, metadata, backend=context.backend)
+            heads = q_TNH, None, None
         if context.context_shards == 1:
-            return rpa.ragged_paged_attention(q_TNH, k_TKH, v_TKH, kv, metadata, sinks_N=sinks_N, **settings)
+            return rpa.ragged_paged_attention(*heads, kv, metadata, sinks_N=sinks_N, **settings)
+        q_TNH, k_TKH, v_TKH = heads
         metadata = dataclasses.replace(metadata, plan=jax.tree.map(lambda x: x[0], metadata.plan))
         parts, kv = rpa.ragged_paged_attention(
             heads_of_group(q_TNH), k_TKH, v_TKH, kv, metadata, undivided=True, **settings
         )
         return merged(parts, sinks_N, q_TNH.dtype), kv
 
-    heads, cache = PartitionSpec(None, context.by_head, None), kv_spec(context)
-    in_specs = (heads, heads, heads, cache, metadata_specs(batch.metadata, context), PartitionSpec(context.by_head))
-    sharded = on_devices(context, attend_heads, in_specs, (heads, cache))
-    out_TNH, kv = sharded(q_TNH, k_TKH, v_TKH, kv, batch.metadata, sinks_N)
+    by_head, cache = PartitionSpec(None, context.by_head, None), kv_spec(context)
+    of_step = metadata_specs(batch.metadata, context), PartitionSpec(context.by_head), PartitionSpec()
+    sharded = on_devices(context, attend_here, (by_head, cache, *of_step), (by_head, cache))
+    out_TNH, kv = sharded(heads, kv, batch.metadata, sinks_N, rotation)
     return out_TNH[..., :head_dim], kv
 
 

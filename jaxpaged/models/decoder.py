@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
-from jaxpaged.layers.attention import KVTensor, attend
+from jaxpaged.layers.attention import HeadNorm, KVTensor, Rotation, attend_heads
 from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.experts import Experts, mixture_of_experts
 from jaxpaged.layers.linear import Linear, apply_linear, with_backend
@@ -87,36 +87,67 @@ def self_attention(
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
     """
-    q_TNH, k_TKH, v_TKH = heads_of(x_TD, p)
-    if p.q_norm is not None:
-        q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
+    heads = heads_of(x_TD, p)
+    rotation = rotation_before_attention(p, config, kv, context)
+    if rotation is None or (p.q_norm is not None and rotation.norm is None):
+        q_TNH, k_TKH, v_TKH = heads_apart(*heads)
+        if p.q_norm is not None:
+            q_TNH, k_TKH = norm_of_heads(q_TNH, p.q_norm, config), norm_of_heads(k_TKH, p.k_norm, config)
+        if rotation is None:
+            q_TNH, k_TKH = rotated(q_TNH, k_TKH, config, context)
+        heads = q_TNH, k_TKH, v_TKH
+    o_TNH, kv = attend_heads(
+        context.attention,
+        heads,
+        kv,
+        scale=config.query_scale,
+        soft_cap=config.attn_soft_cap,
+        sinks_N=p.sinks,
+        rotation=rotation,
+    )
+    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
+
+
+def heads_of(x_TD: jax.Array, p: Attention) -> tuple[jax.Array, ...]:
+    """Queries, keys and values; or all in one array, [T, K, G + 2, H]."""
+    if p.qkv_proj is not None:
+        return (apply_linear("TD,KJHD->TKJH", x_TD, p.qkv_proj),)
+    q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
+    return q_TNH, apply_linear("TD,KHD->TKH", x_TD, p.k_proj), apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
+
+
+def heads_apart(first: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    """Queries, keys and values of what `heads_of` gives."""
+    if others:
+        return first, *others
+    q_TNH = first[:, :, :-2].reshape(len(first), -1, first.shape[-1])
+    return q_TNH, first[:, :, -2], first[:, :, -1]
+
+
+def rotated(
+    q_TNH: jax.Array, k_TKH: jax.Array, config: DecoderConfig, context: LayerContext
+) -> tuple[jax.Array, jax.Array]:
+    """Queries and keys at their positions, as far as the layer knows any."""
     if context.cos_sin is not None:
         q_TNH, k_TKH = (apply_rope(x, *context.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
         if config.rotated_norm:
             q_TNH, k_TKH = (normalised(x, config.norm).astype(x.dtype) for x in (q_TNH, k_TKH))
     elif context.query_factor_T is not None:
         q_TNH = (q_TNH * context.query_factor_T[:, None, None]).astype(q_TNH.dtype)
-    o_TNH, kv = attend(
-        context.attention,
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        kv,
-        scale=config.query_scale,
-        soft_cap=config.attn_soft_cap,
-        sinks_N=p.sinks,
-    )
-    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
+    return q_TNH, k_TKH
 
 
-def heads_of(x_TD: jax.Array, p: Attention) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values."""
-    if p.qkv_proj is None:
-        q_TNH = apply_linear("TD,NHD->TNH", x_TD, p.q_proj)
-        return q_TNH, apply_linear("TD,KHD->TKH", x_TD, p.k_proj), apply_linear("TD,KHD->TKH", x_TD, p.v_proj)
-    all_TKJH = apply_linear("TD,KJHD->TKJH", x_TD, p.qkv_proj)
-    q_TNH = all_TKJH[:, :, :-2].reshape(len(x_TD), -1, all_TKJH.shape[-1])
-    return q_TNH, all_TKJH[:, :, -2], all_TKJH[:, :, -1]
+def rotation_before_attention(
+    p: Attention, config: DecoderConfig, kv: KVTensor, context: LayerContext
+) -> Rotation | None:
+    """What attention does itself with queries and keys, in one launch with the writing of the cache; None where XLA
+    rotates."""
+    if context.cos_sin is None or config.rotated_norm or not context.attention.rotates(kv):
+        return None
+    is_plain = not (config.norm.is_offset or config.norm.is_centred or config.norm.deterministic)
+    is_normed = p.q_norm is not None and p.q_norm.weight.ndim == 1 and is_plain
+    norm = HeadNorm(p.q_norm.weight, p.k_norm.weight, config.norm.eps) if is_normed else None
+    return Rotation(*context.cos_sin, config.interleaved_rope, norm)
 
 
 def norm_of_heads(x_TNH: jax.Array, p: Norm, config: DecoderConfig) -> jax.Array:

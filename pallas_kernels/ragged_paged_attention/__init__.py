@@ -20,6 +20,7 @@ from pallas_kernels.ragged_paged_attention.chunks import rows_of_chunks
 from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
 from pallas_kernels.ragged_paged_attention.layout import KVLayout
+from pallas_kernels.ragged_paged_attention.rotation import Rotation
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.token_places import token_places
 
@@ -255,10 +256,29 @@ def _within_rows(visible_end_T: jax.Array, query_start_loc_R1: jax.Array, seq_le
     return jnp.clip(jnp.asarray(visible_end_T, jnp.int32), position_T + 1, seq_lens_R[row_T])
 
 
+def rotates(backend: str, kv: KVTensor) -> bool:
+    """Whether `backend` has a `rotate_and_write` for such a cache."""
+    module = _module(backend)
+    return isinstance(module, GpuBackend) and module.rotates(kv.arrays[0].dtype)
+
+
+def rotate_and_write(
+    heads: tuple[jax.Array, ...], rotation: Rotation, kv: KVTensor, metadata: AttentionMetadata, *, backend: str
+) -> tuple[jax.Array, KVTensor]:
+    """(q_TNH, normalised and rotated, zero for padding tokens; the cache with this step's keys and values): what comes
+    before `ragged_paged_attention`, which is then given no keys and values.
+
+    `heads`: queries [T, N, H], keys and values [T, K, H], or all as one array [T, K, G + 2, H], each key head's
+    queries, itself and its values one behind the other. Only for a backend that `rotates`.
+    """
+    q_TNH, arrays = _module(backend).rotate_and_write(heads, rotation, kv.arrays, metadata)
+    return q_TNH, dataclasses.replace(kv, arrays=arrays)
+
+
 def ragged_paged_attention(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    k_TKH: jax.Array | None,
+    v_TKH: jax.Array | None,
     kv: KVTensor,
     metadata: AttentionMetadata,
     *,
@@ -270,6 +290,7 @@ def ragged_paged_attention(
     undivided: bool = False,
 ) -> tuple[jax.Array, KVTensor]:
     """Write this step's keys and values into the cache, then attend over it, causally unless `metadata` says more.
+    Without keys and values they are in the cache already, see `rotate_and_write`.
 
     A query at position p sees the positions (p - window, p] of its own request, itself included; all of [0, p]
     without a window; and those behind it up to the end that `metadata` may have for it. Scores are `scale * q.k`, then
@@ -287,7 +308,7 @@ def ragged_paged_attention(
     check(
         backend,
         num_heads=num_heads,
-        num_kv_heads=k_TKH.shape[1],
+        num_kv_heads=kv.arrays[0].shape[kv_layout(backend).heads_axis] if k_TKH is None else k_TKH.shape[1],
         head_dim=head_dim,
         block_size=kv.arrays[0].shape[kv_layout(backend).slots_axis],
         q_dtype=q_TNH.dtype,

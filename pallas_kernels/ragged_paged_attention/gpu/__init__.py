@@ -52,6 +52,7 @@ from pallas_kernels.ragged_paged_attention.gpu.statics import LOG2_E, LOWEST, La
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, is_quantized, kind_of, quantize_new
+from pallas_kernels.ragged_paged_attention.rotation import Rotation
 from pallas_kernels.ragged_paged_attention.shared_tiles import SharedQueries, runs_of, runs_of_rows, shared_queries
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
@@ -179,11 +180,24 @@ class GpuBackend:
         reads = (shared_6R, None) if share is None else (None, seen_T)
         return Plan(jnp.where(real_T & is_here_T, block_T, NOWHERE), slot_T, *reads)
 
+    def rotates(self, kv_dtype: Any) -> bool:
+        """Whether `rotate_and_write` is there for a cache of such numbers."""
+        return self.is_pallas and not is_quantized(kv_dtype)
+
+    def rotate_and_write(
+        self, heads: tuple[jax.Array, ...], rotation: Rotation, kv: tuple[jax.Array, ...], metadata: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """See `ragged_paged_attention.rotate_and_write`."""
+        from pallas_kernels.ragged_paged_attention.gpu import rotated_write  # not where jax has no Pallas for Triton
+
+        check_size(kv[0].size, kv[0].dtype)
+        return rotated_write.rotate_and_write(heads, rotation, kv, metadata.plan, self.interpret)
+
     def attention(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         kv: tuple[jax.Array, ...],
         metadata: Any,
         *,
@@ -200,18 +214,20 @@ class GpuBackend:
         """
         check_size(kv[0].size, kv[0].dtype)
         calls = binding_of(self.is_pallas)
-        (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
-        new = new_slots(k_TKH, v_TKH, kv[0].dtype, scales)
-        written = calls.write(new, (*kv, *scales)[: len(new)], metadata.plan, self.interpret)
-        kv, scales = written[:2], written[2:] or scales
+        (T, N, H), K = q_TNH.shape, kv[0].shape[1]
+        if k_TKH is not None:
+            new = new_slots(k_TKH, v_TKH, kv[0].dtype, scales)
+            written = calls.write(new, (*kv, *scales)[: len(new)], metadata.plan, self.interpret)
+            kv, scales = written[:2], written[2:] or scales
         sees_ahead = metadata.visible_end_T is not None
         rule = LayerRule(scale, window, soft_cap, sinks_N is not None, kind_of(scales), sees_ahead)
         sinks_N = jnp.zeros(N, jnp.float32) if sinks_N is None else sinks_N.astype(jnp.float32)
         kind = device_kind(self.interpret)
         if undivided:
             return self.attend_part(rule, metadata, sinks_N, q_TNH, kv, scales), kv, scales
-        # Outputs take the place of their queries. XLA would make zeros to begin with for all layers at once.
-        q_TNH = jnp.where((jnp.arange(T) < metadata.query_start_loc_R1[-1])[:, None, None], q_TNH, 0)
+        if k_TKH is not None:
+            # Outputs take the place of their queries. XLA would make zeros to begin with for all layers at once.
+            q_TNH = jnp.where((jnp.arange(T) < metadata.query_start_loc_R1[-1])[:, None, None], q_TNH, 0)
         own_R, begun = None, ()
         if metadata.plan.shared_6R is not None:
             own_R = metadata.plan.shared_6R[sharing.OWN]
