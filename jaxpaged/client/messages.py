@@ -106,12 +106,16 @@ def message_of(message: Mapping[str, Any]) -> pb.ChatMessage:
 
 
 def part_message(part: Mapping[str, Any]) -> pb.ContentPart:
-    """A part in OpenAI's form (`text`, `image_url`), or of type `image` with a file's bytes, its path, or a URL."""
+    """A part in OpenAI's form (`text`, `image_url`), or of type `image` with a file's bytes, its path, or a URL, or of
+    type `image_embeds` with the bytes or the path of a file of embeddings."""
     if part.get("type", "text") == "text":
         return pb.ContentPart(text=part["text"])
-    key = "image_url" if part["type"] == "image_url" else "image"
+    key = part["type"] if part["type"] in ("image_url", "image_embeds") else "image"
     value = part.get(key)
-    image = image_message(value.get("url") if isinstance(value, Mapping) else value)
+    if key == "image_embeds" and value is not None:
+        image = pb.Image(embeds=value.read_bytes() if isinstance(value, Path) else value)
+    else:
+        image = image_message(value.get("url") if isinstance(value, Mapping) else value)
     if part.get("uuid"):
         image.uuid = part["uuid"]
     return pb.ContentPart(image=image)

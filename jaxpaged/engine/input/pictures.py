@@ -223,6 +223,9 @@ class PictureIntake:
 
     def _read_embeds(self, given: Embeddings, field: str) -> Embeddings:
         assert self.embeds is not None, "`check_number` refuses embeddings"
+        for each in given:
+            if isinstance(each, bytes):
+                self.limits.check_bytes(len(each), field)
         opened = [base64_bytes(each, field, self.limits) if isinstance(each, str) else each for each in given]
         return read(Embeddings(*opened), field, self.embeds)
 

@@ -62,9 +62,11 @@ def part_values(part: pb.ContentPart) -> dict[str, Any]:
     return {"type": "image", "image": picture(part.image), **uuid}
 
 
-def picture(image: pb.Image) -> bytes | str | None:
-    """The bytes or the URL; None: only its uuid is given."""
+def picture(image: pb.Image) -> bytes | str | dict[str, bytes] | None:
+    """The bytes, the URL, or a dict of embeddings; None: only its uuid is given."""
     source = image.WhichOneof("source")
+    if source == "embeds":
+        return {"image_embeds": image.embeds}
     return None if source is None else getattr(image, source)
 
 

@@ -1,11 +1,15 @@
 """Pictures over gRPC: bytes and URLs in prompts and chats, from the client to the engine, and what is refused."""
 
 import asyncio
+import base64
 
+import numpy as np
 import pytest
 
 from jaxpaged.client import Client, ClientError
-from tests.entrypoints.http.test_pictures import FILE, TEXT, URL, make_intake
+from jaxpaged.multimodal.embeddings import form_of
+from jaxpaged.proto import jaxpaged_pb2 as pb
+from tests.entrypoints.http.test_pictures import FILE, TEXT, URL, make_intake, npy
 from tests.models.seeing_folder import CHAT, NUM_EMBEDS, make_tokenizer
 
 GREEDY = {"max_tokens": 2, "temperature": 0}
@@ -56,6 +60,28 @@ def test_pictures_of_texts_ids_and_chats_reach_the_engine(used, tmp_path):
     features = [prompt["mm_features"] for prompt, _, _ in engine.seen]
     assert len({feature.key for (feature,) in features}) == 1
     assert len(tokens.token_ids) == answers[3].usage.prompt_tokens
+
+
+def test_embeddings_in_place_of_pictures_of_texts_and_chats(used):
+    values, taking = np.ones((NUM_EMBEDS, 8), np.float32), make_intake(form_of(8, "float32"))
+    file = base64.b64decode(npy(values))
+
+    def part(file, **fields):
+        return [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": file, **fields}, TEXT]}]
+
+    def use(client):
+        client.answer("a<start_of_image>b", images=[pb.Image(embeds=file)], **GREEDY)
+        for messages in (part(file, uuid="u"), part(None, uuid="u")):
+            assert client.answer(messages, **GREEDY).usage.image_tokens == NUM_EMBEDS
+        with pytest.raises(ClientError, match="is a pickle") as caught:
+            client.answer(part(b"PK"), **GREEDY)
+        assert caught.value.field == "chat.messages[0].parts[0].image.embeds"
+
+    _, engine = used(use, pictures=taking)
+    features = [prompt["mm_features"][0] for prompt, _, _ in engine.seen]
+    assert len({feature.key for feature in features}) == 1 and len(features) == 3
+    assert all(feature.is_embeds for feature in features)
+    taking.close()
 
 
 @pytest.mark.parametrize(
