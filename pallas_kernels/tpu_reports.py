@@ -27,7 +27,7 @@ def dump_options(folder: Path) -> str:
     """For `LIBTPU_INIT_ARGS`."""
     return (
         f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
-        " --xla_jf_dump_llo_html=false"
+        " --xla_jf_dump_llo_html=false --xla_jf_dump_llo_pass_label_regex=final_bundles"
     )
 
 

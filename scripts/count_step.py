@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # programs for absent devices cannot be read back
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
@@ -211,6 +209,8 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     arguments = parsed()
     options = {name: value for name, value in engine_options(arguments).items() if name != "model"}
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # programs for absent devices cannot be read back
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         # A TPU's compiler reads where to leave schedules when it is loaded.

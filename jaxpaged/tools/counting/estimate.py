@@ -17,13 +17,14 @@ from jaxpaged.tools.counting.program_text import Choice, Loop, Operation, Progra
 class Rates:
     """What a device reaches: bytes and operations a second. On a GPU launch: seconds from one kernel of a graph to the
     next; fill: seconds more until a product reads at that speed. clock: cycles a second, of a TPU. context_share: of
-    the bytes a second, what attention of decodes reads."""
+    the bytes a second, what attention of decodes reads; prompt_share: of the operations, what that of prompts makes."""
 
     bandwidth: float
     flops: float
     launch: float = 0.0
     fill: float = 0.0
     context_share: float = 1.0
+    prompt_share: float = 1.0
     clock: float = 0.0
 
     def seconds(self, operation: Operation) -> float:

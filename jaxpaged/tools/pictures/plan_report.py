@@ -117,16 +117,16 @@ def programs_report(programs: Sequence[PlannedProgram]) -> str:
 
 
 def speed_report(plan: Plan) -> str:
-    rows = [("at most", "requests", "context", "tokens/s", "each", "bounded by")]
+    rows = [("tokens/s", "requests", "context", "estimated", "each", "at most", "bounded by")]
     rows += [speed_row("decode", speed) for speed in plan.decode]
     rows += [speed_row("prefill", speed) for speed in plan.prefill]
-    return "\n".join(["speed of one engine, an upper bound", *columns(rows)])
+    return "\n".join(["speed of one engine, estimated from compiled programs, and an upper bound", *columns(rows)])
 
 
 def speed_row(what: str, speed: Speed) -> tuple[str, ...]:
-    each = speed.tokens_per_second / speed.num_requests
-    rates = (f"{speed.tokens_per_second:,.0f}", f"{each:,.0f}")
-    return (what, str(speed.num_requests), f"{speed.context:,}", *rates, speed.limit)
+    estimated = (f"{speed.estimated:,.0f}", f"{speed.estimated / speed.num_requests:,.0f}")
+    shown = estimated if speed.estimated else ("-", "-")
+    return (what, str(speed.num_requests), f"{speed.context:,}", *shown, f"{speed.tokens_per_second:,.0f}", speed.limit)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

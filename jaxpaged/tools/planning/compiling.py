@@ -10,6 +10,7 @@ import jax
 
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.params.sharding import bytes_on_device
+from jaxpaged.tools.counting.estimate import Rates
 from jaxpaged.tools.counting.program_text import ProgramText
 from jaxpaged.tools.planning.plan import PlannedProgram
 from jaxpaged.worker.programs.declare import SAMPLE_KINDS, ProgramKind
@@ -18,10 +19,11 @@ from jaxpaged.worker.programs.stages import builders_of, lowered_stages
 
 
 class Compiler:
-    """`stages`: the programs of each; of an engine without stages one. `compiled`: those of the last stage."""
+    """`stages`: the programs of each; of an engine without stages one. `compiled`: those of the last stage. `rates`:
+    what a device reaches."""
 
-    def __init__(self, stages: Sequence[EnginePrograms]):
-        self.stages = stages
+    def __init__(self, stages: Sequence[EnginePrograms], rates: Rates):
+        self.stages, self.rates = stages, rates
         self.builders = builders_of(stages)
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
 
@@ -82,6 +84,7 @@ class Compiler:
             code_bytes=memory.generated_code_size_in_bytes,
             flops=cost.get("flops", 0.0),
             memory_bytes=text.memory_bytes(),
+            seconds=self.rates.program_seconds(text.region),
             collectives=collectives.counts,
             waited_bytes=collectives.waited_bytes,
             hidden_bytes=collectives.hidden_bytes,

@@ -35,6 +35,7 @@ class PlannedProgram(msgspec.Struct):
     output_bytes: int = 0  # of results that do not lie where an argument was
     flops: float = 0.0
     memory_bytes: int = 0  # to and from main memory in one run, without KV blocks
+    seconds: float = 0.0  # of one run, without reading KV blocks, estimated from its operations
     collectives: dict[str, int] = {}
     waited_bytes: int = 0  # of results of collectives during which nothing else runs
     hidden_bytes: int = 0  # of the others
@@ -49,12 +50,14 @@ class PlannedProgram(msgspec.Struct):
 
 
 class Speed(msgspec.Struct):
-    """An upper bound from a roofline. `limit` is its longest part: "memory", "matmul", "links", "host" or "kernels"."""
+    """An upper bound from a roofline, and what compiled programs are estimated to reach. `limit` is the longest part of
+    the bound: "memory", "matmul", "links", "host" or "kernels"."""
 
     num_requests: int
     context: int  # tokens of each request
     tokens_per_second: float  # of all requests together
     limit: str
+    estimated: float = 0.0  # tokens a second of all requests together; 0 where nothing was compiled
 
 
 class StagePlan(msgspec.Struct):

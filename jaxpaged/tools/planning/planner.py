@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractDevice
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import across_hosts
@@ -32,6 +33,7 @@ from jaxpaged.tools.planning.roofline import (
     decode_speed,
     prefill_speed,
 )
+from jaxpaged.tools.planning.step_time import decode_seconds, prefill_seconds, rates_of
 from jaxpaged.tools.planning.targets import Target, shapes_mesh
 from jaxpaged.worker.costs import Work, encode_flops, work_of
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
@@ -112,7 +114,8 @@ class Planner:
     def compiler(self) -> Compiler:
         """Of the programs of all stages."""
         num_blocks = self.num_blocks
-        return Compiler([EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages])
+        of_stages = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
+        return Compiler(of_stages, rates_of(self.target.device))
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -219,26 +222,36 @@ class Planner:
             for i, work in enumerate(works)
         ]
         counts = sorted({min(n, most) for n in DECODE_REQUESTS})
-        return [
+        speeds = [
             decode_speed(works, device, n, context, moved(n))
             for context in self.contexts(SPEED_CONTEXTS)
             for n in counts
             if n <= self.concurrency(context)
         ]
+        for speed in speeds if count == 1 else []:
+            seconds = decode_seconds(programs, works[0], device, speed.num_requests, speed.context)
+            speed.estimated = speed.num_requests / seconds if seconds else 0.0
+        return speeds
 
     def prefill(self, programs: Sequence[PlannedProgram] = ()) -> list[Speed]:
         """Bounds for one prompt, in as few steps as the engine can compute it."""
         works, step_tokens = self.works(programs), self.config.scheduler.max_num_batched_tokens
-        contexts = self.contexts(SPEED_CONTEXTS)
-        return [prefill_speed(works, self.target.device, n, -(-n // step_tokens)) for n in contexts]
+        speeds, device = [], self.target.device
+        for n in self.contexts(SPEED_CONTEXTS):
+            num_steps = -(-n // step_tokens)
+            speeds.append(prefill_speed(works, device, n, num_steps))
+            if len(works) == 1 and (seconds := prefill_seconds(programs, works[0], device, n, num_steps)):
+                speeds[-1].estimated = n / seconds
+        return speeds
 
     # ---- words ---------------------------------------------------------------------------------
 
     def assumptions(self, programs: Sequence[PlannedProgram]) -> list[str]:
         device, shards, most_steps = self.target.device, self.engine_spec.num_shards, self.engine_spec.max_steps
         lines = [
-            f"speed is a bound: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} "
-            "TFLOP/s of bf16 per device (data sheet); good kernels reach 60 to 90 % of it",
+            f"at most: {device.bandwidth / 1e9:,.0f} GB/s of memory and {device.matmul_bf16 / 1e12:,.0f} TFLOP/s of "
+            "bf16 per device (data sheet), and nothing else takes time",
+            *self.how_estimated(programs),
             f"the host takes {1e6 * DISPATCH_SECONDS:.0f} us for a program, of up to {most_steps} decode "
             f"steps, and {1e6 * REQUEST_SECONDS:.1f} us for each request in a step (scripts/bench_host.py), while "
             f"devices compute; {KERNELS_PER_LAYER} kernels of a layer wait for each other, {1e6 * KERNEL_SECONDS:.0f} "
@@ -264,6 +277,22 @@ class Planner:
         if not programs:
             lines.append("nothing was compiled: temporaries are an upper estimate from shapes")
         return lines
+
+    def how_estimated(self, programs: Sequence[PlannedProgram]) -> list[str]:
+        """What is assumed where programs were compiled."""
+        if not programs or len(self.stages) > 1:
+            return []
+        rates = rates_of(self.target.device)
+        if rates.clock:
+            what = (
+                f"operations of compiled programs take the cycles that their compiler expects, {rates.clock / 1e9} GHz"
+            )
+            return [f"estimated: {what}, kernels of attention as long as their bytes; nothing was measured"]
+        what = f"{rates.bandwidth / 1e9:,.0f} GB/s and {rates.flops / 1e12:,.0f} TFLOP/s"
+        return [
+            f"estimated: operations of compiled programs follow each other, at {what}, {1e6 * rates.launch:.1f} us for "
+            f"each and {1e6 * rates.fill:.1f} more for a product; attention reads at {rates.context_share:.2f} of that"
+        ]
 
     def obstacles(self) -> list[str]:
         """Why the engine would not run on the target, were there memory enough."""
@@ -342,7 +371,7 @@ class Planner:
         for shards in host_sizes:
             config = replace(self.config, parallel=replace(self.config.parallel, tensor_parallel_size=shards))
             enough = self.num_ranks * shards * len(self.stages) <= host.num_devices
-            if enough and shards > self.engine_spec.num_shards and can_split(config, self.model, self.decoder):
+            if enough and shards > self.engine_spec.num_shards and can_split(config, self.model, self.decoder, host):
                 planner = Planner(config, self.model, self.decoder, host)
                 if planner.num_blocks > planner.blocks_per_request:
                     return shards
@@ -356,15 +385,16 @@ def largest_split(
     sizes = [size for size in set(target.sizes) & set(target.host_sizes) if share is None or size <= share]
     for shards in sorted(sizes, reverse=True):
         split = replace(config, parallel=replace(config.parallel, tensor_parallel_size=shards))
-        if can_split(split, model, decoder):
+        if can_split(split, model, decoder, target):
             return shards
     return 1
 
 
-def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig) -> bool:
+def can_split(config: EngineConfig, model: Model, decoder: DecoderConfig, target: Target) -> bool:
     """Whether heads and feed-forward divide as `config` says."""
+    device = AbstractDevice(target.device.name, None, target.platform)
     try:
-        EngineSpec(config, model, decoder, shapes_mesh(*config.parallel.devices, ranks=config.parallel.num_ranks))
+        EngineSpec(config, model, decoder, shapes_mesh(*config.parallel.devices, device, config.parallel.num_ranks))
     except ConfigError:
         return False
     return True

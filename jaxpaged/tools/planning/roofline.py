@@ -73,10 +73,7 @@ def prefill_speed(stages: Sequence[Work], device: DeviceFacts, num_tokens: int, 
 
 def prefill_parts(work: Work, device: DeviceFacts, num_tokens: int, num_steps: int) -> dict[str, float]:
     """Seconds of the parts of one of these steps on one stage."""
-    pairs = 0.0
-    for window, layers, _ in work.attention_layers:
-        width = min(window or num_tokens, num_tokens)
-        pairs += layers * (width * (width + 1) / 2 + (num_tokens - width) * width)
+    pairs = pairs_of(work, num_tokens)
     flops = 2 * (work.params - work.head_params) * num_tokens + 4 * pairs * work.heads + 2 * work.head_params
     return {
         "memory": work.bytes_read(num_tokens // num_steps) / device.bandwidth,
@@ -84,6 +81,15 @@ def prefill_parts(work: Work, device: DeviceFacts, num_tokens: int, num_steps: i
         "host": DISPATCH_SECONDS,
         "kernels": KERNELS_PER_LAYER * work.num_layers * KERNEL_SECONDS,
     }
+
+
+def pairs_of(work: Work, num_tokens: int) -> float:
+    """Pairs of a token of a prompt and one that it sees, in all layers."""
+    pairs = 0.0
+    for window, layers, _ in work.attention_layers:
+        width = min(window or num_tokens, num_tokens)
+        pairs += layers * (width * (width + 1) / 2 + (num_tokens - width) * width)
+    return pairs
 
 
 def link_seconds(work: Work, device: DeviceFacts, num_tokens: float) -> float:

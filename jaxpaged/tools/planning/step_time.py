@@ -1,14 +1,16 @@
 """How long a step takes, estimated from compiled programs, and how fast devices were seen to be.
 
-A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, and what attention reads of
-the contexts. The host works meanwhile, so a step takes the longer of both.
+A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, what attention reads of the
+contexts, and collectives during which nothing else runs. The host works meanwhile, so a step takes the longer of both.
 """
 
 from collections.abc import Sequence
 
 from jaxpaged.tools.counting.estimate import Rates
-from jaxpaged.tools.planning.plan import DeviceFacts
+from jaxpaged.tools.planning.plan import DeviceFacts, PlannedProgram
+from jaxpaged.tools.planning.roofline import DISPATCH_SECONDS, decode_parts, link_seconds, pairs_of
 from jaxpaged.worker.costs import Work
+from jaxpaged.worker.programs.declare import ProgramKind
 
 MEASURED = {"NVIDIA H100 SXM": (2.983e12, 7.03e14), "NVIDIA H200": (4.211e12, 7.03e14)}
 """Bytes and bf16 operations a second as `pallas_kernels.timing` measured them (the operations on an H100)."""
@@ -19,19 +21,26 @@ CONTEXT_SHARE = {"NVIDIA H100 SXM": 0.79, "NVIDIA H200": 0.70}
 LAUNCH_SECONDS, FILL_SECONDS = 1.3e-6, 2.9e-6
 """From one kernel of a CUDA graph to the next, and until a product reads its weights at full speed, in a profile of an
 8B Llama's decode step on an H200: norms and the like took 1.4 to 1.7 us, and 225 products 4.52 ms of 15.0 GB."""
+PROMPT_SHARE = 0.4
+"""Of the operations a second, what attention of prompts was measured to reach on an H100."""
+TILE_BUNDLES, TILE_FLOPS = 1327, 4 * 512 * 512 * 128
+"""Of that kernel on a TPU, cycles for a tile of 512 queries by 512 keys, at least: as it is scheduled for a v6e."""
 CLOCKS = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9, "TPU 7x": 2.2e9}
 """Cycles a second, from the data sheets' products a second and the sizes of the units that make them."""
 
 
 def rates_of(device: DeviceFacts) -> Rates:
     if device.name in CLOCKS:
-        return Rates(device.bandwidth, device.matmul_bf16, clock=CLOCKS[device.name])
+        clock = CLOCKS[device.name]
+        share = min(1.0, TILE_FLOPS * clock / device.matmul_bf16 / TILE_BUNDLES)
+        return Rates(device.bandwidth, device.matmul_bf16, clock=clock, prompt_share=share)
     shares = (device.bandwidth * REACHED[0], device.matmul_bf16 * REACHED[1])
     return Rates(
         *MEASURED.get(device.name, shares),
         launch=LAUNCH_SECONDS,
         fill=FILL_SECONDS,
         context_share=CONTEXT_SHARE.get(device.name, 0.75),
+        prompt_share=PROMPT_SHARE,
     )
 
 
@@ -53,3 +62,42 @@ def floor_seconds(work: Work, rates: Rates, num_requests: int, context: int) -> 
 def step_seconds(program_seconds: Sequence[float], work: Work, rates: Rates, num_requests: int, context: int) -> float:
     """Of a decode step of these programs on one device."""
     return sum(program_seconds) + context_bytes(work, num_requests, context) / (rates.bandwidth * rates.context_share)
+
+
+def decode_seconds(
+    programs: Sequence[PlannedProgram], work: Work, device: DeviceFacts, num_requests: int, context: int
+) -> float | None:
+    """Of a step with one token of each request, from the programs of an engine without stages; None if those of such a
+    step were not compiled."""
+    of_rank, rates = -(-num_requests // work.num_ranks), rates_of(device)
+    forward, decode, draw = (
+        smallest(programs, kind, of_rank) for kind in (ProgramKind.FORWARD, ProgramKind.DECODE, ProgramKind.SAMPLE)
+    )
+    ways = [[decode.seconds]] if decode else []
+    if forward and draw:
+        head = work.head_bytes / rates.bandwidth  # what follows its product takes as long as there are rows
+        rest = max(draw.seconds - head, 0.0) * of_rank / draw.size
+        ways.append([forward.seconds, head + rest])
+    if not ways:
+        return None
+    links = work.waited_share * link_seconds(work, device, of_rank)
+    host = decode_parts(work, device, num_requests, context, 0)["host"]
+    return max(step_seconds(min(ways, key=sum), work, rates, num_requests, context) + links, host)
+
+
+def prefill_seconds(
+    programs: Sequence[PlannedProgram], work: Work, device: DeviceFacts, num_tokens: int, num_steps: int
+) -> float | None:
+    """Of a prompt in so many steps, of an engine without stages; None if no program of such a step was compiled."""
+    forward, rates = smallest(programs, ProgramKind.FORWARD, -(-num_tokens // num_steps)), rates_of(device)
+    if forward is None:
+        return None
+    attention = 4 * pairs_of(work, num_tokens) * work.heads / (rates.flops * rates.prompt_share)
+    links = work.waited_share * link_seconds(work, device, num_tokens)
+    return max(num_steps * forward.seconds + attention + links, num_steps * DISPATCH_SECONDS)
+
+
+def smallest(programs: Sequence[PlannedProgram], kind: ProgramKind, size: int) -> PlannedProgram | None:
+    """The compiled program of a kind that is just large enough."""
+    fitting = [each for each in programs if each.kind == kind and each.size >= size and not each.error]
+    return min(fitting, key=lambda program: program.size, default=None)

@@ -315,6 +315,9 @@ def test_a_plan_compiles_the_programs_that_the_engine_would(compiled):
     assert plan.fits and not any(program.error for program in plan.programs)
     forward = next(program for program in plan.programs if program.kind == "forward")
     assert forward.flops > 0 and forward.temporary_bytes > 0 and forward.compile_seconds > 0
+    speeds = [*plan.decode, *plan.prefill]
+    assert speeds and all(0 < each.estimated < 1.001 * each.tokens_per_second for each in speeds)
+    assert any(line.startswith("estimated: ") for line in plan.assumptions)
     assert own.works()[0].weight_bytes < forward.memory_bytes
     most = max(program.temporary_bytes for program in plan.programs)
     outputs = max(program.output_bytes for program in plan.programs if program.kind != "zeros")
