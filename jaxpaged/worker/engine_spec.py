@@ -167,7 +167,9 @@ class EngineSpec:
 
     @property
     def joins_weights(self) -> bool:
-        """Whether weights lie side by side that are multiplied with the same."""
+        """Whether weights lie side by side that are multiplied with the same. Shapes without any devices do not."""
+        if isinstance(self.mesh, AbstractMesh) and self.mesh.abstract_device is None:
+            return False
         return self.platform in joined.PLATFORMS
 
     @property
