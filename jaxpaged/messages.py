@@ -48,9 +48,9 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     grid: tuple[int, int, int]
     pixels: np.ndarray | None = None  # uint8, of the processor's shape; None: the core has it by its key, or asks
     embeds: np.ndarray | None = None  # in the model's type, that another engine has computed; within a core only
+    is_embeds: bool = False  # `pixels` are the bytes of embeddings in the model's type, [num_embeds, bytes of one]
     moment: int = 0
     time: int = 0
-    is_embeds: bool = False  # `pixels` are the bytes of embeddings in the model's type, [num_embeds, bytes of one]
 
     @property
     def num_embeds(self) -> int:
@@ -464,7 +464,8 @@ class RequestMetrics(Result, gc=False):
 class RequestOutput(Result, gc=False):
     """The result of one prompt: `outputs` holds `n` sequences, ordered by index.
 
-    `mm_hashes` has the keys of a prompt's pictures in hexadecimal, in order, under "image"; None without any.
+    `mm_hashes` has the keys of a prompt's pictures in hexadecimal, in order, under "image", and those of the moments of
+    its videos under "video"; None without any.
     """
 
     request_id: str

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 DEFAULT_ENV = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxpaged" / "golden-env"
-PACKAGES = ["torch==2.13.0", "transformers==5.23.0", "numpy"]
+PACKAGES = ["torch==2.13.0", "torchvision==0.29.1", "transformers==5.23.0", "numpy", "pillow"]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 RECORDED_POSITIONS = (0, 1, 12, 25, 39)
@@ -74,7 +74,9 @@ def record_all(names: list[str]) -> None:
     if not names or "pooling" in names:
         golden = record_pooling()
         (GOLDEN / "pooling.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
-    others = {"pooling", *record_seeing(names)}
+    if not names or "video_sizes" in names:
+        (GOLDEN / "video_sizes.json").write_text(json.dumps(record_video_sizes()) + "\n", encoding="utf-8")
+    others = {"pooling", "video_sizes", *record_seeing(names)}
     for name in [name for name in names if name not in others] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             golden = record(checkpoints, name, checkpoints.write_checkpoint(name, Path(folder)))
@@ -166,6 +168,22 @@ def tensors_of(arrays: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def record_video_sizes() -> dict[str, Any]:
+    """Heights and widths that videos are resized to, and the times of their moments in words."""
+    from transformers.models.qwen2_vl import video_processing_qwen2_vl as second
+    from transformers.models.qwen3_vl import processing_qwen3_vl, video_processing_qwen3_vl
+
+    from tests.multimodal.processors import video_cases
+
+    third, timed = video_processing_qwen3_vl, processing_qwen3_vl.Qwen3VLProcessor
+    sizes: dict[str, list[list[int]]] = {"qwen2_5_vl": [], "qwen3_vl": []}
+    for frames, width, height, fewest, most in video_cases.sizes():
+        sizes["qwen2_5_vl"].append(list(second.smart_resize(height, width, 28, fewest, most)))
+        sizes["qwen3_vl"].append(list(third.smart_resize(frames, height, width, 2, 32, fewest, most)))
+    times = [timed._calculate_timestamps(None, list(indices), fps) for indices, fps in video_cases.times()]
+    return {"sizes": sizes, "times": [[f"{each:.1f}" for each in own] for own in times]}
 
 
 def record_pooling() -> dict[str, Any]:

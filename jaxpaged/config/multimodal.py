@@ -10,14 +10,15 @@ from typing import Any
 
 from jaxpaged.config.ec_transfer import ECTransfer, read_ec_transfer
 from jaxpaged.config.option_checks import option
+from jaxpaged.config.video_options import video_options_of
 from jaxpaged.errors import ConfigError, did_you_mean, shown
 
 logger = logging.getLogger(__name__)
 
 MODALITIES = ("image", "video", "audio", "vision_chunk")
-"""vLLM's names. Only images are taken; limits of the others may be given."""
+"""vLLM's names. Images and videos are taken; limits of the others may be given."""
 MOST_PICTURES = 999
-"""Of a prompt, where nothing is said: vLLM's number."""
+"""Of a prompt, where nothing is said, and of videos as well: vLLM's number."""
 WHITE = (255, 255, 255)
 
 
@@ -26,7 +27,9 @@ class MultiModalConfig:
     """Pictures in prompts. Guide: guides/images.md."""
 
     limit_mm_per_prompt: dict[str, Any] = option(
-        {}, f"most pictures of a prompt, as JSON such as '{{\"image\": 2}}'; 0 takes none (default: {MOST_PICTURES})"
+        {},
+        'most pictures and videos of a prompt, as JSON such as \'{"image": 2, "video": 1}\'; 0 takes none (default: '
+        f"{MOST_PICTURES} of each)",
     )
     mm_processor_kwargs: dict[str, Any] = option(
         {},
@@ -34,7 +37,9 @@ class MultiModalConfig:
         "place of what preprocessor_config.json says",
     )
     media_io_kwargs: dict[str, Any] = option(
-        {}, 'how pictures are decoded, as JSON: \'{"image": {"rgba_background_color": [255, 255, 255]}}\''
+        {},
+        'how pictures are decoded, and how the frames of videos follow one another, as JSON: \'{"image": '
+        '{"rgba_background_color": [255, 255, 255]}, "video": {"fps": 2.0, "num_frames": 16}}\'',
     )
     mm_processor_cache_gb: float = option(
         4.0,
@@ -105,6 +110,7 @@ class MultiModalConfig:
         for modality, limit in self.limit_mm_per_prompt.items():
             check_limit(modality, limit)
         background_of(self.media_io_kwargs)
+        video_options_of(self.media_io_kwargs)
         if self.ec_transfer is not None and self.language_model_only:
             raise ConfigError(
                 "ec_transfer_config names a folder of embeddings, and language_model_only leaves out what makes them. "
@@ -126,7 +132,15 @@ class MultiModalConfig:
     @property
     def max_pictures(self) -> int:
         """Of a prompt."""
-        limit = self.limit_mm_per_prompt.get("image", MOST_PICTURES)
+        return self._limit("image")
+
+    @property
+    def max_videos(self) -> int:
+        """Of a prompt."""
+        return self._limit("video")
+
+    def _limit(self, modality: str) -> int:
+        limit = self.limit_mm_per_prompt.get(modality, MOST_PICTURES)
         return int(limit.get("count", MOST_PICTURES) if isinstance(limit, Mapping) else limit)
 
     @property
@@ -167,9 +181,9 @@ def background_of(media_io_kwargs: Mapping[str, Any]) -> tuple[int, int, int]:
     for modality, values in media_io_kwargs.items():
         if not isinstance(values, Mapping):
             raise ConfigError(f"media_io_kwargs has {shown(values)} for {shown(modality)}; it must be an object.")
-        if values and modality != "image":
+        if values and modality not in ("image", "video"):
             raise ConfigError(
-                f"media_io_kwargs has the key {shown(modality)}, and only 'image' is taken. Leave it out."
+                f"media_io_kwargs has the key {shown(modality)}; only 'image' and 'video' are taken. Leave it out."
             )
     of_images = media_io_kwargs.get("image", {})
     for name in of_images:

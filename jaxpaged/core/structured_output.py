@@ -19,6 +19,8 @@ from jaxpaged.errors import RequestError
 from jaxpaged.messages import EngineCoreRequest, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra, extras_of
 
+OF_MODALITIES = {"image": Extra.PICTURES, "video": Extra.VIDEOS}
+"""What features of a modality need."""
 BOUND_BY = ("structured_outputs", "thinking_token_budget")
 EVERY_TOKEN = np.uint32(0xFFFFFFFF)
 
@@ -59,8 +61,9 @@ class StructuredOutputManager:
     def add(self, request: Request) -> bool:
         """Begin to compile what a request needs. False: nothing has to be compiled."""
         extras = extras_of(request.sampling_params)
-        if any(not each.is_embeds for each in request.mm_features):
-            extras.append(Extra.PICTURES)
+        for modality, extra in OF_MODALITIES.items() if request.mm_features else ():
+            if any(each.modality == modality and not each.is_embeds for each in request.mm_features):
+                extras.append(extra)
         needs = Needs(extras, self._compile(request))
         if needs.grammar is not None or not all(self._ask(extra) is True for extra in needs.extras):
             self.waiting[request] = needs

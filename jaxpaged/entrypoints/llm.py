@@ -225,8 +225,8 @@ class LLM(EngineControl):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several. Messages are dicts with "role" and "content", which is a text, or a list
-        of texts and pictures: {"type": "image", "image": a PIL image, an array, a path, bytes or a data URL}.
+        """Answer one conversation, or several. Messages are dicts with "role" and "content", a text or a list of texts,
+        pictures ({"type": "image", "image": a PIL image, an array, a path, bytes or a data URL}) and videos (lists).
 
         `chat_template` is a template, or the name of one of the model's; `chat_template_kwargs` are further variables
         that it reads. Raises RequestError as `generate` does.

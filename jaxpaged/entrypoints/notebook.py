@@ -93,7 +93,7 @@ def pictures_html(output: RequestOutput, intakes: "Collection[PictureIntake]") -
     """The first pictures of a prompt, small; words for those that no cache has."""
     if not output.mm_hashes:
         return ""
-    keys = output.mm_hashes["image"]
+    keys = [key for modality in ("image", "video") for key in output.mm_hashes.get(modality, ())]
     shown = [picture_html(number, key, intakes) for number, key in enumerate(keys[:MAX_PICTURES], 1)]
     more = f" and {len(keys) - MAX_PICTURES} more" if len(keys) > MAX_PICTURES else ""
     return f'<div style="{QUIET}">{" ".join(shown)}{more}</div>'

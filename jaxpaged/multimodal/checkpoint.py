@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxpaged.config.hf_overrides import overridden
 from jaxpaged.encoding.cbor import encode_cbor
-from jaxpaged.multimodal.processors import FAMILIES, load_settings, read_object
+from jaxpaged.multimodal.processors import FAMILIES, OF_VIDEOS, load_settings, read_object
 
 NUM_SAMPLES, SAMPLE_BYTES = 16, 4096
 
@@ -31,8 +31,10 @@ def picture_configs(folder: Path, overrides: Mapping[str, Any] | None = None) ->
 
 
 def model_identity(folder: Path, configs: PictureConfigs) -> str:
-    """A name of the checkpoint by its content, not by where it lies: its configuration, and samples of its weights."""
-    digest = hashlib.sha256(json.dumps([configs.model, configs.processor], sort_keys=True).encode())
+    """A name of the checkpoint by its content, not by where it lies: its configuration, and samples of its weights.
+    What it says of videos is in their keys."""
+    of_pictures = {name: value for name, value in configs.processor.items() if name != OF_VIDEOS}
+    digest = hashlib.sha256(json.dumps([configs.model, of_pictures], sort_keys=True).encode())
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(encode_cbor([path.name, size]))

@@ -3,12 +3,13 @@
     python -m jaxpaged.multimodal.child
 
 It reads messages from standard input, a `Setup` and then `Job`s, and answers each job with a `Done`. A message is the
-length of its head in 4 bytes, the head as msgpack, and the bytes of a picture, whose number the head has. Beyond its
-limits of memory and computing time it dies without an answer, or says that a picture needs too much.
+length of its head in 4 bytes, the head as msgpack, and the bytes of a picture or of frames, whose number the head has.
+Beyond its limits of memory and computing time it dies without an answer, or says that a picture needs too much.
 """
 
 import signal
 import sys
+from collections.abc import Sequence
 from typing import IO, Any
 
 import msgspec
@@ -34,15 +35,22 @@ class Setup(msgspec.Struct):
     num_bytes: int = 0
 
 
+class Frame(msgspec.Struct):
+    """The bytes of a file, or where there is a `shape` those of an array of uint8."""
+
+    num_bytes: int
+    shape: tuple[int, ...] | None
+
+
 class Job(msgspec.Struct):
-    """A picture: the bytes of a file, or where there is a `shape` those of an array of uint8."""
+    """A picture, which is one frame, or a moment of a video, which has rows and columns of tokens."""
 
     field: str
     options: dict[str, Any]
     options_field: str
-    shape: tuple[int, ...] | None
+    frames: list[Frame]
     background: tuple[int, int, int]
-    num_bytes: int
+    moment: tuple[int, int] | None
 
 
 class Done(msgspec.Struct):
@@ -55,24 +63,32 @@ class Done(msgspec.Struct):
     num_bytes: int = 0
 
 
-def message(head: msgspec.Struct, data: Any = b"") -> list[Any]:
+def message(head: msgspec.Struct, *data: Any) -> list[Any]:
     """The parts of a message, to be written one after the other."""
     packed = msgspec.msgpack.encode(head)
-    return [len(packed).to_bytes(4, "little") + packed, data]
+    return [len(packed).to_bytes(4, "little") + packed, *data]
 
 
-def answer(job: Job, data: bytes, setup: Setup, processor: Processor) -> list[Any]:
-    """The parts of the answer to one job."""
+def answer(job: Job, data: Sequence[bytes], setup: Setup, processor: Processor) -> list[Any]:
+    """The parts of the answer to one job, of which `data` are the frames."""
     try:
         chosen = processor.with_options(job.options, job.options_field) if job.options else processor
-        source = data if job.shape is None else np.frombuffer(data, np.uint8).reshape(job.shape)
-        picture = chosen.process(picture_pixels(source, job.field, setup.limits, job.background), job.field)
+        sources = [
+            own if frame.shape is None else np.frombuffer(own, np.uint8).reshape(frame.shape)
+            for own, frame in zip(data, job.frames, strict=True)
+        ]
+        pixels = [picture_pixels(source, job.field, setup.limits, job.background) for source in sources]
+        if job.moment is None:
+            picture = chosen.process(pixels[0], job.field)
+        else:
+            picture = chosen.videos.process(pixels, chosen.videos.moment_layout(*job.moment))
     except UsageError as error:
         return message(Done(str(error), getattr(error, "parameter", None)))
     except MemoryError:
         return message(Done(f"{job.field} needs more memory than a picture may. Scale it down.", job.field))
-    options = options_on(chosen.options, job.background)
-    key = picture_key(setup.model, "image", options, picture.layout, source_digest(source))
+    digest = source_digest(sources[0] if job.moment is None else tuple(sources))
+    modality, options = ("image", chosen.options) if job.moment is None else ("video", chosen.videos.options)
+    key = picture_key(setup.model, modality, options_on(options, job.background), picture.layout, digest)
     return message(Done(key=key, layout=picture.layout, num_bytes=picture.pixels.nbytes), picture.pixels.data.cast("B"))
 
 
@@ -98,7 +114,7 @@ def main() -> None:
         limit("RLIMIT_CORE", 0)
         while True:
             job = msgspec.msgpack.decode(read_head(source), type=Job)
-            data = read_exactly(source, job.num_bytes)
+            data = [read_exactly(source, frame.num_bytes) for frame in job.frames]
             limit_computing(setup.cpu_seconds)
             parts = answer(job, data, setup, processor)
             limit_computing(0)

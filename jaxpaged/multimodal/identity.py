@@ -18,9 +18,16 @@ VERSION = 2
 """Another one for every change of what a key is made of: keys are kept on disks."""
 
 
-def source_digest(source: bytes | memoryview | np.ndarray) -> bytes:
-    """Of the bytes of a file, or of an array of uint8 with its shape: 32 bytes."""
-    if isinstance(source, np.ndarray):
+Source = bytes | memoryview | np.ndarray
+"""The bytes of a file, or an array of uint8."""
+
+
+def source_digest(source: Source | tuple[Source, ...]) -> bytes:
+    """Of the bytes of a file, of an array with its shape, or of several, the frames of a moment: 32 bytes."""
+    parts: dict[str, Any]
+    if isinstance(source, tuple):
+        parts = {"frames": [source_digest(each) for each in source]}
+    elif isinstance(source, np.ndarray):
         parts = {"shape": list(source.shape), "array": hashlib.sha256(np.ascontiguousarray(source)).digest()}
     else:
         parts = {"file": hashlib.sha256(source).digest()}

@@ -38,6 +38,17 @@ def picture_pixels(picture: Any, field: str, limits: PictureLimits, background: 
 
 def array_pixels(array: np.ndarray, field: str, limits: PictureLimits, background: Colour = WHITE) -> np.ndarray:
     """Grey [H, W] or [H, W, 1], RGB [H, W, 3] and RGBA [H, W, 4], all of uint8, to uint8 [H, W, 3]."""
+    array_size(array, field, limits)
+    channels = array if array.ndim == 3 else array[:, :, None]
+    if channels.shape[2] == 4:
+        from PIL import Image
+
+        return rgb_of_image(Image.fromarray(np.ascontiguousarray(channels), "RGBA"), background)
+    return np.ascontiguousarray(np.broadcast_to(channels, (*channels.shape[:2], 3)))
+
+
+def array_size(array: np.ndarray, field: str, limits: PictureLimits) -> tuple[int, int]:
+    """Width and height. Raises RequestError for an array that is no picture, or too large."""
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
         raise RequestError(
             f"{field} is an array of {array.dtype} with shape {list(array.shape)}. Give uint8 [height, width, 3], or "
@@ -45,12 +56,7 @@ def array_pixels(array: np.ndarray, field: str, limits: PictureLimits, backgroun
             field,
         )
     limits.check_size(array.shape[1], array.shape[0], field)
-    channels = array if array.ndim == 3 else array[:, :, None]
-    if channels.shape[2] == 4:
-        from PIL import Image
-
-        return rgb_of_image(Image.fromarray(np.ascontiguousarray(channels), "RGBA"), background)
-    return np.ascontiguousarray(np.broadcast_to(channels, (*channels.shape[:2], 3)))
+    return array.shape[1], array.shape[0]
 
 
 def image_pixels(image: Any, field: str, limits: PictureLimits, background: Colour = WHITE) -> np.ndarray:

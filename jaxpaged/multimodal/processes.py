@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from jaxpaged.errors import EngineDeadError, RequestError
-from jaxpaged.multimodal.child import Done, Job, Setup, message
+from jaxpaged.multimodal.child import Done, Frame, Job, Setup, message
 from jaxpaged.multimodal.decoding import WHITE, Colour, PictureLimits
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout
@@ -84,36 +84,36 @@ class PictureProcesses:
 
     def process(
         self,
-        picture: bytes | np.ndarray,
+        picture: bytes | np.ndarray | tuple[bytes | np.ndarray, ...],
         field: str,
         options: Mapping[str, Any] | None = None,
         options_field: str = "mm_processor_kwargs",
         background: Colour = WHITE,
+        moment: tuple[int, int] | None = None,
     ) -> KeyedPicture:
         """A file's bytes or an array of uint8 to what the encoder takes. Blocks while all children are busy.
 
-        `options` are those of the request, `mm_processor_kwargs`; `background` is what transparent pixels are laid on.
-        The pixels own their memory. Raises RequestError that names the field at fault.
+        `moment`: rows and columns of tokens of a moment of a video, which is several of these, its frames. `options`
+        are those of the request, `mm_processor_kwargs`; `background` is what transparent pixels are laid on. The pixels
+        own their memory. Raises RequestError that names the field at fault.
         """
-        data, shape = memoryview(b""), None
-        if isinstance(picture, np.ndarray):
-            if picture.dtype != np.uint8:
-                raise RequestError(f"{field} is an array of {picture.dtype}. Give uint8 [height, width, 3].", field)
-            shape = picture.shape
-            if picture.size:
-                data = memoryview(np.ascontiguousarray(picture)).cast("B")
-        else:
-            data = memoryview(picture)
-        job = Job(field, dict(options or {}), options_field, shape, background, data.nbytes)
+        given = picture if isinstance(picture, tuple) else (picture,)
+        data = [bytes_of(each, field) for each in given]
+        frames = [
+            Frame(own.nbytes, each.shape if isinstance(each, np.ndarray) else None)
+            for own, each in zip(data, given, strict=True)
+        ]
+        job = Job(field, dict(options or {}), options_field, frames, background, moment)
         with self._places:
             child = self._take()
             try:
-                done, pixels = child.ask(message(job, data))
+                done, pixels = child.ask(message(job, *data))
             except ChildLost:
                 self._drop(child)
                 if self._closed:
                     raise EngineDeadError("The processes that decode pictures have been closed.") from None
-                logger.warning("a picture of %d bytes cost the process that decoded it", data.nbytes)
+                num_bytes = sum(each.nbytes for each in data)
+                logger.warning("a picture of %d bytes cost the process that decoded it", num_bytes)
                 raise RequestError(
                     f"{field} cannot be decoded with the memory and time that a picture may take. Scale it down.", field
                 ) from None
@@ -162,6 +162,15 @@ class PictureProcesses:
             self._children.discard(child)
         child.kill()
         child.close()
+
+
+def bytes_of(picture: bytes | np.ndarray, field: str) -> memoryview:
+    """Raises RequestError for an array of another type than uint8."""
+    if not isinstance(picture, np.ndarray):
+        return memoryview(picture)
+    if picture.dtype != np.uint8:
+        raise RequestError(f"{field} is an array of {picture.dtype}. Give uint8 [height, width, 3].", field)
+    return memoryview(np.ascontiguousarray(picture)).cast("B") if picture.size else memoryview(b"")
 
 
 class ChildLost(Exception):

@@ -17,14 +17,23 @@ SIDE = 96
 
 def seen_pixels(pixels: np.ndarray, layout: PictureLayout) -> np.ndarray:
     """uint8 [H, W, 3] as an encoder sees it, from `pixels` of shape `layout.pixels_shape`: the whole picture where
-    there are crops of it, too; of patches, the inverse of `merged_patches`."""
+    there are crops of it, too; of patches, the inverse of `merged_patches`. Of a moment of a video the first frame."""
     if pixels.ndim == 4:
         return pixels[0]
     num_patches, numbers = pixels.shape
     rows, columns = layout.rows, layout.columns
-    merge, side = math.isqrt(num_patches // (rows * columns)), math.isqrt(numbers // 3)
-    cells = pixels.reshape(rows, columns, merge, merge, 3, side, side)
+    merge, num_frames = math.isqrt(num_patches // (rows * columns)), frames_in(numbers)
+    side = math.isqrt(numbers // 3 // num_frames)
+    cells = pixels.reshape(rows, columns, merge, merge, 3, num_frames, side, side)[:, :, :, :, :, 0]
     return cells.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * merge * side, columns * merge * side, 3)
+
+
+def frames_in(numbers: int) -> int:
+    """How many square frames of three channels a patch of so many numbers is."""
+    count = 1
+    while math.isqrt(numbers // 3 // count) ** 2 * 3 * count != numbers:
+        count += 1
+    return count
 
 
 def thumbnail(pixels: np.ndarray, layout: PictureLayout) -> np.ndarray:

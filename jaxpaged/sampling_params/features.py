@@ -28,6 +28,7 @@ class Extra(enum.Enum):
     FULL_SAMPLER = "the program that draws with penalties, biases and log probabilities"
     PROMPT_LOGPROBS = "the program that gives log probabilities of prompts"
     PICTURES = "the programs that make embeddings of pictures"
+    VIDEOS = "the programs that make embeddings of videos"
 
 
 def features_of(params: SamplingParams) -> Feature:

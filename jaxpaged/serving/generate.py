@@ -9,6 +9,7 @@ module does not know.
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -122,9 +123,9 @@ class EngineRequest:
         return None if self.is_pooling else self.params.structured_outputs
 
     @property
-    def num_image_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(prompt.num_image_tokens for prompt in self.prompts)
+    def media_tokens(self) -> Mapping[str, int]:
+        """Of all prompts, by modality."""
+        return sum([prompt.media_tokens for prompt in self.prompts], Counter())
 
     @property
     def is_pooling(self) -> bool:

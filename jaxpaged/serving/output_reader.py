@@ -4,7 +4,7 @@
 comes or all at once. This module knows no API: what the pieces look like to a client is for each endpoint to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -129,11 +129,12 @@ class OutputReader:
 class UsageCounter:
     """Adds up results: prompts once each, and new or final tokens of every sequence.
 
-    Not `with_cached`: clients hear nothing of prompt tokens that were cached. `num_image_tokens`: of all prompts.
+    Not `with_cached`: clients hear nothing of prompt tokens that were cached. `media_tokens`: of all
+    prompts, by modality.
     """
 
-    def __init__(self, with_cached: bool, num_image_tokens: int = 0):
-        self._with_cached, self.num_image_tokens = with_cached, num_image_tokens
+    def __init__(self, with_cached: bool, media_tokens: Mapping[str, int] = MappingProxyType({})):
+        self._with_cached, self.media_tokens = with_cached, media_tokens
         self._prompts: dict[int, tuple[int, int]] = {}  # prompt -> its tokens, and those of them that were cached
         self.num_completion_tokens = 0
 

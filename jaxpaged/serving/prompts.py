@@ -5,6 +5,7 @@ Protocols bring a conversation into the form of `Conversation`, and name fields 
 long: it is called off the event loop where a request is not short.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.messages import MultiModalFeature
-from jaxpaged.multimodal.sources import KEYS
+from jaxpaged.multimodal.sources import KEYS, VIDEO_KEYS
 from jaxpaged.parsing.detect import tool_parser_of
 from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
@@ -52,9 +53,12 @@ class TokenPrompt:
         return {"prompt": self.text, "prompt_token_ids": self.token_ids, **others}
 
     @property
-    def num_image_tokens(self) -> int:
-        """Of the tokens those in whose place embeddings of pictures stand."""
-        return sum(length for feature in self.mm_features for _, length in feature.runs)
+    def media_tokens(self) -> Counter[str]:
+        """Of the tokens those in whose place embeddings of pictures or videos stand, by modality."""
+        tokens: Counter[str] = Counter()
+        for feature in self.mm_features:
+            tokens[feature.modality] += feature.num_embeds
+        return tokens
 
 
 class PromptReader:
@@ -293,8 +297,8 @@ def thinking_markers(reasoning_parser: str | None) -> tuple[str, ...]:
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 """Type of a part of a message -> its key that holds a text."""
-PICTURE_PARTS = {**KEYS, "image_embeds": "image_embeds"}
-"""Type of a part of a message -> its key that holds a picture, or where one is."""
+PICTURE_PARTS = {**KEYS, **VIDEO_KEYS, "image_embeds": "image_embeds"}
+"""Type of a part of a message -> its key that holds a picture or a video, or where one is."""
 
 
 def has_pictures(messages: Sequence[Any]) -> bool:
@@ -365,7 +369,7 @@ def template_part(part: Any, path: str, takes_pictures: bool) -> dict[str, Any]:
 def picture_part(part: dict[str, Any], path: str) -> dict[str, Any]:
     """The part as `InputProcessor.chat_prompt` reads it; `field` is what errors call it."""
     key = PICTURE_PARTS[part["type"]]
-    is_object = key == "image_url" and isinstance(part.get(key), dict)
+    is_object = key in ("image_url", "video_url") and isinstance(part.get(key), dict)
     return {**part, "field": f"{path}.{key}.url" if is_object else f"{path}.{key}"}
 
 

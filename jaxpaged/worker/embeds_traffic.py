@@ -99,7 +99,7 @@ class SharingEncoder(TakingEncoder):
     def __init__(
         self,
         spec: EncoderSpec,
-        layouts: Mapping[int, EncodeLayout],
+        layouts: Mapping[ProgramKey, EncodeLayout],
         rows: RequestRows,
         folder: EmbedsFolder,
         space: Callable[[], str],

@@ -7,7 +7,7 @@ not fails the requests that have it, and no others.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jaxpaged.models.vision.interface import Picture
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.encoding import EncodeLayout, PicturePart, batches_of
+from jaxpaged.worker.step.encoding import EncodeLayout, PicturePart, batches_of, by_frames
 from jaxpaged.worker.visual_rows import slots_of
 
 NOT_NUMBERS = (
@@ -44,9 +44,9 @@ class Use(NamedTuple):
 
 
 class Encoder:
-    """Of one engine, whose requests have `rows`. `layouts`: those of encode programs, by bucket."""
+    """Of one engine, whose requests have `rows`. `layouts`: those of encode programs."""
 
-    def __init__(self, spec: EncoderSpec, layouts: Mapping[int, EncodeLayout], rows: RequestRows):
+    def __init__(self, spec: EncoderSpec, layouts: Mapping[ProgramKey, EncodeLayout], rows: RequestRows):
         self.spec, self.layouts, self.rows = spec, layouts, rows
         self._pictures: dict[int, EncodedPicture] = {}  # by their first page
 
@@ -65,16 +65,28 @@ class Encoder:
         self, device: Device, keys: Sequence[ProgramKey], inputs: Sequence[EncoderInput]
     ) -> list["FiniteReading"]:
         """Dispatch the batches of a step."""
+        programs = iter(keys)
+        return [reading for _, part in by_frames(inputs) for reading in self._encode(device, programs, part)]
+
+    def _encode(
+        self, device: Device, keys: Iterator[ProgramKey], inputs: Sequence[EncoderInput]
+    ) -> list["FiniteReading"]:
+        """Dispatch batches of pictures, or of moments of videos, by the next of these programs."""
         config, page_size = self.spec.config, self.spec.cache.page_size
         sizes = [config.size_of(each.feature.grid) for each in inputs]
         slots = [slots_of(each.page_ids, page_size, each.feature.num_embeds) for each in inputs]
         pictures = [EncodedPicture() for _ in inputs]
         for each, picture in zip(inputs, pictures):
             self._pictures[each.page_ids[0]] = picture
-        buckets, encoded = iter(keys), []
-        for bucket, parts in batches_of(sizes, self.spec, lambda _: next(buckets).size):
-            packed = self._pack(self.layouts[bucket], parts, inputs, slots)
-            key, state = ProgramKey(keys[0].kind, bucket), device.state
+        encoded, own = [], list[ProgramKey]()
+
+        def bucket_for(_: int) -> int:
+            own.append(next(keys))
+            return own[-1].size
+
+        batches = batches_of(sizes, self.spec, bucket_for)
+        for key, (_, parts) in zip(own, batches, strict=True):
+            packed, state = self._pack(self.layouts[key], parts, inputs, slots), device.state
             tower = tower_of(device.params)
             state.encoded, finite_E = device.call(key, tower, device.table_CV, state.encoded, packed)
             counts = [(pictures[part.index], config.num_embeds(part.stop - part.start)) for part in parts]

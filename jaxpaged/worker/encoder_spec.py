@@ -22,7 +22,7 @@ class EncoderSpec:
     """`vision` is the tower's family and `config` its description, as the options want it. `sizes`: the buckets of
     encode programs; none where all embeddings are computed elsewhere. `largest`: the grid of the largest picture that
     the engine takes. `one_each`: a batch has one picture, in the bucket of its size, so that no bit depends on what
-    else is encoded (`deterministic`)."""
+    else is encoded (`deterministic`). `takes_videos`: whether there are moments of videos to encode."""
 
     vision: Vision
     config: VisionConfig
@@ -30,6 +30,7 @@ class EncoderSpec:
     sizes: tuple[int, ...]
     largest: Grid
     one_each: bool = False
+    takes_videos: bool = False
 
     @property
     def cache_shape(self) -> tuple[int, int]:
@@ -105,4 +106,5 @@ def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platfo
     else:
         largest = 1, 1, fits
         sizes = encode_sizes(tower, tower.size_of(largest))
-    return EncoderSpec(vision, tower, cache, () if options.language_model_only else sizes, largest, one_each)
+    sizes, takes_videos = () if options.language_model_only else sizes, tower.frames > 1 and options.max_videos > 0
+    return EncoderSpec(vision, tower, cache, sizes, largest, one_each, takes_videos)

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.video_options import VideoOptions, video_options_of
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.flags import engine_options
 from jaxpaged.entrypoints.option_flags import add_engine_flags
@@ -39,7 +40,11 @@ def test_a_limit_is_a_number_or_an_object_with_a_count(limit, most):
         ({"limit_mm_per_prompt": {"picture": 1}}, "unknown key 'picture'"),
         ({"limit_mm_per_prompt": {"image": -1}}, "-1 for image"),
         ({"limit_mm_per_prompt": {"image": {"count": True}}}, "for image"),
-        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, "only 'image' is taken"),
+        ({"media_io_kwargs": {"audio": {"num_frames": 4}}}, "only 'image' and 'video' are taken"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "whole number from 1, or -1"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "above 0"),
+        ({"media_io_kwargs": {"video": {"frame": 1}}}, "unknown key 'frame'"),
+        ({"media_io_kwargs": {"video": {"frames_indices": [2, 1]}}}, "each above the one before"),
         ({"media_io_kwargs": {"image": {"size": 4}}}, "unknown key 'size'"),
         ({"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 256]}}}, "three numbers from 0 to 255"),
         ({"media_io_kwargs": {"image": {"image_mode": "L"}}}, "pictures become 'RGB'"),
@@ -63,6 +68,12 @@ def test_what_means_nothing_is_refused_by_name(options, words):
 def test_the_background_of_transparent_pictures():
     assert config().background == (255, 255, 255)
     assert config(media_io_kwargs={"image": {"rgba_background_color": [0, 1, 2]}}).background == (0, 1, 2)
+
+
+def test_limits_and_times_of_videos():
+    assert config().max_videos == 999 and config(limit_mm_per_prompt={"video": {"count": 0}}).max_videos == 0
+    taken = config(media_io_kwargs={"video": {"fps": 2, "num_frames": -1, "duration": 3.0}}).media_io_kwargs
+    assert video_options_of(taken) == VideoOptions(fps=2.0)
 
 
 def test_vllms_older_names_become_ours():

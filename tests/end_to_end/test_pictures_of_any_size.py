@@ -4,6 +4,8 @@ That a lone request gets transformers' logits is tested here too: tests/models/t
 """
 
 import random
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from jaxpaged.messages import MultiModalFeature
 from tests.end_to_end.test_pictures import NGRAM, Engine, Prompt, check_beginning, check_mixes, serve, text
 from tests.models.paged import golden_of
+from tests.models.qwen_vl_checkpoints import VIDEO_TOKEN
 from tests.models.seeing import features_in
 from tests.models.seeing_checkpoints import (
     IMAGE_TOKEN,
@@ -27,7 +30,7 @@ GRIDS = ((3, 5), (1, 2), (4, 3), (1, 1), (2, 6))
 
 
 class AnyPrompt(Prompt):
-    """Tokens and features of parts: lists of tokens, and numbers of pictures."""
+    """Tokens and features of parts: lists of tokens, numbers of pictures, and videos."""
 
     def __init__(self, *parts):
         self.tokens, self.features = [], []
@@ -35,12 +38,32 @@ class AnyPrompt(Prompt):
             if isinstance(part, list):
                 self.tokens += part
                 continue
+            if isinstance(part, Video):
+                self.add_video(part)
+                continue
             rows, columns = GRIDS[part % len(GRIDS)]
             offset, length = len(self.tokens), rows * columns
             self.tokens += [IMAGE_TOKEN] * length
             pixels = np.random.default_rng(part).integers(0, 256, (4 * length, 48)).astype(np.uint8)
             runs, grid = [(offset, length)], (1, rows, columns)
             self.features.append(MultiModalFeature(bytes([part] * 32), "image", offset, length, runs, grid, pixels))
+
+    def add_video(self, video):
+        rows, columns = 1, 3
+        for i, (number, time) in enumerate(zip(video.numbers, video.times, strict=True)):
+            offset = len(self.tokens)
+            self.tokens += [VIDEO_TOKEN] * 3
+            pixels = np.random.default_rng(number).integers(0, 256, (12, 96)).astype(np.uint8)
+            key, run = bytes([200 + number] * 32), (offset, 3)
+            feature = MultiModalFeature(key, "video", *run, [run], (1, rows, columns), pixels, moment=i, time=time)
+            self.features.append(feature)
+
+
+class Video(NamedTuple):
+    """A video of these moments, at these positions in time."""
+
+    numbers: Sequence[int]
+    times: Sequence[int]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +119,37 @@ def test_every_chunk_gives_the_same(engine, chunks):
 )
 def test_cached_beginnings_before_in_and_behind_pictures(engine, parts, num_cached):
     check_beginning(engine, LONG, AnyPrompt(text(1, 3), *parts), AnyPrompt(*range(20, 26)), num_cached)
+
+
+SEEN = AnyPrompt(text(1, 3), Video((0, 1, 2, 3, 1), (0, 2, 3, 5, 9)), text(2, 6), 1, text(3, 5))
+
+
+@pytest.mark.parametrize("chunks", [[5], [4, 1, 9, 40]])
+def test_every_chunk_of_a_video_gives_the_same(engine, chunks):
+    request = SEEN.request("a", prompt_logprobs=2)
+    engine.check(serve(engine.core(), [request], chunks=chunks), [request])
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_cached"),
+    [
+        ([Video((0, 1, 5, 3, 1), (0, 2, 3, 5, 9)), text(2, 6)], 8),  # up to another moment
+        ([Video((0, 1, 2), (0, 2, 3)), text(2, 6), 1], 12),  # it ends before
+        ([Video((0, 1, 2, 3, 1), (0, 2, 4, 5, 9)), text(2, 6)], 8),  # the same moments at other times
+        ([Video((0, 1, 2, 3, 1), (0, 2, 3, 5, 9)), text(2, 6), 6, text(3, 5)], 24),  # up to another picture
+    ],
+)
+def test_cached_beginnings_within_and_behind_a_video(engine, parts, num_cached):
+    check_beginning(engine, SEEN, AnyPrompt(text(1, 3), *parts), AnyPrompt(*range(20, 26)), num_cached)
+
+
+def test_mixes_with_videos(engine):
+    """Preempted, in batches with pictures and texts, and with moments that several have."""
+    draw = random.Random(3)
+    videos = [Video(tuple(draw.randrange(6) for _ in range(size)), tuple(range(size))) for size in (1, 2, 5, 7, 4, 9)]
+    prompts = [AnyPrompt(text(i % 2, 3), video, text(4, 2), *([i] if i % 2 else [])) for i, video in enumerate(videos)]
+    requests = [each.request(f"v{i}", max_tokens=14, seed=i) for i, each in enumerate(prompts)]
+    check_mixes(engine, range(2), [*requests, *REQUESTS[:14]])
 
 
 def random_request(index):

@@ -184,7 +184,7 @@ def gemma3_tower_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def make_seeing_tensors(name: str) -> dict[str, np.ndarray]:
     """Float32 weights. The norms of towers multiply by numbers around one."""
     if name in qwen.QWEN_VL:
-        return qwen_vl_tensors(name)
+        return qwen_vl_tensors(SEEING[name], seed_of(name))
     tensors = random_tensors(shapes_of(name), SEEING[name]["text_config"], seed_of(name))
     for tensor, array in tensors.items():
         if ".layer_norm" in tensor or ".post_layernorm" in tensor:
@@ -192,11 +192,11 @@ def make_seeing_tensors(name: str) -> dict[str, np.ndarray]:
     return tensors
 
 
-def qwen_vl_tensors(name: str) -> dict[str, np.ndarray]:
-    text = qwen.text_config(SEEING[name])
-    tensors = random_tensors(tensor_shapes(text), text, seed_of(name))
+def qwen_vl_tensors(hf: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    text = qwen.text_config(hf)
+    tensors = random_tensors(tensor_shapes(text), text, seed)
     inside = {tensor.replace("model.", "model.language_model.", 1): array for tensor, array in tensors.items()}
-    return qwen.with_stacked_experts(inside) | qwen.tower_tensors(SEEING[name], seed_of(name) + 1)
+    return qwen.with_stacked_experts(inside) | qwen.tower_tensors(hf, seed + 1)
 
 
 def write_seeing_checkpoint(name: str, folder: Path) -> Path:

@@ -1,22 +1,47 @@
-"""Videos are refused by name, with what to send in their place."""
+"""When the frames of a video were, as far as callers say it; and what is no video, nor a picture."""
 
 import pytest
 
+from jaxpaged.config.video_options import VideoOptions
 from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.sources import source_of_part, sources_of_data
-
-FRAMES = "Give some of its frames as pictures, one after the other."
-
-
-@pytest.mark.parametrize("kind", ["video", "video_url", "input_video"])
-def test_a_part_that_is_a_video(kind):
-    with pytest.raises(RequestError, match=f"'{kind}'.* {FRAMES}") as error:
-        source_of_part({"type": kind, kind: {"url": "https://here/x.mp4"}}, "messages[0].content[1]")
-    assert error.value.parameter == "messages[0].content[1].type"
+from jaxpaged.multimodal.videos import Frames, clip_of, videos_in
 
 
-def test_a_video_of_multi_modal_data():
-    with pytest.raises(RequestError, match=f"'video'.* {FRAMES}"):
-        sources_of_data({"video": [[1, 2]]})
-    with pytest.raises(RequestError, match="'audio'; only 'image' is taken. Leave it out"):
+@pytest.mark.parametrize(
+    ("said", "asked", "indices", "fps"),
+    [
+        (VideoOptions(), VideoOptions(), [0, 1, 2, 3], 1.0),
+        (VideoOptions(), VideoOptions(fps=2.0), [0, 0.5, 1, 1.5], 2.0),
+        (VideoOptions(fps=4.0), VideoOptions(fps=2.0), [0, 0.25, 0.5, 0.75], 4.0),
+        (VideoOptions(fps=4.0, total=8), VideoOptions(), [0, 0.25, 0.5, 0.75], 2.0),
+        (VideoOptions(fps=2.0, indices=(1, 3, 5, 7)), VideoOptions(total=99), [0.5, 1.5, 2.5, 3.5], 1.0),
+        (VideoOptions(), VideoOptions(num_frames=2), [0, 3], 0.5),
+        (VideoOptions(), VideoOptions(num_frames=9), [0, 1, 2, 3], 1.0),
+    ],
+)
+def test_when_frames_were(said, asked, indices, fps):
+    clip = clip_of(Frames(tuple("abcd"), said), asked, "video")
+    assert list(clip.seconds) == indices and clip.fps == fps
+    assert len(clip.frames) == len(indices)
+
+
+def test_a_list_of_pictures_is_one_video_and_a_list_of_videos_is_several():
+    pair, url = (["a"], {"fps": 1}), "data:video/jpeg;base64,AAAA"
+    assert videos_in(["a.png", b"b"]) == [["a.png", b"b"]]
+    assert videos_in([["a"], pair, url]) == [["a"], pair, url]
+    assert videos_in(pair) == [pair] and videos_in(url) == [url]
+    assert videos_in([]) == [] == videos_in(None)
+
+
+@pytest.mark.parametrize("kind", ["input_video", "input_audio", "audio_url"])
+def test_a_part_that_is_another_medium(kind):
+    with pytest.raises(RequestError, match=f"part of type '{kind}'; texts, pictures and videos are taken") as error:
+        source_of_part({"type": kind, kind: "https://a.org/b.mp4"}, "messages[0].content[0]")
+    assert error.value.parameter == "messages[0].content[0].type"
+
+
+def test_other_media_of_multi_modal_data():
+    with pytest.raises(RequestError, match="'audio'; only 'image' and 'video' are taken. Leave it out"):
         sources_of_data({"audio": [b"x"]})
+    assert sources_of_data({"audio": [], "video": []}) == []

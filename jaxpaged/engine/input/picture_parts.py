@@ -3,7 +3,7 @@
 What requests say of pictures is here, too. Nothing is read or decoded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,10 @@ class PictureOptions:
 
 def has_pictures(messages: Any) -> bool:
     """Whether a message has a part that is a picture, or another medium. Messages may be malformed still."""
-    return first_picture(messages) is not None
+    return first_part(messages, is_picture_part) is not None
 
 
-def first_picture(messages: Any) -> str | None:
+def first_part(messages: Any, is_wanted: Callable[[Any], bool]) -> str | None:
     """Where the first such part is, such as `messages[0].content[1]`."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         return None
@@ -38,7 +38,7 @@ def first_picture(messages: Any) -> str | None:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list | tuple):
             for place, part in enumerate(content):
-                if is_picture_part(part):
+                if is_wanted(part):
                     return f"messages[{number}].content[{place}]"
     return None
 
@@ -46,8 +46,7 @@ def first_picture(messages: Any) -> str | None:
 def without_pictures(
     messages: Sequence[Mapping[str, Any]], *, local_files: bool
 ) -> tuple[list[dict[str, Any]], list[PictureSource]]:
-    """Copies of messages with parts of type image where pictures were, and the pictures in order. Raises
-    RequestError."""
+    """Copies of messages with parts of type image or video where these were, and they in order. Raises RequestError."""
     copies: list[dict[str, Any]] = []
     sources: list[PictureSource] = []
     for number, message in enumerate(messages):
@@ -57,25 +56,28 @@ def without_pictures(
             parts = []
             for place, part in enumerate(content):
                 if is_picture_part(part):
-                    sources.append(
-                        source_of_part(part, f"messages[{number}].content[{place}]", local_files=local_files)
-                    )
-                    part = {"type": "image"}
+                    source = source_of_part(part, f"messages[{number}].content[{place}]", local_files=local_files)
+                    sources.append(source)
+                    part = {"type": source.modality}
                 parts.append(part)
             copy["content"] = parts
         copies.append(copy)
     return copies, sources
 
 
-def as_texts(messages: Sequence[Mapping[str, Any]], mark: str, *, interleaved: bool) -> list[dict[str, Any]]:
-    """Messages for a template that knows only texts: a mark in place of each picture, before all texts of its message
-    or, `interleaved`, where the picture stands."""
+def as_texts(
+    messages: Sequence[Mapping[str, Any]], marks_of: Mapping[str, str], *, interleaved: bool
+) -> list[dict[str, Any]]:
+    """Messages for a template that knows only texts: the mark of its modality in place of each picture or video, before
+    all texts of its message or, `interleaved`, where it stands."""
     copies = []
     for message in messages:
         copy = dict(message)
         content = copy.get("content")
         if isinstance(content, list):
-            parts = [{"type": "text", "text": mark} if is_picture_part(part) else part for part in content]
+            parts = [
+                {"type": "text", "text": marks_of[part["type"]]} if is_picture_part(part) else part for part in content
+            ]
             if not interleaved:
                 marks = [part for part, given in zip(parts, content, strict=True) if part is not given]
                 parts = [*marks, *(part for part in content if not is_picture_part(part))]
@@ -86,7 +88,7 @@ def as_texts(messages: Sequence[Mapping[str, Any]], mark: str, *, interleaved: b
 
 def refuse_pictures(messages: Any, why: str) -> None:
     """Raise RequestError where a chat has pictures; `why` there can be none, as the second half of a sentence."""
-    place = first_picture(messages)
+    place = first_part(messages, is_picture_part)
     if place is not None:
         raise RequestError(f"{place} is a picture, or another medium, but {why}. Leave it out.", place)
 

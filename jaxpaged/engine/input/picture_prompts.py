@@ -4,13 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpaged.engine.input.picture_parts import PictureOptions, as_texts, has_pictures, without_pictures
-from jaxpaged.engine.input.pictures import PictureIntake, features_of
+from jaxpaged.engine.input.picture_parts import (
+    PictureOptions,
+    as_texts,
+    first_part,
+    has_pictures,
+    without_pictures,
+)
+from jaxpaged.engine.input.pictures import PictureIntake, features_of, fillings_of
+from jaxpaged.engine.input.placeholders import NAMES
 from jaxpaged.engine.input.tokenizer import PromptTooLongError
 from jaxpaged.errors import RequestError, check_unicode, shown
 from jaxpaged.messages import MultiModalFeature
 from jaxpaged.multimodal.budget import MakeRoom
-from jaxpaged.multimodal.sources import PictureSource, sources_of_data
+from jaxpaged.multimodal.sources import PictureSource, is_video_part, sources_of_data
+from jaxpaged.multimodal.videos import videos_in
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,9 @@ class PicturePrompts:
 
         Raises RequestError.
         """
+        data = prompt.get("multi_modal_data")
+        has_videos = isinstance(data, Mapping) and bool(videos_in(data.get("video")))
+        self.intake.check_videos("multi_modal_data.video" if has_videos else None)
         sources = sources_of_data(
             prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"), local_files=self.intake.local_files
         )
@@ -47,11 +58,11 @@ class PicturePrompts:
         if token_ids is None:
             assert text is not None, "one of them is there"
             return self.of_text(text, sources, options, add_special_tokens, "prompt")
-        items = self.intake.items(sources, options)
-        layouts = [item.layout for item in items]
-        token_ids = self.placeholders.expanded_ids(token_ids, layouts)
-        places = self.placeholders.placed(token_ids, layouts, "prompt_token_ids")
-        return SeenPrompt(token_ids, text, features_of(items, places))
+        shown = self.intake.shown(sources, options)
+        fillings = fillings_of(shown)
+        token_ids = self.placeholders.expanded_ids(token_ids, fillings)
+        places = self.placeholders.placed(token_ids, fillings, "prompt_token_ids")
+        return SeenPrompt(token_ids, text, features_of(shown, places))
 
     def of_text(
         self,
@@ -65,16 +76,18 @@ class PicturePrompts:
         """A text with a mark for each picture, in which codes stand for what users typed."""
         check_unicode(field, text)
         self.intake.check_number(sources)
-        if (marks := self.placeholders.num_marks(text)) != len(sources):
-            raise self.placeholders.mismatch(f"{marks} marks for {len(sources)} pictures", field)
-        items = self.intake.items(sources, options)
-        layouts = [item.layout for item in items]
-        self._check_length(sum(layout.num_tokens for layout in layouts), most)
-        whole = self.placeholders.expanded(text, layouts)
+        for modality, marks in self.placeholders.num_marks(text).items():
+            num_sources = sum(source.modality == modality for source in sources)
+            if marks != num_sources:
+                raise self.placeholders.mismatch(f"{marks} marks for {num_sources} {NAMES[modality]}", modality, field)
+        shown = self.intake.shown(sources, options)
+        fillings = fillings_of(shown)
+        self._check_length(sum(sum(each.layout.sizes) for each in shown), most)
+        whole = self.placeholders.expanded(text, fillings)
         token_ids = self.placeholders.encode(whole, add_special_tokens)
         self._check_length(len(token_ids), most)
-        places = self.placeholders.placed(token_ids, layouts, field)
-        return SeenPrompt(token_ids, self.placeholders.shown(whole), features_of(items, places))
+        places = self.placeholders.placed(token_ids, fillings, field)
+        return SeenPrompt(token_ids, self.placeholders.shown(whole), features_of(shown, places))
 
     def words(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text without pictures, in which codes may stand for what users typed: what looks like a mark
@@ -83,10 +96,10 @@ class PicturePrompts:
 
     def check_no_placeholders(self, token_ids: Sequence[int]) -> None:
         """Raise RequestError for token ids with placeholders, where there are no pictures."""
-        if self.placeholders.token_id in token_ids:
+        if (token_id := self.placeholders.placeholder_in(token_ids)) is not None:
             raise RequestError(
-                f"the prompt has the token id {self.placeholders.token_id}, a placeholder of pictures, and no "
-                "pictures. Give them as multi_modal_data, or leave it out.",
+                f"the prompt has the token id {token_id}, a placeholder of pictures or videos, and none of these. Give "
+                "them as multi_modal_data, or leave it out.",
                 "prompt",
             )
 
@@ -109,12 +122,12 @@ class PicturePrompts:
         sources: list[PictureSource] = []
         seen = has_pictures(messages)
         if seen:
+            self.intake.check_videos(first_part(messages, is_video_part))
             messages, sources = without_pictures(messages, local_files=self.intake.local_files)
             self.intake.check_number(sources)
         guarded = self.placeholders.guarded(messages, seen)
         if seen and not takes_parts:
-            mark = self.intake.processor.written_mark
-            guarded = as_texts(guarded, mark, interleaved=self.intake.config.interleave_mm_strings)
+            guarded = as_texts(guarded, self.intake.written_marks, interleaved=self.intake.config.interleave_mm_strings)
         return guarded, sources
 
     def of_chat(

@@ -4,6 +4,7 @@ Blocking calls, for threads: they wait for room in the budget of bytes, for remo
 decode. An event loop gives them to `threads`. This module knows neither samplers nor schedulers.
 """
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.config.multimodal import MultiModalConfig, background_of
+from jaxpaged.config.video_options import VideoOptions, video_options_of
 from jaxpaged.engine.input.picture_parts import PictureOptions
-from jaxpaged.engine.input.placeholders import Placed, Placeholders
+from jaxpaged.engine.input.placeholders import NAMES, Placed, Placeholders
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.errors import ConfigError, RequestError, shown
 from jaxpaged.messages import MultiModalFeature
@@ -25,29 +27,62 @@ from jaxpaged.multimodal.embeddings import Embeddings, Form, embeds_digest, in_f
 from jaxpaged.multimodal.fetching import FetchLimits, MediaFetcher
 from jaxpaged.multimodal.headers import read_header
 from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
-from jaxpaged.multimodal.pictures import base64_bytes, data_url_bytes, image_pixels
+from jaxpaged.multimodal.pictures import array_size, base64_bytes, data_url_bytes, image_pixels
 from jaxpaged.multimodal.processes import KeyedPicture, PictureProcesses
 from jaxpaged.multimodal.processor_cache import ProcessorCache, item_digest
 from jaxpaged.multimodal.processors import processor_of, with_engine_options
 from jaxpaged.multimodal.processors.base import PictureLayout, Processor
+from jaxpaged.multimodal.processors.videos import Size, VideoLayout
 from jaxpaged.multimodal.sources import PictureSource
 from jaxpaged.multimodal.thumbnails import thumbnail
+from jaxpaged.multimodal.videos import Clip, clip_of
 
 GIB = 1 << 30
 HEAD_BYTES = 1 << 18
+SMALL_FRAME_BYTES = 1 << 20
+"""Of a frame that grew to the fewest pixels that a model takes."""
 THREADS_PER_PROCESS = 8
 """Threads that wait: for bytes in flight, for remote servers, for a process that decodes."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A picture whose bytes are here, and their digest. Of embeddings the content is what the engine takes, of that
-    `layout`."""
+    """A picture, or a moment of a video, whose bytes are here, and their digest. `moment`: rows and columns of its
+    tokens. Of embeddings the content is what the engine takes, of that `layout`."""
+
+    field: str
+    content: bytes | np.ndarray | tuple[bytes | np.ndarray, ...]
+    digest: bytes
+    moment: tuple[int, int] | None = None
+    layout: PictureLayout | None = None
+
+
+@dataclass(frozen=True)
+class LoadedSource:
+    """What is there of a picture, or of a video: its moments, and what they become."""
 
     source: PictureSource
-    content: bytes | np.ndarray
-    digest: bytes
-    layout: PictureLayout | None = None
+    pieces: Sequence[Loaded]
+    layout: VideoLayout | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """What a client's name for it stands for."""
+        if self.layout is None:
+            return self.pieces[0].digest
+        return hashlib.sha256(repr(self.layout).encode() + b"".join(each.digest for each in self.pieces)).digest()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one mark of a prompt stands for: a processed picture, or the moments of a video."""
+
+    items: Sequence[KeyedPicture]
+    layout: PictureLayout | VideoLayout
+
+    @property
+    def modality(self) -> str:
+        return "video" if isinstance(self.layout, VideoLayout) else "image"
 
 
 @dataclass(frozen=True)
@@ -65,8 +100,10 @@ class Wanted:
     """How a request's pictures are processed: the options for a process, all that decides the pixels, and the salt."""
 
     kwargs: Mapping[str, Any]
+    processor: Processor
     chosen: Mapping[str, Any]
     background: tuple[int, int, int]
+    videos: VideoOptions
     salt: str | None
 
 
@@ -92,6 +129,7 @@ class PictureIntake:
         self.local_files = local_files
         self.embeds = embeds
         self._identity = identity
+        self._model = str((hf_config.get("architectures") or [hf_config.get("model_type")])[0])
         self.limits = PictureLimits()
         self._base: Processor = processor_of(hf_config, preprocessor_config)
         self.processor = with_engine_options(self._base, config.mm_processor_kwargs)
@@ -119,8 +157,8 @@ class PictureIntake:
         return self.config.max_pictures > 0
 
     def check_number(self, sources: Sequence[PictureSource]) -> None:
-        """Raise RequestError for pictures that are not taken, or too many of them, and for embeddings in place of
-        pictures unless they are."""
+        """Raise RequestError for pictures or videos that are not taken, or too many of them, and for embeddings in
+        place of pictures unless they are."""
         for source in sources:
             if source.embeddings is not None and self.embeds is None:
                 raise RequestError(
@@ -130,26 +168,44 @@ class PictureIntake:
                 )
             if self.config.language_model_only and source.embeddings is None and source.is_given:
                 raise RequestError(
-                    f"{source.field} is a picture, but the engine was started with language_model_only. Give its "
-                    "embeddings.",
+                    f"{source.field} is a {NAMES[source.modality][:-1]}, but the engine was started with "
+                    "language_model_only. Give its embeddings.",
                     source.field,
                 )
-        most = self.config.max_pictures
-        if sources and not most:
-            field = sources[0].field
-            raise RequestError(f"{field} is a picture, but limit_mm_per_prompt is 0 for images. Leave it out.", field)
-        if len(sources) > most:
+        for modality, most in (("image", self.config.max_pictures), ("video", self.config.max_videos)):
+            own = [source for source in sources if source.modality == modality]
+            name = NAMES[modality]
+            if own and not most:
+                what = f"a {name[:-1]}, but limit_mm_per_prompt is 0 for {modality}s"
+                raise RequestError(f"{own[0].field} is {what}. Leave it out.", own[0].field)
+            if len(own) > most:
+                raise RequestError(
+                    f"the prompt has {len(own)} {name}, and may have {most} (limit_mm_per_prompt). Send fewer.",
+                    own[most].field,
+                )
+
+    def check_videos(self, field: str | None) -> None:
+        """Raise RequestError for a video of this field, if there is one, unless the model takes videos."""
+        if field is not None and self.processor.videos is None:
             raise RequestError(
-                f"the prompt has {len(sources)} pictures, and may have {most} (limit_mm_per_prompt). Send fewer.",
-                sources[most].field,
+                f"{field} is a video, and {self._model} takes pictures only. Give some of its frames as pictures, one "
+                "after the other.",
+                field,
             )
 
-    def items(self, sources: Sequence[PictureSource], options: PictureOptions) -> list[KeyedPicture]:
-        """The processed pictures, in order. Raises RequestError that names the field at fault, or FetchError."""
+    @property
+    def written_marks(self) -> Mapping[str, str]:
+        """What a chat template that knows only texts is given in their places, by modality."""
+        marks = {"image": self.processor.written_mark}
+        return marks if self.processor.videos is None else {**marks, "video": self.processor.videos.written_mark}
+
+    def shown(self, sources: Sequence[PictureSource], options: PictureOptions) -> list[Shown]:
+        """The processed pictures and videos, in order. Raises RequestError that names the field at fault, or
+        FetchError."""
         self.check_number(sources)
         wanted = self._wanted(options)
         found = [self._named(source, wanted) for source in sources]
-        missing = [self._opened(source) for source, item in zip(sources, found, strict=True) if item is None]
+        missing = [self._opened(source, wanted) for source, item in zip(sources, found, strict=True) if item is None]
         if not missing:
             return [item for item in found if item is not None]
         need = sum(self._need(source) for source in missing)
@@ -162,9 +218,10 @@ class PictureIntake:
         kwargs, processor = self._with(options.processor_kwargs)
         try:
             background = background_of(options.io_kwargs) if options.io_kwargs else self.config.background
+            videos = video_options_of({**self.config.media_io_kwargs, **(options.io_kwargs or {})})
         except ConfigError as error:
             raise RequestError(str(error), "media_io_kwargs") from None
-        return Wanted(kwargs, options_on(processor.options, background), background, options.salt)
+        return Wanted(kwargs, processor, options_on(processor.options, background), background, videos, options.salt)
 
     def _with(self, processor_kwargs: Mapping[str, Any] | None) -> tuple[Mapping[str, Any], Processor]:
         """All options that a request with these has, and its processor. Raises RequestError."""
@@ -196,7 +253,7 @@ class PictureIntake:
 
     # ---- one picture
 
-    def _named(self, source: PictureSource, wanted: "Wanted") -> KeyedPicture | None:
+    def _named(self, source: PictureSource, wanted: "Wanted") -> Shown | None:
         """A picture that only its name is given of, from the cache. None: it is there, and has to be read.
 
         Raises RequestError where the cache lacks it.
@@ -210,13 +267,16 @@ class PictureIntake:
                 f"{source.field} has only a uuid, and no picture of that name is in the cache. Send it again.",
                 source.field,
             )
-        return item
+        return Shown([item], item.layout)
 
-    def _opened(self, source: PictureSource) -> PictureSource:
-        """A data URL as the bytes that it holds: they take less than it; embeddings as an array. Raises
-        RequestError."""
+    def _opened(self, source: PictureSource, wanted: "Wanted") -> PictureSource:
+        """A data URL as the bytes that it holds: they take less than it; embeddings as an array. Of a video the frames
+        that are shown. Raises RequestError."""
         if source.embeddings is not None:
             return replace(source, embeddings=self._read_embeds(source.embeddings, source.field))
+        if source.video is not None:
+            clip = clip_of(source.video, wanted.videos, source.field)
+            return replace(source, clip=replace(clip, frames=tuple(self._opened(each, wanted) for each in clip.frames)))
         if source.url is None or source.url[:5].lower() != "data:":
             return source
         return replace(source, url=None, data=data_url_bytes(source.url, source.field, self.limits))
@@ -230,12 +290,23 @@ class PictureIntake:
         return read(Embeddings(*opened), field, self.embeds)
 
     def _need(self, source: PictureSource) -> int:
-        """Bytes that a picture takes at most while it is read, decoded and processed. Raises RequestError."""
-        num_bytes, size = self.limits.max_bytes, None
+        """Bytes that a picture or a video takes at most while it is read, decoded and processed. Raises
+        RequestError."""
         if source.embeddings is not None:
             assert self.embeds is not None, "`check_number` refuses embeddings"
             num_embeds, numbers = source.embeddings.values.shape
             return source.embeddings.values.nbytes + num_embeds * numbers * self.embeds.dtype.itemsize
+        if source.clip is None:
+            num_bytes, num_pixels = self._sizes(source)
+            return num_bytes + 3 * num_pixels + self._processed_bytes
+        sizes = [self._sizes(each) for each in source.clip.frames]
+        self.limits.check_bytes(sum(len(each.data) for each in source.clip.frames if each.data), source.field)
+        processed = [min(self._processed_bytes, 6 * num_pixels + SMALL_FRAME_BYTES) for _, num_pixels in sizes]
+        return sum(num_bytes + 3 * num_pixels for num_bytes, num_pixels in sizes) + sum(processed)
+
+    def _sizes(self, source: PictureSource) -> tuple[int, int]:
+        """Bytes that are read, and pixels, at most. Raises RequestError."""
+        num_bytes, size = self.limits.max_bytes, None
         if source.data is not None:
             self.limits.check_bytes(len(source.data), source.field)
             header = read_header(source.data)
@@ -249,28 +320,63 @@ class PictureIntake:
         if size is not None and min(size) > 0:
             self.limits.check_size(*size, source.field)
         num_pixels = self.limits.max_pixels if size is None else size[0] * size[1]
-        return num_bytes + 3 * num_pixels + self._processed_bytes
+        return num_bytes, num_pixels
 
-    def _made(self, sources: Sequence[PictureSource], wanted: "Wanted") -> list[KeyedPicture]:
-        """Pictures that have to be read, of which several may be under way at a time."""
+    def _made(self, sources: Sequence[PictureSource], wanted: "Wanted") -> list[Shown]:
+        """Pictures and videos that have to be read, of which several may be under way at a time."""
         loaded = [self._loaded(source, wanted) for source in sources]
         for each in loaded:
             if each.source.uuid is not None:
                 self.cache.bind(each.source.uuid, wanted.salt, each.digest, each.source.field)
-        started = [self._started(each, wanted) for each in loaded]
+        pieces = [piece for each in loaded for piece in each.pieces]
+        started = [self._started(piece, wanted) for piece in pieces]
         items = []
-        for each, (future, is_own) in zip(loaded, started, strict=True):
+        for piece, (future, is_own) in zip(pieces, started, strict=True):
             try:
                 items.append(future.result())
             except RequestError:
                 if is_own:
                     raise
-                items.append(self._started(each, wanted)[0].result())  # another's error names another's field
-        return items
+                items.append(self._started(piece, wanted)[0].result())  # another's error names another's field
+        left = iter(items)
+        made = ([next(left) for _ in each.pieces] for each in loaded)
+        return [Shown(own, each.layout or own[0].layout) for each, own in zip(loaded, made, strict=True)]
 
-    def _loaded(self, source: PictureSource, wanted: "Wanted") -> Loaded:
+    def _loaded(self, source: PictureSource, wanted: "Wanted") -> LoadedSource:
+        if source.clip is not None:
+            return self._loaded_video(source, source.clip, wanted)
         if source.embeddings is not None:
-            return self._loaded_embeds(source, source.embeddings)
+            return LoadedSource(source, [self._loaded_embeds(source, source.embeddings)])
+        content = self._content(source, wanted)
+        return LoadedSource(source, [Loaded(source.field, content, source_digest(content))])
+
+    def _loaded_video(self, source: PictureSource, clip: Clip[PictureSource], wanted: "Wanted") -> LoadedSource:
+        """The moments of a video, each with its frames. Raises RequestError unless all frames have one size."""
+        contents = [self._content(each, wanted) for each in clip.frames]
+        sizes = [self._size(content, each.field) for content, each in zip(contents, clip.frames, strict=True)]
+        for each, size in zip(clip.frames, sizes, strict=True):
+            if size != sizes[0]:
+                raise RequestError(
+                    f"{each.field} is a frame of {size[0]}x{size[1]} pixels, and the first one of its video has "
+                    f"{sizes[0][0]}x{sizes[0][1]}. Give frames of one size.",
+                    each.field,
+                )
+        videos = wanted.processor.videos
+        layout = videos.layout(Size(*sizes[0]), clip.seconds, clip.fps, source.field)
+        grid, pieces = (layout.rows, layout.columns), []
+        for first in range(0, len(contents), videos.frames):
+            own = tuple(contents[first : first + videos.frames])
+            pieces.append(Loaded(clip.frames[first].field, own, source_digest(own), grid))
+        return LoadedSource(source, pieces, layout)
+
+    def _size(self, content: bytes | np.ndarray, field: str) -> tuple[int, int]:
+        """Width and height, of what is not decoded yet."""
+        if isinstance(content, np.ndarray):
+            return array_size(content, field, self.limits)
+        return picture_size(content, field, self.limits)
+
+    def _content(self, source: PictureSource, wanted: "Wanted") -> bytes | np.ndarray:
+        """A file's bytes, or an array."""
         content: bytes | np.ndarray | None
         if source.url is not None:
             content = self._fetcher.fetch(source.url, source.field)
@@ -281,18 +387,18 @@ class PictureIntake:
         else:
             content = source.data if source.data is not None else source.array
         assert content is not None, f"{source.field} has nothing in it"
-        return Loaded(source, content, source_digest(content))
+        return content
 
     def _loaded_embeds(self, source: PictureSource, given: Embeddings) -> Loaded:
         assert self.embeds is not None, "`check_number` refuses embeddings"
         layout = self.processor.layout_of_embeds(len(given.values), given.grid, source.field)
         data = in_form(given.values, self.embeds, source.field)
         digest = embeds_digest(data, given.grid, self.embeds)
-        return Loaded(source, data, digest, replace(layout, pixels_shape=data.shape))
+        return Loaded(source.field, data, digest, layout=replace(layout, pixels_shape=data.shape))
 
     def _started(self, loaded: Loaded, wanted: "Wanted") -> "tuple[Future[KeyedPicture], bool]":
         """A picture from the cache, from somebody who has it processed now, or from a process; whether it is that."""
-        digest = item_digest(loaded.digest, wanted.chosen)
+        digest = item_digest(loaded.digest, self._chosen(loaded, wanted))
         with self._lock:
             if (under_way := self._under_way.get(digest)) is not None:
                 return under_way, False
@@ -305,15 +411,22 @@ class PictureIntake:
         future.add_done_callback(lambda _: self._under_way.pop(digest, None))
         return future, True
 
+    def _chosen(self, loaded: Loaded, wanted: "Wanted") -> Mapping[str, Any]:
+        """All that decides the pixels."""
+        if loaded.moment is None:
+            return wanted.chosen
+        return {**options_on(wanted.processor.videos.options, wanted.background), "moment": list(loaded.moment)}
+
     def _process(self, loaded: Loaded, wanted: "Wanted", digest: bytes) -> KeyedPicture:
-        field = loaded.source.field
         if loaded.layout is not None and self.embeds is not None:
             assert isinstance(loaded.content, np.ndarray), "of embeddings there is an array"
             options = {"embeds": self.embeds.dtype.name}
             key = picture_key(self._identity, "image", options, loaded.layout, loaded.digest)
             item = KeyedPicture(key, loaded.layout, loaded.content, is_embeds=True)
         else:
-            item = self._processes.process(loaded.content, field, wanted.kwargs, background=wanted.background)
+            item = self._processes.process(
+                loaded.content, loaded.field, wanted.kwargs, background=wanted.background, moment=loaded.moment
+            )
         self.budget.hold(item.pixels)
         self.cache.put(digest, item)
         return item
@@ -341,18 +454,34 @@ def read_path(path: str, field: str, limits: PictureLimits) -> bytes:
 # ---- features ------------------------------------------------------------------------------------
 
 
-def features_of(items: Sequence[KeyedPicture], places: Sequence[Placed]) -> tuple[MultiModalFeature, ...]:
-    """What the engine core is told of the pictures of a prompt."""
-    return tuple(
-        MultiModalFeature(
-            key=item.key,
-            modality="image",
-            offset=place.offset,
-            length=place.length,
-            runs=place.runs,
-            grid=(item.layout.num_items, item.layout.rows, item.layout.columns),
-            pixels=item.pixels,
-            is_embeds=item.is_embeds,
-        )
-        for item, place in zip(items, places, strict=True)
-    )
+def fillings_of(shown: Sequence[Shown]) -> dict[str, list[PictureLayout | VideoLayout]]:
+    """What stands in place of marks, by modality."""
+    fillings: dict[str, list[PictureLayout | VideoLayout]] = {}
+    for each in shown:
+        fillings.setdefault(each.modality, []).append(each.layout)
+    return fillings
+
+
+def features_of(
+    shown: Sequence[Shown], places: Mapping[str, Sequence[Sequence[Placed]]]
+) -> tuple[MultiModalFeature, ...]:
+    """What the engine core is told of the pictures and videos of a prompt, in its order."""
+    left = {modality: iter(own) for modality, own in places.items()}
+    features = []
+    for each in shown:
+        of_video = each.layout.places if isinstance(each.layout, VideoLayout) else [(0, 0)]
+        for item, place, (moment, time) in zip(each.items, next(left[each.modality]), of_video, strict=True):
+            feature = MultiModalFeature(
+                key=item.key,
+                modality=each.modality,
+                offset=place.offset,
+                length=place.length,
+                runs=place.runs,
+                grid=(item.layout.num_items, item.layout.rows, item.layout.columns),
+                pixels=item.pixels,
+                is_embeds=item.is_embeds,
+                moment=moment,
+                time=time,
+            )
+            features.append(feature)
+    return tuple(sorted(features, key=lambda feature: feature.offset))

@@ -9,21 +9,47 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
-from jaxpaged.multimodal.processors.base import PictureLayout, Processor
+from jaxpaged.multimodal.processors.base import Processor
 
 ALWAYS_TRUSTED = ("system", "developer", "assistant")
 """Roles whose special tokens stay tokens: those of earlier answers mark thinking and calls."""
 
 
+class Filling(Protocol):
+    """What one mark stands for: the layout of a picture, or of a video."""
+
+    @property
+    def placeholder(self) -> str: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each of its items: a picture is one, a moment of a video is one."""
+
+
+Fillings = Mapping[str, Sequence[Filling]]
+"""By modality, in the order of the prompt."""
+
+
+class Kind(NamedTuple):
+    """How a prompt says that there is a picture, or a video: any of `marks`, the first one that fits, each as a text
+    and as token ids; and the placeholder token."""
+
+    modality: str
+    marks: tuple[str, ...]
+    token_id: int
+    mark_ids: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Placed:
-    """Where one picture's embeddings go: runs of placeholder tokens, each a start and a length."""
+    """Where the embeddings of one picture, or of one moment of a video, go: runs of placeholder tokens, each a start
+    and a length."""
 
     runs: list[tuple[int, int]]
 
@@ -43,11 +69,11 @@ class Placeholders:
 
     def __init__(self, tokenizer: Tokenizer, processor: Processor):
         self._tokenizer = tokenizer
-        self.mark = processor.mark
         ids = {text: token_id for token_id, text in tokenizer.added_tokens.items()}
-        self.token_id = ids.get(processor.placeholder_token)
-        """None: the tokenizer lacks it, so nothing can be placed."""
-        self._mark_id = ids.get(processor.mark)
+        self._kinds = {"image": kind_of("image", (processor.mark,), processor.placeholder_token, ids)}
+        if (videos := processor.videos) is not None:
+            self._kinds["video"] = kind_of("video", videos.marks, videos.placeholder_token, ids)
+        self._in_texts = any_of([mark for kind in self._kinds.values() for mark in kind.marks])
         marks = [processor.mark, processor.placeholder_token, *processor.other_marks]
         special = [tokenizer.added_tokens[each] for each in tokenizer.special_ids]
         self._words = list(dict.fromkeys([*marks, *special]))
@@ -103,15 +129,18 @@ class Placeholders:
 
     # ---- texts
 
-    def num_marks(self, text: str) -> int:
-        return text.count(self.mark)
+    def num_marks(self, text: str) -> dict[str, int]:
+        """By modality."""
+        found = [self._kind_of_mark(mark).modality for mark in self._in_texts.findall(text)]
+        return {modality: found.count(modality) for modality in self._kinds}
 
-    def expanded(self, text: str, layouts: Sequence[PictureLayout]) -> str:
-        """A text with each mark, one for each picture, replaced by what stands for the picture."""
-        pieces = text.split(self.mark)
-        assert len(pieces) == len(layouts) + 1, f"{len(pieces) - 1} marks for {len(layouts)} pictures"
-        fillings = [layout.placeholder for layout in layouts] + [""]
-        return "".join(part for pair in zip(pieces, fillings, strict=True) for part in pair)
+    def _kind_of_mark(self, mark: str) -> Kind:
+        return next(kind for kind in self._kinds.values() if mark in kind.marks)
+
+    def expanded(self, text: str, fillings: Fillings) -> str:
+        """A text with each mark, one for each picture or video, replaced by what stands for it."""
+        left = {modality: iter(own) for modality, own in fillings.items()}
+        return self._in_texts.sub(lambda found: next(left[self._kind_of_mark(found[0]).modality]).placeholder, text)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids, where what a user typed as a special token is cut behind its first letter: it is none then."""
@@ -130,23 +159,26 @@ class Placeholders:
 
     # ---- token ids
 
-    def expanded_ids(self, token_ids: list[int], layouts: Sequence[PictureLayout]) -> list[int]:
-        """Token ids of a caller with one mark for each picture, or with all placeholders already, as they should be.
+    def expanded_ids(self, token_ids: list[int], fillings: Fillings) -> list[int]:
+        """Token ids of a caller with one mark for each picture or video, or with all placeholders already, as they
+        should be.
 
         Returns them as they are when the number of marks fits nothing: `placed` says so.
         """
-        if self._mark_id is None:
+        if all(token_ids.count(kind.token_id) == needed(fillings, kind) for kind in self._kinds.values()):
             return token_ids
-        marks = [at for at, token_id in enumerate(token_ids) if token_id == self._mark_id]
-        placeholders = sum(token_id == self.token_id for token_id in token_ids)
-        is_expanded = placeholders == sum(layout.num_tokens for layout in layouts)
-        if is_expanded or len(marks) != len(layouts) or (self._mark_id != self.token_id and placeholders):
-            return token_ids
+        marks = self._marks_in(token_ids)
+        for kind in self._kinds.values():
+            own = [mark for mark in marks if mark[2] is kind]
+            in_marks = sum(token_ids[start:end].count(kind.token_id) for start, end, _ in own)
+            if len(own) != len(fillings.get(kind.modality, ())) or in_marks != token_ids.count(kind.token_id):
+                return token_ids
+        left = {modality: iter(own) for modality, own in fillings.items()}
         ids: list[int] = []
         at = 0
-        for mark, layout in zip(marks, layouts, strict=True):
-            ids += token_ids[at:mark]
-            text, at = layout.placeholder, mark + 1
+        for start, end, kind in marks:
+            ids += token_ids[at:start]
+            text, at = next(left[kind.modality]).placeholder, end
             if text[:1] == "\n" and ids and (before := self._line_breaks(ids[-1])):
                 text = before + text
                 ids.pop()
@@ -155,40 +187,81 @@ class Placeholders:
             ids += self._tokenizer.encode(text, add_special_tokens=False)
         return ids + token_ids[at:]
 
+    def _marks_in(self, token_ids: list[int]) -> list[tuple[int, int, Kind]]:
+        """Where marks begin and end."""
+        ways = [(mark, kind) for kind in self._kinds.values() for mark in kind.mark_ids]
+        firsts = {mark[0] for mark, _ in ways}
+        found, end = list[tuple[int, int, Kind]](), 0
+        for at in [at for at, token_id in enumerate(token_ids) if token_id in firsts]:
+            fitting = (each for each in ways if tuple(token_ids[at : at + len(each[0])]) == each[0])
+            if at >= end and (way := next(fitting, None)) is not None:
+                end = at + len(way[0])
+                found.append((at, end, way[1]))
+        return found
+
     def _line_breaks(self, token_id: int) -> str:
         """The text of a token that is nothing but line breaks: several of them are one token."""
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text if text and not text.strip("\n") else ""
 
-    def placed(self, token_ids: Sequence[int], layouts: Sequence[PictureLayout], field: str) -> list[Placed]:
-        """Where each picture's embeddings go. Raises RequestError that names `field` unless all placeholders and all
-        pictures go together."""
-        runs = runs_of(token_ids, self.token_id)
-        total, needed = sum(length for _, length in runs), sum(layout.num_tokens for layout in layouts)
-        if total != needed:
-            raise self.mismatch(f"{total} placeholder tokens, and {len(layouts)} pictures need {needed}", field)
-        found, left = [], iter(runs)
-        start = length = 0
-        for layout in layouts:
-            own: list[tuple[int, int]] = []
-            missing = layout.num_tokens
-            while missing:
-                if not length:
-                    start, length = next(left)
-                taken = min(missing, length)
-                own.append((start, taken))
-                start, length, missing = start + taken, length - taken, missing - taken
-            found.append(Placed(own))
-        return found
+    def placed(self, token_ids: Sequence[int], fillings: Fillings, field: str) -> dict[str, list[list[Placed]]]:
+        """Where the embeddings of each item of each filling go, by modality. Raises RequestError that names `field`
+        unless all placeholders and all pictures and videos go together."""
+        placed = {}
+        for kind in self._kinds.values():
+            runs, own = runs_of(token_ids, kind.token_id), fillings.get(kind.modality, ())
+            if (total := sum(length for _, length in runs)) != (need := needed(fillings, kind)):
+                what = f"{total} placeholder tokens, and {len(own)} {NAMES[kind.modality]} need {need}"
+                raise self.mismatch(what, kind.modality, field)
+            places = iter(divided(runs, [size for filling in own for size in filling.sizes]))
+            placed[kind.modality] = [[next(places) for _ in filling.sizes] for filling in own]
+        return placed
 
-    def mismatch(self, what: str, field: str) -> RequestError:
-        return RequestError(f"the prompt has {what}. Write {self.mark} once for each picture, where it belongs.", field)
+    def placeholder_in(self, token_ids: Sequence[int]) -> int | None:
+        """A placeholder among token ids, if there is one."""
+        return next((kind.token_id for kind in self._kinds.values() if kind.token_id in token_ids), None)
+
+    def mismatch(self, what: str, modality: str, field: str) -> RequestError:
+        mark, name = self._kinds[modality].marks[0], NAMES[modality].removesuffix("s")
+        return RequestError(f"the prompt has {what}. Write {mark} once for each {name}, where it belongs.", field)
 
 
-def runs_of(token_ids: Sequence[int], token_id: int | None) -> list[tuple[int, int]]:
+NO_TOKEN = -1
+NAMES = {"image": "pictures", "video": "videos"}
+
+
+def kind_of(modality: str, marks: tuple[str, ...], placeholder: str, ids: Mapping[str, int]) -> Kind:
+    """A kind in a vocabulary with these tokens. Where it lacks them, there is no mark, and the placeholder is no token:
+    then nothing can be placed."""
+    parts = [[mark] if mark in ids else re.findall(r"<[^>]*>", mark) for mark in marks]
+    mark_ids = [tuple(ids[part] for part in own) for own in parts if own and all(part in ids for part in own)]
+    return Kind(modality, marks, ids.get(placeholder, NO_TOKEN), tuple(mark_ids))
+
+
+def needed(fillings: Fillings, kind: Kind) -> int:
+    """Placeholder tokens of all fillings of a kind."""
+    return sum(size for filling in fillings.get(kind.modality, ()) for size in filling.sizes)
+
+
+def divided(runs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> list[Placed]:
+    """The runs of items of these sizes, which are as many tokens together."""
+    found, left = [], iter(runs)
+    start = length = 0
+    for size in sizes:
+        own: list[tuple[int, int]] = []
+        missing = size
+        while missing:
+            if not length:
+                start, length = next(left)
+            taken = min(missing, length)
+            own.append((start, taken))
+            start, length, missing = start + taken, length - taken, missing - taken
+        found.append(Placed(own))
+    return found
+
+
+def runs_of(token_ids: Sequence[int], token_id: int) -> list[tuple[int, int]]:
     """Start and length of each run of one token."""
-    if token_id is None:
-        return []
     places = np.flatnonzero(np.asarray(token_ids) == token_id)
     parts = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else []
     return [(int(part[0]), part.size) for part in parts]

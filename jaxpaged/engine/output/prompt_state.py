@@ -240,7 +240,9 @@ class PromptWithPictures(PromptState):
 
     def __init__(self, request: EngineCoreRequest, text: str | None, sequences: Sequence[SequenceState]):
         super().__init__(request, text, sequences)
-        self._mm_hashes = {"image": [feature.key.hex() for feature in request.mm_features]}
+        self._mm_hashes: dict[str, list[str]] = {}
+        for feature in request.mm_features:
+            self._mm_hashes.setdefault(feature.modality, []).append(feature.key.hex())
 
     def output(self, changed: Sequence[int]) -> RequestOutput | None:
         result = super().output(changed)

@@ -77,7 +77,7 @@ class Inference:
             processor.tokenizer,
             with_prompt=request.return_prompt_token_ids,
             with_cached_tokens=service.options.enable_prompt_tokens_details,
-            num_image_tokens=prepared.generation.num_image_tokens,
+            media_tokens=prepared.generation.media_tokens,
         )
 
     def _own(self, request: Request, context: RequestContext) -> RequestContext:

@@ -3,7 +3,8 @@
 This module knows neither requests nor transport.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
@@ -23,7 +24,7 @@ class Responses:
         *,
         with_prompt: bool,
         with_cached_tokens: bool,
-        num_image_tokens: int = 0,
+        media_tokens: Mapping[str, int] = MappingProxyType({}),
     ):
         self._request_id = request_id
         self._head = nested(1, request_id.encode())
@@ -31,7 +32,7 @@ class Responses:
         self._tokenizer = tokenizer
         self._readers: dict[int, OutputReader] = {}
         self._with_prompt = with_prompt
-        self._usage = UsageCounter(with_cached_tokens, num_image_tokens)
+        self._usage = UsageCounter(with_cached_tokens, media_tokens)
         self._begun = False
 
     def of(self, output: RequestOutput) -> bytes:
@@ -132,7 +133,7 @@ def sequence_delta(completion: CompletionOutput) -> bytes:
 
 def usage_message(counter: UsageCounter) -> pb.Usage:
     message = pb.Usage(prompt_tokens=counter.num_prompt_tokens, completion_tokens=counter.num_completion_tokens)
-    message.image_tokens = counter.num_image_tokens
+    message.image_tokens = counter.media_tokens.get("image", 0)
     if (cached := counter.num_cached_tokens) is not None:
         message.cached_tokens = cached
     return message

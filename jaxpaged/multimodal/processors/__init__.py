@@ -1,4 +1,5 @@
-"""A picture's pixels to what an encoder takes, by model family. `base.py` has what they share; `processor_of` chooses.
+"""The pixels of pictures and videos to what an encoder takes, by model family. `base.py` has what they share;
+`processor_of` chooses.
 
 To add a family: a module with a class as `base.Processor` describes it, and its model types in `FAMILIES`.
 """
@@ -12,7 +13,7 @@ from jaxpaged.errors import CheckpointError, ConfigError, RequestError, shown
 from jaxpaged.multimodal.processors.base import BadSetting, Processor
 from jaxpaged.multimodal.processors.gemma3 import Gemma3Processor
 from jaxpaged.multimodal.processors.pixtral import PixtralProcessor
-from jaxpaged.multimodal.processors.qwen_vl import QwenVLProcessor
+from jaxpaged.multimodal.processors.qwen_vl import OF_VIDEOS, QwenVLProcessor
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Processor]] = {
     "gemma3": Gemma3Processor,
@@ -41,8 +42,9 @@ def processor_of(config: Mapping[str, Any], preprocessor_config: Mapping[str, An
 
 
 PREPROCESSOR_CONFIG = "preprocessor_config.json"
+VIDEO_CONFIG = "video_preprocessor_config.json"
 PROCESSOR_CONFIG = "processor_config.json"
-"""What newer releases of transformers write, with the same under a key of it."""
+"""What newer releases of transformers write, with the same under keys of it."""
 
 
 def load_processor(folder: Path, config: Mapping[str, Any], options: Mapping[str, Any]) -> Processor:
@@ -70,7 +72,11 @@ def load_settings(folder: Path) -> dict[str, Any]:
         settings = whole.get("image_processor") or {}
         if not isinstance(settings, dict):
             raise CheckpointError(f"{folder / PROCESSOR_CONFIG} has an image_processor that is no JSON object.")
-    return settings
+        of_videos = whole.get(OF_VIDEOS)
+    else:
+        of_videos = None
+    of_videos = of_videos or read_object(folder / VIDEO_CONFIG)
+    return settings if of_videos is None else {**settings, OF_VIDEOS: of_videos}
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

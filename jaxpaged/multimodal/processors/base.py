@@ -34,6 +34,11 @@ class PictureLayout:
     def num_tokens(self) -> int:
         return self.num_items * self.rows * self.columns
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of what is encoded by itself."""
+        return (self.num_tokens,)
+
 
 class ProcessedPicture(NamedTuple):
     """uint8 of shape `layout.pixels_shape`."""
@@ -55,6 +60,8 @@ class Processor(Protocol):
     """The token that stands once per token of the encoder's output."""
     table_CV: np.ndarray
     """float32 [3, 256]: the number that each value of each channel becomes."""
+    videos: Any
+    """The model's way with videos (`videos.QwenVideos`); None for a model that takes none."""
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -39,6 +39,7 @@ class Gemma3Processor:
     placeholder_token = "<image_soft_token>"
     end = "<end_of_image>"
     other_marks: tuple[str, ...] = (end,)
+    videos = None
 
     def __init__(self, config: Mapping[str, Any], preprocessor_config: Mapping[str, Any]):
         self._config, self._values = config, preprocessor_config

@@ -31,6 +31,7 @@ class PixtralProcessor(PatchProcessor):
     row_break = "[IMG_BREAK]"
     end = "[IMG_END]"
     other_marks: tuple[str, ...] = (row_break, end)
+    videos = None
 
     def __init__(self, config: Mapping[str, Any], preprocessor_config: Mapping[str, Any]):
         self._config, self._values = config, preprocessor_config

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.processors.base import (
     BICUBIC,
@@ -21,8 +23,11 @@ from jaxpaged.multimodal.processors.base import (
     normalisation_table,
     remade,
 )
+from jaxpaged.multimodal.processors.videos import VIDEOS, Grid, QwenVideos, Size, smart_size
 
 REQUEST_OPTIONS = ("min_pixels", "max_pixels", "size")
+OF_VIDEOS = "video_processor"
+"""The key of what video_preprocessor_config.json says."""
 MOST_PIXELS = 1 << 26
 MOST_RATIO = 200
 
@@ -58,6 +63,23 @@ class QwenVLProcessor(PatchProcessor):
         for name, ours in (("patch_size", self.patch), ("spatial_merge_size", self.merge)):
             if theirs.get(name, ours) != ours:
                 raise BadSetting(f"{name} of vision_config is not {ours}, as in preprocessor_config.json")
+        self.videos = self._videos()
+
+    def _videos(self) -> QwenVideos | None:
+        """The way with videos; None where the tower sees one frame at a time."""
+        of_videos = self._values.get(OF_VIDEOS)
+        if of_videos is None:
+            of_videos = self._values
+        elif not isinstance(of_videos, Mapping):
+            raise BadSetting("what it says of videos is no JSON object")
+        else:
+            settings = Settings({**self._values, **of_videos})
+            settings.always("do_resize", "do_rescale", "do_normalize")
+            if not np.array_equal(normalisation_table(settings, CLIP_MEAN, CLIP_STD), self.table_CV):
+                raise BadSetting("image_mean, image_std or rescale_factor of videos are not those of pictures")
+        grid = Grid(self.patch, self.merge, self.resample, math.prod(self.largest_grid))
+        videos = VIDEOS[self._config["model_type"]](self._config, of_videos, grid)
+        return videos if videos.frames > 1 else None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -73,10 +95,14 @@ class QwenVLProcessor(PatchProcessor):
         return 1, 1, max(most, MOST_RATIO, grown)
 
     def with_options(self, options: Mapping[str, Any], field: str) -> "QwenVLProcessor":
-        """Options are `min_pixels` and `max_pixels`, or both in `size`. Raises RequestError that names `field`."""
-        values = changed(self._values, options, REQUEST_OPTIONS, field)
+        """Options are `min_pixels` and `max_pixels`, or both in `size`; they are of videos as well, as far as these
+        know them. Raises RequestError that names `field`."""
+        given = changed({}, options, REQUEST_OPTIONS, field)
         if "size" in options:  # it replaces what the checkpoint says in the other form
-            values.update({name: options.get(name) for name in ("min_pixels", "max_pixels")})
+            given.update({name: options.get(name) for name in ("min_pixels", "max_pixels")})
+        values = {**self._values, **given}
+        if isinstance(of_videos := values.get(OF_VIDEOS), Mapping):
+            values[OF_VIDEOS] = {**of_videos, **given}
         return remade(QwenVLProcessor, self._config, values, field)
 
     def layout(self, width: int, height: int, field: str) -> PictureLayout:
@@ -87,23 +113,9 @@ class QwenVLProcessor(PatchProcessor):
                 f"{MOST_RATIO} times the other. Cut it.",
                 field,
             )
-        new_width, new_height = self.resized_size(width, height)
+        new_width, new_height = smart_size(Size(width, height), self.factor, self.min_pixels, self.max_pixels)
         rows, columns = new_height // self.factor, new_width // self.factor
         return self.layout_of(rows, columns)
 
     def placeholder(self, rows: int, columns: int) -> str:
         return self.placeholder_token * (rows * columns)
-
-    def resized_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height in multiples of `factor`, nearly in the old ratio, with an area between the limits."""
-        factor = self.factor
-        new_width, new_height = round(width / factor) * factor, round(height / factor) * factor
-        if new_width * new_height > self.max_pixels:
-            shrink = math.sqrt(height * width / self.max_pixels)
-            new_width = max(factor, math.floor(width / shrink / factor) * factor)
-            new_height = max(factor, math.floor(height / shrink / factor) * factor)
-        elif new_width * new_height < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (height * width))
-            new_width = math.ceil(width * grow / factor) * factor
-            new_height = math.ceil(height * grow / factor) * factor
-        return new_width, new_height

@@ -17,7 +17,7 @@ from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.programs.declare import DECODE_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
-from jaxpaged.worker.step.encoding import batches_of
+from jaxpaged.worker.step.encoding import batches_of, by_frames
 
 DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before a multi-step program is wanted for them where compiling takes
@@ -152,7 +152,13 @@ class ProgramChoice:
         return StepPrograms(forward=forward, finish=output)
 
     def _encode(self, inputs: Sequence[EncoderInput]) -> tuple[ProgramKey, ...]:
-        """The programs of batches of pictures."""
+        """The programs of batches of pictures, and of moments of videos."""
+        needed = [each for each in inputs if not each.feature.is_encoded]
+        kinds = {False: ProgramKind.ENCODE, True: ProgramKind.ENCODE_VIDEO}
+        return tuple(key for is_video, part in by_frames(needed) for key in self._encode_by(kinds[is_video], part))
+
+    def _encode_by(self, kind: ProgramKind, inputs: Sequence[EncoderInput]) -> list[ProgramKey]:
+        """Programs of one kind."""
         encoder = self._sizes.encoder
         assert encoder is not None, "an engine that encodes pictures sees"
         keys: list[ProgramKey] = []
@@ -161,14 +167,13 @@ class ProgramChoice:
             if encoder.config.is_fixed:  # what is left over fills a smaller one
                 size = max([each for each in encoder.sizes if each <= size], default=encoder.sizes[0])
             if encoder.one_each:
-                keys.append(ProgramKey(ProgramKind.ENCODE, encoder.sizes[bisect_left(encoder.sizes, size)]))
+                keys.append(ProgramKey(kind, encoder.sizes[bisect_left(encoder.sizes, size)]))
             else:
-                keys.append(self._smallest(ProgramKind.ENCODE, size, encoder.sizes))
+                keys.append(self._smallest(kind, size, encoder.sizes))
             return keys[-1].size
 
-        sizes = [encoder.config.size_of(each.feature.grid) for each in inputs if not each.feature.is_encoded]
-        batches_of(sizes, encoder, bucket_for)
-        return tuple(keys)
+        batches_of([encoder.config.size_of(each.feature.grid) for each in inputs], encoder, bucket_for)
+        return keys
 
     def max_step_tokens(self) -> int:
         """See `Executor`."""
@@ -203,9 +208,10 @@ class ProgramChoice:
             return self._widest(ProgramKind.SAMPLE_MASKED)
         if extra is Extra.PROMPT_LOGPROBS:
             return (ProgramKey(ProgramKind.PROMPT_LOGPROBS),)
-        if extra is Extra.PICTURES:
+        if extra in (Extra.PICTURES, Extra.VIDEOS):
+            kind = ProgramKind.ENCODE if extra is Extra.PICTURES else ProgramKind.ENCODE_VIDEO
             sizes = () if self._sizes.encoder is None else self._sizes.encoder.sizes
-            return tuple(ProgramKey(ProgramKind.ENCODE, size) for size in sizes)
+            return tuple(ProgramKey(kind, size) for size in sizes)
         return (
             ProgramKey(ProgramKind.LOAD_ROW),
             ProgramKey(ProgramKind.LOAD_TOKENS),

@@ -6,8 +6,8 @@ which some request asks for them; `sample_masked` takes masks of grammars beside
 several steps at once, and single steps in which all requests decode. An engine that pools has `pool` in place of
 `sample`. With drafts a step begins with `draft`, and `verify` draws in place of `sample`.
 
-An engine that sees has `encode`, which makes embeddings of pictures
-before a step whose `forward` takes them.
+An engine that sees has `encode`, which makes embeddings of pictures before a step whose `forward` takes them, and, if
+it takes videos, `encode_video`, whose patches have several frames.
 
 Each kind has one program for every bucket of its axis: the buckets of two axes add up instead of multiplying. A kind
 behind whose name stands `_shared` reads once what rows share, where the ordinary one launches nothing for it.
@@ -67,6 +67,7 @@ class ProgramKind(StrEnum):
     EXPERT_LOAD = "expert_load"
     MOVE_EXPERTS = "move_experts"
     ENCODE = "encode"
+    ENCODE_VIDEO = "encode_video"
     EMBEDS_GATHER = "embeds_gather"
     EMBEDS_SCATTER = "embeds_scatter"
 
@@ -107,6 +108,7 @@ class Axis(Enum):
     DRAFT_MULTI_STEPS = auto()  # rows for which a model or a head drafts; the `MultiStepLayout`
     COPIES = auto()  # pieces of a copy, for each KV pool; the `BlockCopy`
     PICTURES = auto()  # items or patches of a batch of pictures; its `EncodeLayout`
+    VIDEOS = auto()  # the same of moments of videos
     PARTS = auto()  # arrays of experts of another shape, counted from 1; the array's shape
 
 
@@ -124,6 +126,10 @@ def everywhere(engine: EngineSpec) -> bool:
 
 def sees(engine: EngineSpec) -> bool:
     return engine.encoder is not None
+
+
+def sees_videos(engine: EngineSpec) -> bool:
+    return engine.encoder is not None and engine.encoder.takes_videos
 
 
 def saves_embeds(engine: EngineSpec) -> bool:
@@ -253,12 +259,14 @@ FULL_STEPS = (
 DRAFT_STEPS = "params *kv *tables *rows first_step multi_step_lines -> kv tables rows drafts"
 SAMPLE_FULL = "head sampled *rows *row_state lines -> rows tokens row_state logprobs"
 SAMPLE_MASKED = "head sampled *rows *row_state lines masks -> rows tokens row_state logprobs"
+ENCODE = "tower table *encoded pictures -> encoded finite"
 VERIFY = "head hidden *rows _ verify_lines -> rows tokens _ _ num_drafts"
 VERIFY_FULL = "head hidden *rows *row_state verify_lines -> rows tokens row_state logprobs num_drafts"
 VERIFY_MASKED = "head hidden *rows *row_state verify_lines verify_masks -> rows tokens row_state logprobs num_drafts"
 
 PAYS, ON_DEMAND = When.ONCE_IT_PAYS, When.ON_DEMAND
-FULL, MASKS, SCORES, PICTURES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS, Extra.PICTURES
+FULL, MASKS, SCORES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS
+PICTURES, VIDEOS = Extra.PICTURES, Extra.VIDEOS
 with_layers, simple = partial(Program, options=LAYERS), partial(Program, options=None, by_rank=False)
 
 PROGRAMS = (
@@ -303,10 +311,9 @@ PROGRAMS = (
     with_layers(Kind.FORWARD_SHARED, Axis.SHARED_TOKENS, forward, SEEING_STEP, sees, ON_DEMAND),
     with_layers(Kind.DECODE_SHARED, Axis.SHARED_MULTI_STEPS, decode, STEPS, when=ON_DEMAND),
     with_layers(Kind.DECODE_FULL_SHARED, Axis.SHARED_FULL_MULTI_STEPS, decode, FULL_STEPS, when=ON_DEMAND),
-    # Embeddings of pictures into the encoder cache, for the encoder.
-    Program(
-        Kind.ENCODE, Axis.PICTURES, encode, "tower table *encoded pictures -> encoded finite", sees, PICTURES, LAYERS
-    ),
+    # Embeddings of pictures, and of moments of videos, into the encoder cache, for the encoder.
+    Program(Kind.ENCODE, Axis.PICTURES, encode, ENCODE, sees, PICTURES, LAYERS),
+    Program(Kind.ENCODE_VIDEO, Axis.VIDEOS, encode, ENCODE, sees_videos, VIDEOS, LAYERS),
     # Embeddings off the devices, and those that were computed elsewhere, for the encoder.
     simple(Kind.EMBEDS_GATHER, Axis.ONE, its(encoding.gather), "encoded slots -> embeds", saves_embeds),
     simple(Kind.EMBEDS_SCATTER, Axis.ONE, its(encoding.scatter), "*encoded slots embeds -> encoded", takes_embeds),

@@ -66,10 +66,18 @@ class EnginePrograms:
         return replace(layout, has_visible_ends=encoder.vision.bidirectional, has_rope_offsets=has_offsets)
 
     @cached_property
-    def encode_layouts(self) -> dict[int, EncodeLayout]:
+    def encode_layouts(self) -> dict[ProgramKey, EncodeLayout]:
         """The same of encode programs, in an engine that sees."""
-        encoder = self.engine_spec.encoder
-        return {} if encoder is None else {size: encode_layout(encoder, size) for size in encoder.sizes}
+        if (encoder := self.engine_spec.encoder) is None:
+            return {}
+        kinds = {ProgramKind.ENCODE: 1}
+        if encoder.takes_videos:
+            kinds[ProgramKind.ENCODE_VIDEO] = encoder.config.frames
+        return {
+            ProgramKey(kind, size): encode_layout(encoder, size, frames)
+            for kind, frames in kinds.items()
+            for size in encoder.sizes
+        }
 
     @cached_property
     def multi_step_layouts(self) -> dict[int, MultiStepLayout]:
@@ -204,8 +212,9 @@ class EnginePrograms:
                 return [Bucket(size, each) for size, each in multi_step.items() if self._has_two_programs(each.step)]
             case Axis.DRAFT_MULTI_STEPS:
                 return [Bucket(size, each) for size, each in self.draft_multi_step_layouts.items()]
-            case Axis.PICTURES:
-                return [Bucket(size, layout) for size, layout in self.encode_layouts.items()]
+            case Axis.PICTURES | Axis.VIDEOS:
+                kind = ProgramKind.ENCODE if axis is Axis.PICTURES else ProgramKind.ENCODE_VIDEO
+                return [Bucket(key.size, each) for key, each in self.encode_layouts.items() if key.kind == kind]
             case Axis.COPIES:
                 return self._copies()
             case Axis.PARTS:

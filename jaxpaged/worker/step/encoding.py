@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpaged.messages import EncoderInput
 from jaxpaged.models.vision.interface import Shape, batch_of
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.step.packed import slices_of
@@ -78,9 +79,9 @@ def unpacked(words: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(words, kind).reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(dtype)
 
 
-def encode_layout(encoder: EncoderSpec, size: int) -> EncodeLayout:
-    """Of the bucket of so many items or patches."""
-    shapes = encoder.vision.shapes(encoder.config, size)
+def encode_layout(encoder: EncoderSpec, size: int, frames: int = 1) -> EncodeLayout:
+    """Of the bucket of so many items or patches, which have so many frames."""
+    shapes = encoder.vision.shapes(encoder.config, size, **({"frames": frames} if frames > 1 else {}))
     return EncodeLayout(size, encoder.config.num_embeds(size), tuple(shapes.items()))
 
 
@@ -107,6 +108,15 @@ def gather(encoded_SX: Any, slots_E: Any) -> Any:
 def scatter(encoded_SX: Any, slots_E: Any, embeds_EX: Any) -> Any:
     """The encoder cache with these embeddings in these slots."""
     return encoded_SX.at[slots_E].set(embeds_EX, mode="drop")
+
+
+def by_frames(inputs: Sequence[EncoderInput]) -> list[tuple[bool, list[EncoderInput]]]:
+    """Pictures and moments of videos apart, as far as there are any: those with several frames have programs of their
+    own."""
+    parts = {False: list[EncoderInput](), True: list[EncoderInput]()}
+    for each in inputs:
+        parts[each.feature.modality == "video"].append(each)
+    return [(is_video, part) for is_video, part in parts.items() if part]
 
 
 def batches_of(sizes: Sequence[int], spec: EncoderSpec, bucket_for: Callable[[int], int]) -> Batches:

@@ -146,7 +146,7 @@ def test_marks_and_pictures_that_do_not_go_together_are_one_clear_error(processo
 
 def test_placeholders_without_pictures_are_refused_as_ids_and_words_as_text(processor):
     for prompt in ([20, PLACEHOLDER_ID], {"prompt_token_ids": [PLACEHOLDER_ID]}):
-        assert "a placeholder of pictures, and no pictures" in str(refusal(processor.parse, prompt))
+        assert "a placeholder of pictures or videos, and none of these" in str(refusal(processor.parse, prompt))
     for prompt in (f"a{PLACEHOLDER}", {"prompt": f"a{PLACEHOLDER}"}):
         ids = processor.parse(prompt).token_ids
         assert PLACEHOLDER_ID not in ids and TOKENIZER.decode(ids) == f"a{PLACEHOLDER}"
@@ -245,7 +245,8 @@ def test_parts_of_other_apis_are_pictures_too(processor, part):
 @pytest.mark.parametrize(
     ("part", "field"),
     [
-        ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0].type"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0]"),
+        ({"type": "input_video", "input_video": {"url": "x"}}, "messages[0].content[0].type"),
         ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
         ({"type": "image_url", "image_url": {}}, "messages[0].content[0].image_url.url"),
         ({"type": "image_url", "image_url": {"url": 5}}, "messages[0].content[0].image_url.url"),
@@ -365,7 +366,7 @@ def test_a_text_model_refuses_pictures_in_one_sentence(blind):
 @pytest.mark.parametrize(
     ("data", "uuids"),
     [
-        ({"video": [IMAGE]}, None),
+        ({"vision_chunk": [IMAGE]}, None),
         ({"image": IMAGE, "audio": 3}, None),
         ([IMAGE], None),
         ({"image": [IMAGE, IMAGE]}, {"image": ["a"]}),

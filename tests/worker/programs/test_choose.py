@@ -21,8 +21,7 @@ EVERY = [
     ProgramKey("prompt_logprobs"),
     ProgramKey("load_row"),
     ProgramKey("load_tokens"),
-    ProgramKey("encode", 1),
-    ProgramKey("encode", 4),
+    *(ProgramKey(kind, size) for kind in ("encode", "encode_video") for size in (1, 4)),
     *RUNS,
 ]
 NEEDED = {
@@ -30,6 +29,7 @@ NEEDED = {
     Extra.PROMPT_LOGPROBS: {("prompt_logprobs", 0)},
     Extra.FULL_SAMPLER: {("sample_full", 16), ("load_row", 0), ("load_tokens", 0)},
     Extra.PICTURES: {("encode", 1), ("encode", 4)},
+    Extra.VIDEOS: {("encode_video", 1), ("encode_video", 4)},
 }
 TOWER = VisionConfig(
     family="drawn",
@@ -85,7 +85,7 @@ def test_steps_can_run_once_the_programs_for_any_number_of_requests_are_there(ex
         pass
     assert set(programs.wait_all()) == NEEDED[extra], "others, and narrower ones, wait until a step could use them"
     for kind, size in NEEDED[extra]:
-        assert not size or kind == "encode" or programs.smallest_ready(kind, 1, SIZES) == 16
+        assert not size or kind.startswith("encode") or programs.smallest_ready(kind, 1, SIZES) == 16
 
 
 @pytest.mark.parametrize("extra", Extra)
@@ -254,6 +254,17 @@ def test_pictures_fill_the_programs_that_there_are(ready, items, buckets):
     assert programs.keys == [*programs.encode, programs.forward, programs.finish]
     scheduled.encoder_inputs = []
     assert not choice.choose(scheduled).encode
+
+
+def test_moments_of_videos_have_programs_of_their_own():
+    _, choice = compiled()
+    scheduled = step(["a"], [2], [1])
+    scheduled.encoder_inputs = [
+        EncoderInput(MultiModalFeature(b"k" * 32, modality, 0, 4, [(0, 4)], (1, 2, 2)), [])
+        for modality in ("video", "image", "video", "video")
+    ]
+    found = [(key.kind, key.size) for key in choice.choose(scheduled).encode]
+    assert found == [("encode", 1), *[("encode_video", 1)] * 3]
 
 
 def test_a_prompt_that_ends_in_a_picture_takes_no_decode_program():

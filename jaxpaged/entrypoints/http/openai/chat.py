@@ -171,7 +171,7 @@ def template_arguments(service: Service, body: ChatCompletionRequest | TokenizeR
 def answer(service: Service, chat: ParsedChat, outputs: Sequence[RequestOutput]) -> ChatCompletionResponse:
     """The whole of it: `outputs` is the last result of the one prompt."""
     [output], body, tokenizer = outputs, chat.body, service.engine.input_processor.tokenizer
-    usage = UsageCounter(service.options.enable_prompt_tokens_details, chat.generation.num_image_tokens)
+    usage = UsageCounter(service.options.enable_prompt_tokens_details, chat.generation.media_tokens)
     usage.add(0, output)
     readers = [chat.new_reader() for _ in output.outputs]
     return ChatCompletionResponse(

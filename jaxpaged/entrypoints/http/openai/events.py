@@ -85,7 +85,7 @@ class OpenAIStream:
         options = service.options
         self._usage = usage_options(parsed.body, options.enable_force_include_usage)
         self._is_lent = len(parsed.generation.prompts) > 1  # of several nobody could say which one
-        self._counter = UsageCounter(options.enable_prompt_tokens_details, parsed.generation.num_image_tokens)
+        self._counter = UsageCounter(options.enable_prompt_tokens_details, parsed.generation.media_tokens)
         self._chunks = ChunkWriter(kind, name, parsed.generation.request_id, parsed.model, self._usage, self._counter)
 
     def lent(self, output: RequestOutput) -> bytes:

@@ -13,7 +13,8 @@ from jaxpaged.serving.output_reader import UsageCounter
 
 
 class PromptTokensDetails(msgspec.Struct, omit_defaults=True):
-    """Prompt tokens that came from the prefix cache, and those of pictures: `{"image": ...}`, as vLLM has it."""
+    """Prompt tokens that came from the prefix cache, and those of pictures and videos, as vLLM has it: `{"image":
+    ...}`."""
 
     cached_tokens: int | None = None
     multimodal_tokens: dict[str, int] | None = None
@@ -38,9 +39,9 @@ class Usage(msgspec.Struct):
 def usage_of(counter: UsageCounter, in_stream: bool = False, num_thinking: int | None = None) -> Usage:
     """What was counted so far. In streams there are no nulls. `num_thinking` None: thinking is not looked for."""
     details = msgspec.UNSET if in_stream else None
-    cached, num_image_tokens = counter.num_cached_tokens, counter.num_image_tokens
-    if cached is not None or num_image_tokens:
-        details = PromptTokensDetails(cached, {"image": num_image_tokens} if num_image_tokens else None)
+    cached, media_tokens = counter.num_cached_tokens, counter.media_tokens
+    if cached is not None or media_tokens:
+        details = PromptTokensDetails(cached, dict(media_tokens) or None)
     prompt_tokens, completion_tokens = counter.num_prompt_tokens, counter.num_completion_tokens
     thinking = msgspec.UNSET
     if num_thinking is not None:
