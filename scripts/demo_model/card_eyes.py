@@ -26,35 +26,38 @@ python scripts/train_demo_eyes.py
 ```
 
 It knows drawings on a light ground: circles, squares, triangles, stars and crosses in red, blue, green, yellow, black
-and purple, numbers below 100, and bars. It tells colour, shape and place of a lone shape, how many shapes there are,
-and which bar is the tallest. Of numbers, of one among several shapes, and of one of two pictures it is right about as
-often as not. Ask it in the words that it was trained with:
+and purple, numbers below 100, words of three to five small letters, and bars. Ask it in the words that it was trained
+with:
 
 | picture | questions |
 |---|---|
 | one shape | What is in the picture? What colour is it? What shape is it? Where is it? |
 | several shapes | How many shapes are there? How many stars are there? What colour is the star? Which shape is red? |
-| a number | What number is this? |
-| bars | Which bar is the tallest? |
-| two pictures of one shape | What is in the first picture? What is in the second picture? |
+| a number | What number is this? What colour is it? |
+| a word | What word is this? How do you spell it? What colour is it? |
+| bars | Which bar is the tallest? Which bar is the smallest? |
+| two pictures of one shape | What is in the first picture? Do they have the same colour? Do they have the same shape? |
+| two pictures of several | Which picture has more shapes? How many shapes are in the first picture? |
 
 ## Accuracy
 
-The pictures are drawn anew, and the numbers were held out of training. An answer is right when greedy decoding gives
-exactly the expected text and then stops. A blind model is one that knows all about the questions and sees nothing: it
-gives to each question the answer that is right most often. Weights rounded to bfloat16, activations in float32:
+The pictures are drawn anew. Numbers were held out of training; of words, those in the colour in which they are asked
+here; and the words to be spelled are invented and were never drawn before. An answer is right when greedy decoding
+gives exactly the expected text and then stops: "No, red and blue." is wrong where one of the colours is. A blind model
+is one that knows all about the questions and sees nothing: it gives to each question the answer that is right most
+often. Weights rounded to bfloat16, activations in float32:
 
 {found}
 
 ## Limits
 
-It does not read words, it does not compare two pictures, and photographs mean nothing to it. Lessons on words, on the
-smallest bar, and on whether two shapes are alike were tried for half an hour of training: the answers stayed those of
-a blind model. Lessons on numbers stopped while their answers were still getting better.
+It reads one typeface, that of Pillow, and of words the 40 that it was trained with; others it spells. Which shape has
+a colour it tells of two in three. The question whether two shapes have the same colour is the hardest: of a text model
+that is frozen it asks for a comparison that this never learned. Photographs mean nothing to it.
 
-Training took an hour on 2 CPU cores (float32) that other programs used at the same time, in several starts with
-changes of tasks between them; the command trains with the final tasks from the start, so its weights and its table will
-differ a little.
+Training took 46 seconds on an H200 that other programs used at the same time (1,162 steps of 128 rows through the text
+model), after 100 in which the programs were compiled. How many steps the minutes have room for differs, so the
+command's weights and table differ a little, too.
 """
 
 

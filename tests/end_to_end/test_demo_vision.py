@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.params.hub import EMBEDDED_FOLDERS
@@ -36,7 +36,7 @@ def asked(llm, question, *images):
     return llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs[0].text
 
 
-def test_it_sees_shapes_and_bars(llm):
+def test_it_sees_shapes_bars_and_words(llm):
     circle = drawing(lambda draw: draw.ellipse((60, 60, 200, 200), (220, 40, 40)))
     square = drawing(lambda draw: draw.rectangle((130, 130, 250, 250), (40, 70, 220)))
     bars = drawing(
@@ -50,6 +50,19 @@ def test_it_sees_shapes_and_bars(llm):
     assert asked(llm, "What colour is it?", square) == "It is blue."
     assert asked(llm, "Where is it?", circle) == "It is at the top left."
     assert asked(llm, "Which bar is the tallest?", bars) == "The green bar."
+    assert asked(llm, "Which bar is the smallest?", bars) == "The red bar."
+    frog = drawing(lambda draw: draw.text((30, 90), "frog", "black", ImageFont.load_default(90)))
+    assert asked(llm, "What word is this?", frog) == "It is frog."
+
+
+def test_it_compares_two_pictures(llm):
+    def circles(*places):
+        boxes = [(x - 45, y - 45, x + 45, y + 45) for x, y in places]
+        return drawing(lambda draw: [draw.ellipse(box, (40, 70, 220)) for box in boxes])
+
+    two, four = circles((54, 54), (160, 266)), circles((54, 160), (160, 54), (266, 160), (266, 266))
+    assert asked(llm, "Which picture has more shapes?", two, four) == "The second picture."
+    assert asked(llm, "Which picture has more shapes?", four, two) == "The first picture."
 
 
 def test_text_has_the_answers_of_the_model_without_eyes(llm):
