@@ -344,19 +344,21 @@ def sampling_programs(options: argparse.Namespace) -> tuple[dict[str, Any], tupl
     from pallas_kernels.top_k_top_p import gpu
 
     by_kernel = LimitsMethod("gpu" if jax.default_backend() == "gpu" else "gpu-interpret", make_mesh(1))
-    several = gpu.ALONE
+    own = {"ALONE": gpu.ALONE, "PIECE": gpu.PIECE, "WARPS": gpu.WARPS}
 
-    def program(method: LimitsMethod, alone: int) -> Any:
+    def program(method: LimitsMethod, **settings: int) -> Any:
         def sample(logits_SV: Any, packed_SF: Any) -> Any:
-            gpu.ALONE = alone
+            vars(gpu).update(own | settings)
             return sample_plain(logits_SV, packed_SF, method).tokens_S
 
         return jax.jit(sample)
 
     ways = {
-        "kernel": program(by_kernel, several),
-        "candidates": program(BY_CANDIDATES, several),
-        "a program a row": program(by_kernel, 2**31),
+        "kernel": program(by_kernel),
+        "8 warps": program(by_kernel, WARPS=8),
+        "pieces of 2048": program(by_kernel, PIECE=2048),
+        "a program a row": program(by_kernel, ALONE=2**31),
+        "candidates": program(BY_CANDIDATES),
     }
     return (ways, (1, 2), 512) if options.model == "tiny" else (ways, (1, 8, 64, 256), 128_256)
 

@@ -43,6 +43,11 @@ class LimitsMethod:
     num_candidates: int = NUM_CANDIDATES
     largest: str = "reference"
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether a number and its place are looked for in one pass, which a GPU does as fast as for the number."""
+        return self.kernel.removesuffix(INTERPRET) == "gpu"
+
 
 BY_CANDIDATES = LimitsMethod()
 
@@ -59,7 +64,7 @@ def choose_method(platform: str, mesh: Mesh, vocabulary: int, *, simulated: str 
 
 @flax.struct.dataclass
 class Limits:
-    """Row s may draw tokens with logit >= `least_S[s]`.
+    """Row s may draw tokens with logit >= `least_S[s]`, after the temperature.
 
     `candidates_SC` are its C largest logits, `candidate_ids_SC` their tokens. A row is `narrow` when no other token
     can be drawn, and the draw needs nothing but the candidates.
@@ -72,9 +77,10 @@ class Limits:
 
 
 def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> jax.Array:
-    """`Limits.least_S` of the rows that have limits, -inf in the others; each device searches some of the rows.
+    """The least logit, before the temperature, of the rows that have limits, -inf in the others; each device searches
+    some of the rows.
 
-    The same numbers as those of `sampling_limits`, but where top_p's sum of the likeliest is as near to top_p as sums
+    The same tokens as those of `sampling_limits`, but where top_p's sum of the likeliest is as near to top_p as sums
     round: then one token more or less may stay. A row's number depends on nothing but the row.
     """
     num_rows = len(logits_SV)
@@ -83,6 +89,7 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
         jnp.where(limited_S, rows.top_k_S, 0),
         jnp.where(limited_S, rows.top_p_S, 1.0),
         jnp.where(limited_S, rows.min_p_S, 0.0),
+        jnp.where(limited_S, rows.temperature_S, 1.0),
     )
     missing = -num_rows % method.mesh.size
     padded = [jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (logits_SV, *limits)]
@@ -94,7 +101,7 @@ def least_by_kernel(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod)
             interpret=interpret_mode(method.kernel),
         ),
         mesh=method.mesh,
-        in_specs=(by_row,) * 4,
+        in_specs=(by_row,) * 5,
         out_specs=by_row,
         check_vma=False,
     )

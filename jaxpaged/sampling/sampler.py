@@ -38,7 +38,7 @@ class SampleOutput:
 def sample_plain(logits_SV: jax.Array, packed_SF: jax.Array, method: LimitsMethod = BY_CANDIDATES) -> SampleOutput:
     """One token per row, from float32 logits whose padding columns are -inf; `packed_SF` from `SamplingRows.pack`."""
     rows = unpack_rows(packed_SF)
-    bad_S = not_a_distribution(logits_SV)
+    bad_S = not_a_distribution(logits_SV, method)
     tokens_S, _ = draw(logits_SV, rows, method)
     return SampleOutput(jnp.where(bad_S, 0, tokens_S), bad_S, bad_S)
 
@@ -61,36 +61,38 @@ def sample_full(
     rows that need them gain the drawn token.
     """
     rows = unpack_rows(packed_SF)
-    corrupted_S = not_a_distribution(logits_SV)
+    corrupted_S = not_a_distribution(logits_SV, method)
     if mask_bits_SW is not None:
         logits_SV = apply_bitmask(logits_SV, mask_bits_SW)
     processed_SV = change_logits(logits_SV, state, rows)
     processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
-    bad_S = corrupted_S | not_a_distribution(logits_SV) | not_a_distribution(processed_SV)
+    bad_S = corrupted_S | not_a_distribution(logits_SV, method) | not_a_distribution(processed_SV, method)
 
     tokens_S, least_S = draw(processed_SV, rows, method)
     tokens_S = jnp.where(bad_S, 0, tokens_S)
     shown_SV = logits_SV
     if logprobs_mode.startswith("processed"):
         scaled_SV = by_temperature(processed_SV, rows)
-        shown_SV = jnp.where(scaled_SV >= least_S[:, None], scaled_SV, -jnp.inf)
+        limited_SV = processed_SV if method.kernel else scaled_SV
+        shown_SV = jnp.where(limited_SV >= least_S[:, None], scaled_SV, -jnp.inf)
     logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode, method)
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, corrupted_S, logprobs)
 
 
 def draw(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> tuple[jax.Array, jax.Array]:
-    """A token per row, and the least logit (after temperature) that the row could have drawn; -inf without limits.
+    """A token per row, and the least logit that the row could have drawn; -inf without limits. It is one after
+    temperature, or, where a kernel finds the limits, before.
 
     Rows limited to their candidates need noise for those only. Where a kernel finds the limits there are none, and
     every row that draws gets noise for all tokens.
     """
-    greedy_S = first_argmax(logits_SV)
+    greedy_S, top_S = first_largest(logits_SV, method)
     key_S2 = position_keys(rows.seed_S2, rows.position_S)
     no_limit_S, nothing_S = jnp.full(greedy_S.shape, -jnp.inf, jnp.float32), jnp.zeros(greedy_S.shape, bool)
 
     def find_limits() -> tuple[jax.Array, jax.Array, jax.Array]:
         if method.kernel:
-            return greedy_S, least_by_kernel(by_temperature(logits_SV, rows), rows, method), nothing_S
+            return greedy_S, least_by_kernel(logits_SV, rows, method), nothing_S
         limits = sampling_limits(by_temperature(logits_SV, rows), rows, method)
         least_S = jnp.where(rows.limited_S, limits.least_S, -jnp.inf)
         return draw_narrow(limits, key_S2), least_S, limits.narrow_S & rows.limited_S
@@ -100,7 +102,7 @@ def draw(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> tuple[j
     )
     tokens_S = jax.lax.cond(
         jnp.any(rows.random_S & ~narrow_S),
-        lambda: jnp.where(narrow_S, narrow_tokens_S, draw_wide(by_temperature(logits_SV, rows), least_S, key_S2)),
+        lambda: jnp.where(narrow_S, narrow_tokens_S, draw_wide(logits_SV, top_S, rows, least_S, key_S2, method)),
         lambda: narrow_tokens_S,
     )
     return jnp.where(rows.random_S, tokens_S, greedy_S), least_S
@@ -112,17 +114,26 @@ def draw_narrow(limits: Limits, key_S2: jax.Array) -> jax.Array:
     return lowest_id(race_SC == jnp.min(race_SC, axis=1, keepdims=True), limits.candidate_ids_SC)
 
 
-def draw_wide(logits_SV: jax.Array, least_S: jax.Array, key_S2: jax.Array) -> jax.Array:
-    """The winner among all tokens."""
+def draw_wide(
+    logits_SV: jax.Array, top_S: jax.Array, rows: RowParams, least_S: jax.Array, key_S2: jax.Array, method: LimitsMethod
+) -> jax.Array:
+    """The winner among all tokens. `top_S`: the largest logits."""
+    scaled_SV = by_temperature(logits_SV, rows)
     token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
-    race_SV = exponential_noise(key_S2, token_ids_SV) / weights(logits_SV, least_S)
+    noise_SV = exponential_noise(key_S2, token_ids_SV)
+    if method.reads_once:
+        stays_SV, top_S1 = logits_SV >= least_S[:, None], by_temperature(top_S[:, None], rows)
+        race_SV = noise_SV / jnp.where(stays_SV, jnp.exp(scaled_SV - top_S1), 0.0)
+        return first_least(race_SV, token_ids_SV)[0]
+    race_SV = noise_SV / weights(scaled_SV, least_S, logits_SV if method.kernel else None)
     return lowest_id(race_SV == jnp.min(race_SV, axis=1, keepdims=True), token_ids_SV)
 
 
-def weights(logits_SC: jax.Array, least_S: jax.Array) -> jax.Array:
-    """Probabilities relative to the largest; 0 below the limit."""
+def weights(logits_SC: jax.Array, least_S: jax.Array, limited_SC: jax.Array | None = None) -> jax.Array:
+    """Probabilities relative to the largest; 0 below the limit, which is one of `limited_SC` if they are given."""
     top_S1 = jnp.max(logits_SC, axis=1, keepdims=True)
-    return jnp.where(logits_SC >= least_S[:, None], jnp.exp(logits_SC - top_S1), 0.0)
+    stays_SC = (logits_SC if limited_SC is None else limited_SC) >= least_S[:, None]
+    return jnp.where(stays_SC, jnp.exp(logits_SC - top_S1), 0.0)
 
 
 def by_temperature(logits_SV: jax.Array, rows: RowParams) -> jax.Array:
@@ -147,6 +158,30 @@ def lowest_id(chosen_SC: jax.Array, token_ids_SC: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(chosen_SC, token_ids_SC, jnp.iinfo(jnp.int32).max), axis=1)
 
 
-def not_a_distribution(logits_SV: jax.Array) -> jax.Array:
+def first_largest(logits_SV: jax.Array, method: LimitsMethod) -> tuple[jax.Array, jax.Array]:
+    """(`first_argmax`, the largest logits); of rows with a NaN the second is anything."""
+    if not method.reads_once:
+        return first_argmax(logits_SV), jnp.max(logits_SV, axis=1)
+    token_ids_SV = jax.lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
+    is_nan_SV = jnp.isnan(logits_SV)
+    first_S, least_S = first_least(jnp.where(is_nan_SV, -jnp.inf, -logits_SV), jnp.where(is_nan_SV, -1, token_ids_SV))
+    return first_S, -least_S
+
+
+def first_least(x_SV: jax.Array, token_ids_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(The lowest token id of the least number, that number) of each row, in one pass."""
+
+    def less(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (x, i), (y, j) = one, other
+        is_first = (x < y) | ((x == y) & (i < j))
+        return jnp.where(is_first, x, y), jnp.where(is_first, i, j)
+
+    nothing = jnp.float32(jnp.inf), jnp.int32(jnp.iinfo(jnp.int32).max)
+    least_S, first_S = jax.lax.reduce((x_SV, token_ids_SV), nothing, less, (1,))
+    return first_S, least_S
+
+
+def not_a_distribution(logits_SV: jax.Array, method: LimitsMethod = BY_CANDIDATES) -> jax.Array:
     """Rows with a NaN, with +inf, or with nothing above -inf."""
-    return (first_argmax(logits_SV) < 0) | ~jnp.isfinite(jnp.max(logits_SV, axis=1))
+    first_S, top_S = first_largest(logits_SV, method)
+    return (first_S < 0) | ~jnp.isfinite(top_S)

@@ -1,9 +1,9 @@
 """The least logit that may be drawn, on an NVIDIA GPU (Pallas, Triton lowering): several programs search one row.
 
-A search is four launches. Two surveys weigh each piece of a row above sixteen cuts. The first cuts are as far below the
-row's largest logit as weights fall; the second ones divide what lies between two of them. Logits that are still in
-question, a few of each piece, are gathered, and one program searches these. Each kernel begins with the sums of the one
-before. The search for top_k comes first, since top_p counts what top_k leaves.
+A search is five launches. Three surveys weigh each piece of a row above eight cuts. The first cuts are as far below the
+row's largest logit as weights fall; the next ones divide what lies between two of those before. Logits that are still
+in question, a few of each piece, are gathered, and one program searches these. Each kernel begins with the sums of the
+one before. The search for top_k comes first, since top_p counts what top_k leaves.
 
 Layout: logits [S, V] as they are.
 
@@ -17,11 +17,11 @@ Padding: columns beyond the vocabulary count as -inf.
 
 Numerics: float32; weights relative to the row's largest. A row's limit is the same bits beside every other row.
 
-Cost: a search reads the row three times, and both once more for its largest logit. Where too many logits of a piece are
+Cost: a search reads the row four times, and both once more for its largest logit. Where too many logits of a piece are
 in question, one program reads the row 16 times instead: rows whose logits are all but equal, or a top_k of half the
 vocabulary.
 
-Knows nothing of temperature or of drawing.
+Knows nothing of drawing.
 
 Letters: B pieces of a row, T cuts, C gathered logits of a piece, W logits of a piece.
 """
@@ -41,11 +41,12 @@ from pallas_kernels.shapes import ceil_div
 from pallas_kernels.top_k_top_p import search
 
 PIECE = 4096
+WARPS = 4  # of a program that surveys a piece
 ALONE = 2 * PIECE
-SLOTS = 8192  # of all pieces of a row
-NUM_CUTS = 16
-# How far below a row's largest logit the first cuts are; the very first one is the floor.
-DISTANCES = (jnp.inf, *(0.05 * 2 ** (0.6 * i) for i in reversed(range(NUM_CUTS - 2))), 0.0)
+SLOTS = 128  # of a piece, for what is in question; fewer than a hundred, where logits are spread as a normal variable
+# How far below a row's largest logit the first cuts are, in weights; the very first one is the floor.
+DISTANCES = (jnp.inf, 16.0, 8.0, 4.0, 2.0, 1.0, 0.4, 0.0)
+NUM_CUTS = len(DISTANCES)
 MOST_PASSES = 20  # of the last search, which is over after at most 18
 
 
@@ -55,20 +56,33 @@ def cannot_take(logits_SV: Any) -> str | None:
 
 
 def least_logits(
-    logits_SV: jax.Array, top_k_S: jax.Array, top_p_S: jax.Array, min_p_S: jax.Array, *, interpret: Any
+    logits_SV: jax.Array,
+    top_k_S: jax.Array,
+    top_p_S: jax.Array,
+    min_p_S: jax.Array,
+    temperature_S: jax.Array,
+    *,
+    interpret: Any,
 ) -> jax.Array:
     """See `top_k_top_p.least_logits`."""
     V = logits_SV.shape[1]
     top_S = jnp.max(logits_SV, axis=1)
+    find = functools.partial(_search, logits_SV, top_S, temperature_S, interpret=interpret)
     need_k_S = jnp.where((top_k_S > 0) & (top_k_S < V), top_k_S, 0).astype(jnp.float32)
-    kth_S = _search(logits_SV, top_S, need_k_S, jnp.full_like(top_S, -jnp.inf), by_weight=False, interpret=interpret)
-    floor_S = jnp.maximum(kth_S, top_S + jnp.log(min_p_S))
-    need_p_S = jnp.where(top_p_S < 1.0, top_p_S, 0.0)
-    return _search(logits_SV, top_S, need_p_S, floor_S, by_weight=True, interpret=interpret)
+    kth_S = find(need_k_S, jnp.full_like(top_S, -jnp.inf), by_weight=False)
+    floor_S = jnp.maximum(kth_S, top_S + jnp.log(min_p_S) * temperature_S)
+    return find(jnp.where(top_p_S < 1.0, top_p_S, 0.0), floor_S, by_weight=True)
 
 
 def _search(
-    logits_SV: jax.Array, top_S: jax.Array, need_S: jax.Array, floor_S: jax.Array, *, by_weight: bool, interpret: Any
+    logits_SV: jax.Array,
+    top_S: jax.Array,
+    temperature_S: jax.Array,
+    need_S: jax.Array,
+    floor_S: jax.Array,
+    *,
+    by_weight: bool,
+    interpret: Any,
 ) -> jax.Array:
     """The largest t >= floor above which enough lies; the floor where `need` is 0.
 
@@ -84,7 +98,7 @@ def _search(
         "bounds": jax.ShapeDtypeStruct((S, 2), jnp.int32),
         "weights": jax.ShapeDtypeStruct((S, 2), jnp.float32),
         "counts": jax.ShapeDtypeStruct((S, B), jnp.int32),
-        "slots": jax.ShapeDtypeStruct((S, B, min(SLOTS // B, piece)), jnp.float32),
+        "slots": jax.ShapeDtypeStruct((S, B, SLOTS), jnp.float32),
         "least": jax.ShapeDtypeStruct((S,), jnp.float32),
     }
 
@@ -93,17 +107,18 @@ def _search(
             functools.partial(kernel, row),
             out_shape=[outputs[name] for name in names.split()],
             grid=grid,
-            compiler_params=plgpu.CompilerParams(num_warps=4 if len(grid) == 2 else 8),
+            compiler_params=plgpu.CompilerParams(num_warps=WARPS if len(grid) == 2 else 8),
             interpret=interpret,
             name=f"top_k_top_p{kernel.__name__}",
-        )(logits_SV, top_S, need_S, floor_S, *inputs)
+        )(logits_SV, top_S, temperature_S, need_S, floor_S, *inputs)
 
     if V <= ALONE:
         return call(_alone, (S,), "least")[0]
     by_piece = (num_pieces, S)
     far = call(_survey_far, by_piece, "sums cuts")
     near = call(_survey_near, by_piece, "sums cuts bounds weights", *far)
-    in_question = call(_gather, by_piece, "bounds weights counts slots", *near)
+    nearer = call(_survey_near, by_piece, "sums cuts bounds weights", *near)
+    in_question = call(_gather, by_piece, "bounds weights counts slots", *nearer)
     return call(_pick, (S,), "least", *in_question)[0]
 
 
@@ -121,9 +136,9 @@ class _Row:
         at = logits_SV.at[row, pl.ds(piece * self.piece, self.piece)]
         return plgpu.load(at, mask=column_W < logits_SV.shape[1], other=-jnp.inf)
 
-    def weigh(self, x_W: jax.Array, top: jax.Array) -> jax.Array:
+    def weigh(self, x_W: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Array:
         """What each logit weighs."""
-        return jnp.exp(x_W - top) if self.by_weight else jnp.ones_like(x_W)
+        return jnp.exp((x_W - top) * (1.0 / temperature)) if self.by_weight else jnp.ones_like(x_W)
 
     def totals(self, sums_SBT: Any, row: jax.Array) -> jax.Array:
         """Sums of a row."""
@@ -165,6 +180,19 @@ class _Bounds:
         above = jnp.maximum(self.above, jnp.max(jnp.where(enough_T, 0.0, sums_T)))
         return _Bounds(low, high, self.need, above)
 
+    def cuts(self, top: jax.Array) -> list[jax.Array]:
+        """Cuts between the bounds: at equal distances, or, where `low` is -inf, farther and farther below `top`.
+
+        Not at equal distances in the order of floats, most of which are next to zero.
+        """
+        low, high = search.float_of_order(self.low), search.float_of_order(self.high)
+        result = []
+        for i in range(NUM_CUTS):
+            between = low + (high - low) * ((i + 1) / (NUM_CUTS + 1))
+            cut = jnp.where(low > -jnp.inf, between, top - (top - high) * 2.0 ** (i + 1))
+            result.append(jnp.clip(_order_of_float(cut), self.low, self.high))
+        return result
+
     def is_found(self) -> jax.Array:
         """Whether nothing lies between the bounds."""
         return lax.shift_right_logical(self.high - self.low, 1) == 0
@@ -188,44 +216,47 @@ class _Bounds:
         return search.float_of_order(low)
 
 
-def _survey_far(row: _Row, logits_SV, top_S, need_S, floor_S, sums_SBT, cuts_ST):
+def _survey_far(row: _Row, logits_SV, top_S, temperature_S, need_S, floor_S, sums_SBT, cuts_ST):
     """Weigh a piece above the first cuts."""
     piece, s = pl.program_id(0), pl.program_id(1)
     top, floor = top_S[s], floor_S[s]
 
     @pl.when(need_S[s] > 0.0)
     def _():
-        cuts = [_order_of_float(jnp.maximum(floor, top - distance)) for distance in DISTANCES]
-        _weigh_piece(row, logits_SV, s, piece, top, cuts, sums_SBT, cuts_ST)
+        temperature = temperature_S[s]
+        cuts = [_order_of_float(jnp.maximum(floor, top - distance * temperature)) for distance in DISTANCES]
+        _weigh_piece(row, logits_SV, s, piece, top, temperature, cuts, sums_SBT, cuts_ST)
 
 
-def _survey_near(
-    row: _Row, logits_SV, top_S, need_S, floor_S, far_SBT, far_ST, sums_SBT, cuts_ST, bounds_S2, weights_S2
-):
-    """Weigh a piece above cuts between the two of the first cuts between which the answer lies."""
+def _survey_near(row: _Row, logits_SV, top_S, temperature_S, need_S, floor_S, sums_SBT, cuts_ST, *refs):
+    """Weigh a piece above cuts between the two of a survey between which the answer lies. `refs`: the bounds before
+    that survey, if it was not the first, and what is written."""
+    *known, next_sums_SBT, next_cuts_ST, bounds_S2, weights_S2 = refs
     piece, s = pl.program_id(0), pl.program_id(1)
     top = top_S[s]
 
     @pl.when(need_S[s] > 0.0)
     def _():
-        sums_T = row.totals(far_SBT, s)
-        need = need_S[s]
-        if row.by_weight:
-            need *= jnp.max(sums_T)  # which is that of the floor
-        cuts_T = far_ST[s, :]
-        bounds = _Bounds.of_row(top, floor_S[s], need).narrowed(cuts_T, sums_T)
-        step = lax.shift_right_logical(bounds.high - bounds.low, 4)
-        cuts = [bounds.low + step * (i + 1) for i in range(NUM_CUTS)]
-        _weigh_piece(row, logits_SV, s, piece, top, cuts, sums_SBT, cuts_ST)
+        sums_T = row.totals(sums_SBT, s)
+        if known:
+            bounds = _Bounds.load(*known, s)
+        else:
+            share = jnp.max(sums_T) if row.by_weight else 1.0  # of the floor, above which most lies
+            bounds = _Bounds.of_row(top, floor_S[s], need_S[s] * share)
+        bounds = bounds.narrowed(cuts_ST[s, :], sums_T)
+        cuts = bounds.cuts(top)
+        _weigh_piece(row, logits_SV, s, piece, top, temperature_S[s], cuts, next_sums_SBT, next_cuts_ST)
 
         @pl.when(piece == 0)
         def _():
             bounds.store(bounds_S2, weights_S2, s)
 
 
-def _weigh_piece(row: _Row, logits_SV, s, piece, top: jax.Array, cuts: Sequence[jax.Array], sums_SBT, cuts_ST):
+def _weigh_piece(
+    row: _Row, logits_SV, s, piece, top: jax.Array, temperature: jax.Array, cuts: Sequence[jax.Array], sums_SBT, cuts_ST
+):
     x_W = row.load(logits_SV, s, piece)
-    weight_W = row.weigh(x_W, top)
+    weight_W = row.weigh(x_W, top, temperature)
     for i, cut in enumerate(cuts):
         sums_SBT[s, piece, i] = jnp.sum(jnp.where(x_W >= search.float_of_order(cut), weight_W, 0.0))
 
@@ -236,7 +267,7 @@ def _weigh_piece(row: _Row, logits_SV, s, piece, top: jax.Array, cuts: Sequence[
 
 
 def _gather(
-    row: _Row, logits_SV, top_S, need_S, floor_S, sums_SBT, cuts_ST, known_S2, known_weights_S2,
+    row: _Row, logits_SV, top_S, temperature_S, need_S, floor_S, sums_SBT, cuts_ST, known_S2, known_weights_S2,
     bounds_S2, weights_S2, counts_SB, slots_SBC,
 ):  # fmt: skip
     """The logits of a piece that lie between the bounds, as many as have room."""
@@ -248,17 +279,23 @@ def _gather(
         x_W = row.load(logits_SV, s, piece)
         low, high = search.float_of_order(bounds.low), search.float_of_order(bounds.high)
         is_between_W = (x_W >= low) & (x_W < high) & (x_W > -jnp.inf) & ~bounds.is_found()
-        place_W = jnp.cumsum(is_between_W.astype(jnp.int32)) - 1
-        has_room_W = is_between_W & (place_W < last)  # the last place stays for those without one
-        plgpu.store(slots_SBC.at[s, piece, jnp.where(has_room_W, place_W, last)], x_W, mask=has_room_W)
-        counts_SB[s, piece] = jnp.sum(is_between_W.astype(jnp.int32))
+        count = jnp.sum(is_between_W.astype(jnp.int32))
+        counts_SB[s, piece] = count
+
+        @pl.when(count > 0)
+        def _():
+            place_W = jnp.cumsum(is_between_W.astype(jnp.int32)) - 1
+            has_room_W = is_between_W & (place_W < last)  # the last place stays for those without one
+            plgpu.store(slots_SBC.at[s, piece, jnp.where(has_room_W, place_W, last)], x_W, mask=has_room_W)
 
         @pl.when(piece == 0)
         def _():
             bounds.store(bounds_S2, weights_S2, s)
 
 
-def _pick(row: _Row, logits_SV, top_S, need_S, floor_S, bounds_S2, weights_S2, counts_SB, slots_SBC, least_S):
+def _pick(
+    row: _Row, logits_SV, top_S, temperature_S, need_S, floor_S, bounds_S2, weights_S2, counts_SB, slots_SBC, least_S
+):
     """Search what was gathered of a row, or the row where not all had room."""
     s, (_, B, C) = pl.program_id(0), slots_SBC.shape
     top = top_S[s]
@@ -273,17 +310,19 @@ def _pick(row: _Row, logits_SV, top_S, need_S, floor_S, bounds_S2, weights_S2, c
         @pl.when(most < C)
         def _():
             x_BC = plgpu.load(slots_SBC.at[s], mask=jnp.arange(C)[None] < count_B[:, None], other=-jnp.inf)
-            weight_BC = row.weigh(x_BC, top)
+            weight_BC = row.weigh(x_BC, top, temperature_S[s])
             weigh = lambda cuts: [jnp.sum(jnp.where(x_BC >= cut, weight_BC, 0.0)) for cut in cuts]
             least_S[s] = jnp.maximum(floor_S[s], bounds.searched(weigh))
 
         @pl.when(most >= C)
         def _():
-            found = dataclasses.replace(bounds, above=0.0).searched(_weigher_of_row(row, logits_SV, s, top))
+            found = dataclasses.replace(bounds, above=0.0).searched(
+                _weigher_of_row(row, logits_SV, s, top, temperature_S[s])
+            )
             least_S[s] = jnp.maximum(floor_S[s], found)
 
 
-def _alone(row: _Row, logits_SV, top_S, need_S, floor_S, least_S):
+def _alone(row: _Row, logits_SV, top_S, temperature_S, need_S, floor_S, least_S):
     """Search a row."""
     s = pl.program_id(0)
     top, floor = top_S[s], floor_S[s]
@@ -291,19 +330,21 @@ def _alone(row: _Row, logits_SV, top_S, need_S, floor_S, least_S):
 
     @pl.when(need_S[s] > 0.0)
     def _():
-        weigh, need = _weigher_of_row(row, logits_SV, s, top), need_S[s]
+        weigh, need = _weigher_of_row(row, logits_SV, s, top, temperature_S[s]), need_S[s]
         if row.by_weight:
             need *= weigh([floor])[0]
         least_S[s] = jnp.maximum(floor, _Bounds.of_row(top, floor, need).searched(weigh))
 
 
-def _weigher_of_row(row: _Row, logits_SV, s, top: jax.Array) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+def _weigher_of_row(
+    row: _Row, logits_SV, s, top: jax.Array, temperature: jax.Array
+) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     """What a whole row weighs at or above some thresholds."""
 
     def weigh(cuts: Sequence[jax.Array]) -> Sequence[jax.Array]:
         def step(piece, sums_W):
             x_W = row.load(logits_SV, s, piece)
-            weight_W = row.weigh(x_W, top)
+            weight_W = row.weigh(x_W, top, temperature)
             return tuple(sum_W + jnp.where(x_W >= cut, weight_W, 0.0) for sum_W, cut in zip(sums_W, cuts))
 
         zeros = (jnp.zeros(row.piece, jnp.float32),) * len(cuts)

@@ -18,7 +18,7 @@ Cost: reads the logits once where XLA's search reads them up to 34 times. Inside
 times, for top_p over its weights too, which are computed once. Compiled for a v6e: 26 bundles for 8 registers of logits
 for top_k, 28 for top_p; 256 rows of 128,256 in 1.8 million bundles for top_k, 2.1 for top_p, 3.8 for both. Not timed.
 
-Knows nothing of temperature or of drawing.
+Knows nothing of drawing.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,13 @@ def cannot_take(logits_SV: Any) -> str | None:
 
 
 def least_logits(
-    logits_SV: jax.Array, top_k_S: jax.Array, top_p_S: jax.Array, min_p_S: jax.Array, *, interpret: Any
+    logits_SV: jax.Array,
+    top_k_S: jax.Array,
+    top_p_S: jax.Array,
+    min_p_S: jax.Array,
+    temperature_S: jax.Array,
+    *,
+    interpret: Any,
 ) -> jax.Array:
     """See `top_k_top_p.least_logits`."""
     (S, V), num_tiles = logits_SV.shape, ceil_div(logits_SV.shape[0], ROWS)
@@ -63,7 +69,7 @@ def least_logits(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(num_tiles,),
-            in_specs=[pl.BlockSpec((ROWS, V), lambda tile, _: (tile, 0)), column, column, column],
+            in_specs=[pl.BlockSpec((ROWS, V), lambda tile, _: (tile, 0)), column, column, column, column],
             out_specs=column,
             scratch_shapes=[pltpu.VMEM((ROWS, V), jnp.float32)],
         ),
@@ -72,7 +78,7 @@ def least_logits(
         ),
         interpret=interpret,
         name="top_k_top_p",
-    )(wanted_2I, logits_SV, need_k_S[:, None], top_p_S[:, None], min_p_S[:, None])
+    )(wanted_2I, logits_SV, need_k_S[:, None], top_p_S[:, None], min_p_S[:, None], temperature_S[:, None])
     return least_S1[:, 0]
 
 
@@ -81,14 +87,14 @@ def _any_of_tile(wanted_S: jax.Array, num_tiles: int) -> jax.Array:
     return jnp.any(padded_S.reshape(num_tiles, ROWS), axis=1).astype(jnp.int32)
 
 
-def _kernel(wanted_2I, logits_SV, need_k_S1, top_p_S1, min_p_S1, least_S1, weights_SV):
+def _kernel(wanted_2I, logits_SV, need_k_S1, top_p_S1, min_p_S1, temperature_S1, least_S1, weights_SV):
     tile, V = pl.program_id(0), logits_SV.shape[1]
     top_S1 = _fold(V, -jnp.inf, jnp.maximum, lambda at: [logits_SV[at]], jnp.max, 1)[0]
-    top_SL = _broadcast(top_S1)
+    top_SL, share_SL = _broadcast(top_S1), _broadcast(1.0 / temperature_S1[...])
 
     def weigh(at) -> None:
         x_SW = logits_SV[at]
-        weights_SV[at] = jnp.exp(x_SW - top_SL[:, : x_SW.shape[1]])
+        weights_SV[at] = jnp.exp((x_SW - top_SL[:, : x_SW.shape[1]]) * share_SL[:, : x_SW.shape[1]])
 
     def above(thresholds_S1: Sequence[jax.Array], weight_at: Callable[[Any], Any]) -> Sequence[jax.Array]:
         thresholds_SL = [_broadcast(t_S1) for t_S1 in thresholds_S1]
@@ -107,7 +113,7 @@ def _kernel(wanted_2I, logits_SV, need_k_S1, top_p_S1, min_p_S1, least_S1, weigh
 
     kth_S1 = search.largest_threshold(count, need_k_S1[...], wanted_2I[0, tile] != 0)
     kth_S1 = jnp.where(need_k_S1[...] < V, kth_S1, -jnp.inf)
-    floor_S1 = jnp.maximum(kth_S1, top_S1 + jnp.log(min_p_S1[...]))
+    floor_S1 = jnp.maximum(kth_S1, top_S1 + jnp.log(min_p_S1[...]) * temperature_S1[...])
     least_S1[...] = floor_S1
 
     @pl.when(wanted_2I[1, tile] != 0)

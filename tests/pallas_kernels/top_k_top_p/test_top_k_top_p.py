@@ -55,10 +55,11 @@ def may_stay(logits_V: np.ndarray, limits: tuple[int, float, float], slack: floa
     return stays_V & (logits_V >= floor) & np.isfinite(logits_V)
 
 
-def least(backend: str, logits_SV: np.ndarray, limits) -> np.ndarray:
+def least(backend: str, logits_SV: np.ndarray, limits, temperature: float = 1.0) -> np.ndarray:
     top_k_S, top_p_S, min_p_S = zip(*limits)
     limits_S = np.array(top_k_S, np.int32), np.array(top_p_S, np.float32), np.array(min_p_S, np.float32)
-    return np.asarray(finder(backend, gpu.PIECE)(logits_SV, *limits_S))
+    temperature_S = np.full(len(limits), temperature, np.float32)
+    return np.asarray(finder(backend, gpu.PIECE)(logits_SV, *limits_S, temperature_S))
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def finder(backend: str, _piece: int):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """The GPU cuts rows of any length into pieces, and not all that is in question has room."""
-    for name, value in {"PIECE": 64, "ALONE": 64, "SLOTS": 128}.items():
+    for name, value in {"PIECE": 64, "ALONE": 64, "SLOTS": 16}.items():
         monkeypatch.setattr(gpu, name, value)
 
 
@@ -97,6 +98,19 @@ def test_the_oracle_leaves_little_room():
         for logits_V, limits in zip(make_logits(case), case.limits, strict=True):
             must_V, may_V = may_stay(logits_V, limits, -1e-5), may_stay(logits_V, limits, 1e-5)
             assert len(set(logits_V[may_V & ~must_V])) <= 0.01 * len(logits_V), (case.name, limits)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 4.0])
+@pytest.mark.parametrize("backend", INTERPRET)
+def test_a_temperature_changes_probabilities_and_not_logits(backend, temperature, small_pieces):
+    case = CASES[1]
+    logits_SV = make_logits(case)
+    least_S = least(backend, logits_SV, case.limits, temperature)
+    for logits_V, limits, limit in zip(logits_SV, case.limits, least_S, strict=True):
+        scaled_V = logits_V.astype(np.float64) / np.float32(temperature)
+        must_V, may_V = may_stay(scaled_V, limits, -1e-5), may_stay(scaled_V, limits, 1e-5)
+        assert (logits_V >= limit)[must_V].all(), (limits, limit)
+        assert may_V[logits_V >= limit].all(), (limits, limit)
 
 
 @pytest.mark.parametrize("backend", ["xla", "tpu", "gpu"])
