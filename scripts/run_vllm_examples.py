@@ -8,6 +8,7 @@ scripts/vllm_examples/README.md has the results.
 """
 
 import argparse
+import importlib
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import jaxpaged
 
-IMPORT = re.compile(r"^from vllm(?:\.[\w.]+)? import (\((?:[^)]*)\)|[^\n]*)", re.MULTILINE)
+IMPORT = re.compile(r"^from vllm((?:\.[\w.]+)?) import (\((?:[^)]*)\)|[^\n]*)", re.MULTILINE)
 MODEL = re.compile(r"\bmodel=(\"[^\"]*\"|'[^']*')")
 STAND_INS = {
     "print_embeddings": "def print_embeddings(values, **_):\n    print(len(values), list(values[:4]))",
@@ -27,14 +28,18 @@ class ImageAsset:
         from PIL import Image, ImageDraw
         self.pil_image = Image.new("RGB", (320, 320), "white")
         ImageDraw.Draw(self.pil_image).ellipse((60, 60, 200, 200), (220, 40, 40))""",
-    "encode_image_url": """\
-def encode_image_url(image):
-    import base64, io
-    image.save(file := io.BytesIO(), "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()""",
+    **{
+        name: f"class {name}:\n    def __init__(self, *_, **__):\n        raise SystemExit('{name}: {why}')"
+        for name, why in (
+            ("LoRARequest", "adapters are not served"),
+            ("VideoAsset", "the video comes from the network"),
+            ("AudioAsset", "audio is not taken"),
+        )
+    },
 }
 """What only prints, or brings vLLM's own pictures from the network, and is no part of its interface: a replacement. The
-picture is a red circle on white."""
+picture is a red circle on white. The last ones are names of types in examples of many models, and refuse to be made.
+"""
 
 
 def changed(source: str, model: str) -> tuple[str, list[str]]:
@@ -42,13 +47,23 @@ def changed(source: str, model: str) -> tuple[str, list[str]]:
     missing: list[str] = []
 
     def new_import(match: re.Match) -> str:
-        names = [name.strip() for name in match[1].strip("()").split(",") if name.strip()]
-        stand_ins = [STAND_INS[name] for name in names if name in STAND_INS]
-        ours = [name for name in names if name.split(" as ")[0] in jaxpaged.__all__]
-        missing.extend(name for name in names if name not in ours and name not in STAND_INS)
-        return "\n".join([*([f"from jaxpaged import {', '.join(ours)}"] if ours else []), *stand_ins])
+        names = [name.strip() for name in match[2].strip("()").split(",") if name.strip()]
+        places = {name: place_of(name.split(" as ")[0], match[1]) for name in names}
+        missing.extend(name for name in names if places[name] is None and name not in STAND_INS)
+        imports = [f"from {place} import {name}" for name, place in places.items() if place is not None]
+        return "\n".join([*imports, *(STAND_INS[name] for name in names if places[name] is None and name in STAND_INS)])
 
     return MODEL.sub(f"model={model!r}", IMPORT.sub(new_import, source)), missing
+
+
+def place_of(name: str, module: str) -> str | None:
+    """Where jaxpaged has a name: in itself, or in its module of the same path; None where it has none."""
+    if name in jaxpaged.__all__:
+        return "jaxpaged"
+    try:
+        return f"jaxpaged{module}" if module and hasattr(importlib.import_module(f"jaxpaged{module}"), name) else None
+    except ModuleNotFoundError:
+        return None
 
 
 def verdict(path: Path, model: str, seconds: float) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_vllm_examples.py"
 spec = importlib.util.spec_from_file_location("run_vllm_examples", SCRIPT)
@@ -25,12 +26,27 @@ def test_imports_and_models_change_and_nothing_else():
     source, missing = runner.changed(SOURCE, "demo")
     assert missing == []
     assert "vllm" not in source
-    assert "from jaxpaged import SamplingParams, RequestOutputKind" in source
+    assert "from jaxpaged import SamplingParams\nfrom jaxpaged import RequestOutputKind\n" in source
     assert source.endswith("llm = LLM(model='demo', seed=3)\n")
 
 
 def test_names_that_are_not_there_are_the_reason():
-    assert runner.changed("from vllm.lora.request import LoRARequest\n", "demo")[1] == ["LoRARequest"]
+    assert runner.changed("from vllm.platforms import current_platform\n", "demo")[1] == ["current_platform"]
+
+
+def test_modules_of_the_same_path_are_taken_and_types_of_other_examples_refuse_to_be_made():
+    source = """\
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.utils import encode_image_url, fetch_image
+lora: LoRARequest | None = None
+"""
+    new, missing = runner.changed(source, "demo")
+    assert missing == [] and "from jaxpaged.multimodal.utils import fetch_image" in new
+    names: dict = {}
+    exec(new, names)
+    assert names["fetch_image"](names["encode_image_url"](Image.new("RGB", (8, 4)))).size == (8, 4)
+    with pytest.raises(SystemExit, match="adapters are not served"):
+        names["LoRARequest"]("name", 1, "path")
 
 
 def test_a_script_runs_or_says_why_not(tmp_path):
@@ -45,8 +61,10 @@ SEES = """\
 from dataclasses import asdict
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.assets.image import ImageAsset
+from vllm.assets.video import VideoAsset
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.image import convert_image_mode
-from vllm.multimodal.utils import encode_image_url
+from vllm.multimodal.utils import encode_image_url, fetch_image
 
 QUESTIONS = ["What is in the picture?", "What colour is it?"]
 ANSWERS = ["A red circle.", "It is red."]
@@ -80,6 +98,9 @@ with LLM(**asdict(args)) as llm:
     ]
     conversation = [{"role": "user", "content": parts[::-1]}]
     outputs = llm.chat(conversation, sampling_params=params, use_tqdm=False)
+    again = {"image": [fetch_image(encode_image_url(image))]}
+    fetched = {"prompt": marked.format(QUESTIONS[1]), "multi_modal_data": again}
+    assert llm.generate(fetched, params)[0].outputs[0].text == ANSWERS[1]
     assert outputs[0].outputs[0].text == ANSWERS[0]
     assert llm.chat([{"role": "user", "content": parts}], params)[0].outputs[0].text
 """
