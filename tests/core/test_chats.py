@@ -64,7 +64,10 @@ def engine_for_chats(windows: tuple[int | None, ...], depth: int, num_blocks: in
 def test_an_answer_is_right_after_any_mix_of_single_steps_and_runs(windows, depth, lengths, num_chats, stingy, seed):
     draw = random.Random(seed)
     engine = engine_for_chats(windows, depth, stingy=random.Random(seed) if stingy else None)
-    talk(engine, [Chat(f"c{i}", draw.choice(STOPS)) for i in range(num_chats)], draw, 5, lengths)
+    chats = [Chat(f"c{i}", draw.choice(STOPS)) for i in range(num_chats)]
+    talk(engine, chats, draw, 5, lengths)
+    assert all(chat.num_turns == 5 for chat in chats) and len(engine.ends) == 5 * num_chats
+    engine.check_answers()
 
 
 @pytest.mark.parametrize("depth", [2, 3])

@@ -111,23 +111,23 @@ class TestAdmission:
 
 
 class TestIntake:
-    def refuse(self, engine, match, prompt, **options):
+    def check_refusal(self, engine, match, prompt, **options):
         with pytest.raises(RequestError, match=match):
             engine.add("a", prompt, **options)
         assert not engine.scheduler.has_unfinished_requests()
 
     def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(self):
-        self.refuse(Engine(max_model_len=8), "has 8 tokens, but max_model_len is 8", prompt_of(8))
+        self.check_refusal(Engine(max_model_len=8), "has 8 tokens, but max_model_len is 8", prompt_of(8))
 
     def test_an_empty_prompt_is_refused(self):
-        self.refuse(Engine(), "has no tokens", [])
+        self.check_refusal(Engine(), "has no tokens", [])
 
     def test_unlimited_output_must_be_resolved_before(self):
-        self.refuse(Engine(), "max_tokens None", prompt_of(3), max_tokens=None)
+        self.check_refusal(Engine(), "max_tokens None", prompt_of(3), max_tokens=None)
 
     def test_what_never_fits_is_refused_with_the_numbers(self):
         engine = Engine(num_blocks=6)
-        self.refuse(
+        self.check_refusal(
             engine,
             "may need 6 KV blocks of 4 tokens for 10 prompt tokens and max_tokens 12, but there are 5",
             prompt_of(10),
@@ -149,7 +149,7 @@ class TestIntake:
 
     def test_without_chunks_a_prompt_longer_than_a_step_is_refused(self):
         engine = Engine(max_num_batched_tokens=8, enable_chunked_prefill=False)
-        self.refuse(engine, "a step holds max_num_batched_tokens = 8", prompt_of(9))
+        self.check_refusal(engine, "a step holds max_num_batched_tokens = 8", prompt_of(9))
 
     def test_an_id_in_use_is_refused_and_free_again_afterwards(self):
         engine = Engine()

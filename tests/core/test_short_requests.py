@@ -190,6 +190,8 @@ def test_everybody_is_served_with_the_right_tokens_whoever_goes_first(seed, kept
         if draw.random() < 0.1:
             engine.abort(f"r{draw.randint(0, number)}")
     engine.run()
+    assert len(engine.ends) == 25
+    engine.check_answers()
 
 
 def test_short_requests_that_ended_are_forgotten_though_nobody_ever_waits():

@@ -88,10 +88,18 @@ def test_in_an_event_loop_the_lease_is_kept_meanwhile_and_let_go_of_where_the_re
 
 
 def test_a_core_that_does_not_answer_is_not_this_ones_trouble():
+    told, came = [], []
+
     async def call(said):
+        told.append(said)
         raise EngineDeadError("the engine has stopped.")
 
-    asyncio.run(scenario(lambda: asyncio.sleep(0), call))
+    async def comes():
+        await asyncio.sleep(0)
+        came.append(list(told))
+
+    asyncio.run(scenario(comes, call))
+    assert came == [[KEPT]]
 
 
 @pytest.mark.parametrize("prompt", ["b " * 500, {"prompt_token_ids": [10**6]}, {"prompt_token_ids": []}])

@@ -73,7 +73,8 @@ def test_fields_that_leave_no_token_are_named(values, fields):
     ],
 )
 def test_fields_that_leave_a_token_are_no_contradiction(values):
-    make(defaults=GenerationDefaults({}, (EOS,))).process("r", "the cat", SamplingParams(**values))
+    request, _ = make(defaults=GenerationDefaults({}, (EOS,))).process("r", "the cat", SamplingParams(**values))
+    assert request.sampling_params.allowed_token_ids == values["allowed_token_ids"]
 
 
 def test_a_budget_of_thinking_needs_a_vocabulary_with_tokens_around_it():

@@ -117,8 +117,9 @@ def test_closing_the_generator_ends_the_request(serving):
         server.engine.go_on.set()
         while len(server.service.traffic) or server.engine.engine.has_unfinished_requests():
             await asyncio.sleep(0.01)
+        return list(server.engine.aborted)
 
-    serving(scenario)
+    assert len(serving(scenario)) == 1
 
 
 def test_keys_are_sent(serving):
