@@ -4,9 +4,11 @@
 
 It reads messages from standard input, a `Setup` and then `Job`s, and answers each job with a `Done`. A message is the
 length of its head in 4 bytes, the head as msgpack, and the bytes of a picture or of frames, whose number the head has.
-Beyond its limits of memory and computing time it dies without an answer, or says that a picture needs too much.
+Beyond its limits of memory and computing time it dies without an answer, or says that a picture needs too much. Where
+processors are few it gives way to the server and the engine, for whom a wait is a wait of all requests.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from jaxpaged.multimodal.identity import options_on, picture_key, source_digest
 from jaxpaged.multimodal.pictures import picture_pixels
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout, Processor
+
+NICENESS = 10
 
 
 class Setup(msgspec.Struct):
@@ -107,6 +111,7 @@ def read_head(stream: IO[bytes]) -> bytes:
 def main() -> None:
     """Answer until standard input ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
+    os.nice(NICENESS)
     try:
         setup = msgspec.msgpack.decode(read_head(source), type=Setup)
         processor = processor_of(setup.config, setup.preprocessor_config)

@@ -7,6 +7,7 @@ import base64
 import binascii
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from jaxpaged.errors import RequestError, shown
 from jaxpaged.multimodal.decoding import WHITE, Colour, PictureLimits, decode_picture, rgb_of_image
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
+BASE64_PIECE = 1 << 16
+"""Characters; a multiple of four."""
 DATA_URL = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 
 
@@ -89,6 +92,16 @@ def base64_bytes(text: str, field: str, limits: PictureLimits) -> bytes:
     """The bytes of a text in base64 with its padding, of the standard alphabet and nothing else."""
     limits.check_bytes(len(text) // 4 * 3 - 2, field)
     try:
-        return base64.b64decode(text, validate=True)
+        return b"".join(decoded_pieces(text))
     except (binascii.Error, ValueError):
         raise RequestError(f"{field} is not valid base64: use the standard alphabet with padding.", field) from None
+
+
+def decoded_pieces(text: str) -> Iterator[bytes]:
+    """The bytes of a text in base64, a piece after the other: the whole of a large picture would hold up all other
+    threads for as long as several steps take. Raises ValueError."""
+    for start in range(0, len(text), BASE64_PIECE):
+        piece = text[start : start + BASE64_PIECE]
+        if start + BASE64_PIECE < len(text) and piece.endswith("="):
+            raise ValueError("padding that is not at the end")
+        yield base64.b64decode(piece, validate=True)

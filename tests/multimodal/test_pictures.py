@@ -9,6 +9,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from jaxpaged.errors import RequestError
+from jaxpaged.multimodal import pictures
 from jaxpaged.multimodal.decoding import PictureLimits, decode_picture, picture_size
 from jaxpaged.multimodal.headers import Header, read_header
 from jaxpaged.multimodal.pictures import base64_bytes, picture_pixels
@@ -268,6 +269,16 @@ def test_images_that_cannot_be_rgb_and_objects_that_are_no_picture_are_refused()
 )
 def test_bad_data_urls_are_refused(url, words):
     assert words in refusal(url)
+
+
+def test_base64_is_decoded_in_pieces_that_are_one_text(monkeypatch):
+    monkeypatch.setattr(pictures, "BASE64_PIECE", 8)
+    for count in range(1, 30):
+        data = bytes(range(count))
+        assert base64_bytes(base64.b64encode(data).decode(), FIELD, LIMITS) == data
+    for wrong in ("AAAAAA==AAAA", "AAAAAAA=AAAAAA==", "AAAAAAAAA", "AAAAAAAA="):
+        with pytest.raises(RequestError, match="not valid base64"):
+            base64_bytes(wrong, FIELD, LIMITS)
 
 
 def test_base64_too_long_is_refused_before_it_is_decoded(monkeypatch):
