@@ -15,11 +15,14 @@ from jaxpaged.errors import ConfigError, did_you_mean, shown
 
 logger = logging.getLogger(__name__)
 
+GIB = 1 << 30
 MODALITIES = ("image", "video", "audio", "vision_chunk")
 """vLLM's names. Images and videos are taken; limits of the others may be given."""
 MOST_PICTURES = 999
 """Of a prompt, where nothing is said, and of videos as well: vLLM's number."""
 WHITE = (255, 255, 255)
+SHARE_OF_CORES = 0.25
+"""Of `mm_bytes_in_flight_gb`: what all engine cores in processes of their own may keep of processed pictures."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class MultiModalConfig:
     )
     mm_bytes_in_flight_gb: float = option(
         4.0,
-        "GiB that all pictures take in the memory of the host together: files, decoded and processed ones. Beyond it "
-        "requests wait",
+        "GiB that all pictures take in the memory of the host together: files, decoded and processed ones, those in "
+        "engine cores too. Beyond it requests wait",
         above=0.0,
     )
     num_media_processes: int = option(
@@ -142,6 +145,11 @@ class MultiModalConfig:
     def _limit(self, modality: str) -> int:
         limit = self.limit_mm_per_prompt.get(modality, MOST_PICTURES)
         return int(limit.get("count", MOST_PICTURES) if isinstance(limit, Mapping) else limit)
+
+    def core_cache_bytes(self, num_cores: int) -> int:
+        """Of processed pictures, which each of so many engine cores in processes of their own keeps, so that front ends
+        send a picture once."""
+        return int(min(self.mm_processor_cache_gb, self.mm_bytes_in_flight_gb * SHARE_OF_CORES / num_cores) * GIB)
 
     @property
     def ec_transfer(self) -> ECTransfer | None:

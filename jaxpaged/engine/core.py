@@ -129,7 +129,8 @@ class EngineCore(EngineCoreClient):
         self._books = Books()
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
-        self.pixels, self._most_kept = PixelDesk(embeds), config.multimodal.mm_processor_cache_gb
+        self.pixels = PixelDesk(embeds)
+        self._most_kept = config.multimodal.core_cache_bytes(config.parallel.num_cores)
         self.embeds, self._encodes_only = embeds, config.multimodal.mm_encoder_only
         self.step_log = StepLog()
 
@@ -172,7 +173,7 @@ class EngineCore(EngineCoreClient):
 
     def keep_pixels(self) -> None:
         """From now on pixels that come are kept for later requests, since front ends elsewhere send them once."""
-        self.pixels.items.capacity = round(self._most_kept * 2**30)
+        self.pixels.items.capacity = self._most_kept
 
     def add_pixels(self, key: bytes, pixels: np.ndarray) -> None:
         """Pixels of a picture, uint8, for requests that wait for them, and for later ones."""

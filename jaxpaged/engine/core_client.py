@@ -67,7 +67,11 @@ class CoreClient:
             self.output_processor.is_unfinished,
             self._send,
         )
-        self.pixels = PixelSender(int(config.multimodal.mm_processor_cache_gb * 2**30))
+        pictures = input_processor.pictures
+        self.pixels = PixelSender(
+            config.multimodal.core_cache_bytes(config.parallel.num_cores),
+            count=(lambda num_bytes: None) if pictures is None else pictures.budget.add,
+        )
         self.throughput = ThroughputLog(
             self.metrics, lambda: bool(self.streams), "" if self.is_alone else f"engine core {number}: "
         )
@@ -114,7 +118,7 @@ class CoreClient:
             self.streams.pop(request_id, None)
         engine_ids, results = self.output_processor.abort(request_ids, reason)
         self.link.abort_requests(engine_ids)
-        self.pixels.drop(engine_ids)
+        self.pixels.end(engine_ids)
         return results
 
     async def call[R](self, call: CoreCall[R]) -> R:
@@ -150,6 +154,9 @@ class CoreClient:
             return
         self.link.abort_requests(processed.ids_to_abort)
         self.metrics.record_step(came.stats, processed.num_tokens)
+        if self.pixels.num_requests:
+            ended = [each.request_id for each in came.outputs if each.finish_reason is not None]
+            self.pixels.end([*ended, *processed.ids_to_abort])
         self.window.refill_all()
         for result in processed.request_outputs:
             stream = self.streams.pop(result.request_id) if result.finished else self.streams[result.request_id]
@@ -165,7 +172,7 @@ class CoreClient:
             stream = self.streams.pop(request_id)
             engine_ids = self.output_processor.discard(request_id)
             self.link.abort_requests(engine_ids)
-            self.pixels.drop(engine_ids)
+            self.pixels.end(engine_ids)
             message = refusal.message.replace(repr(refusal.request_id), repr(request_id))
             stream.fail(RequestError(message, refusal.parameter))
 

@@ -95,6 +95,15 @@ def load_pictures(
         from jaxpaged.multimodal.embeddings import form_of
 
         embeds = form_of(embed_numbers, config.model.dtype)
-    files = configs.model, configs.processor
-    intake = PictureIntake(tokenizer, config.multimodal, identity, *files, local_files=local_files, embeds=embeds)
+    num_cores = 0 if local_files else config.parallel.num_cores
+    intake = PictureIntake(
+        tokenizer,
+        config.multimodal,
+        identity,
+        configs.model,
+        configs.processor,
+        local_files=local_files,
+        embeds=embeds,
+        kept_elsewhere=num_cores and num_cores * config.multimodal.core_cache_bytes(num_cores),
+    )
     return intake, ""

@@ -49,11 +49,26 @@ def test_nothing_is_held_of_requests_that_ended_or_of_a_core_that_is_gone():
     sender = PixelSender(100)
     sender.hold([request("a"), request("b")], pixels(b"x"))
     assert sent(sender, "a") == [b"x"]
-    sender.drop(["a", "unknown"])
+    sender.end(["a", "unknown"])
     assert len(sender) == 1
     sender.lose_core()
     sender.hold([request("c")], pixels(b"x"))
     assert len(sender) == 1 and sent(sender, "c") == [b"x"]
+
+
+def test_what_the_core_has_counts_until_its_request_ends():
+    counted = []
+    sender = PixelSender(100, counted.append)
+    sender.hold([request("a#0"), request("a#1")], pixels(b"x", b"y"))
+    sender.hold([request("b")], pixels(b"x"))
+    sender.hold([request("c")], pixels(b"z"))
+    assert sum(counted) == 40, "sequences of one request have them together"
+    sender.wanted(Wanted("b", []))
+    assert sum(counted) == 40 and sender.num_requests == 4
+    sender.end(["b", "unknown", "b"])
+    assert sum(counted) == 30
+    sender.lose_core()
+    assert sum(counted) == sender.num_requests == len(sender) == 0
 
 
 def test_features_cross_without_pixels():

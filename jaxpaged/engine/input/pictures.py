@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.config.multimodal import MultiModalConfig, background_of
+from jaxpaged.config.multimodal import GIB, MultiModalConfig, background_of
 from jaxpaged.config.video_options import VideoOptions, video_options_of
 from jaxpaged.engine.input.picture_parts import PictureOptions
 from jaxpaged.engine.input.placeholders import NAMES, Placed, Placeholders
@@ -37,7 +37,6 @@ from jaxpaged.multimodal.sources import PictureSource
 from jaxpaged.multimodal.thumbnails import thumbnail
 from jaxpaged.multimodal.videos import Clip, clip_of
 
-GIB = 1 << 30
 HEAD_BYTES = 1 << 18
 SMALL_FRAME_BYTES = 1 << 20
 """Of a frame that grew to the fewest pixels that a model takes."""
@@ -110,6 +109,7 @@ class Wanted:
 class PictureIntake:
     """The pictures of one model. `local_files`: callers are of this process, and may name files by their paths.
     `embeds`: the form of embeddings in place of pictures; None: they are not taken.
+    `kept_elsewhere`: bytes of processed pictures that engine cores in other processes keep.
 
     Raises CheckpointError for a processor that cannot be read, ConfigError for options that it does not take.
     """
@@ -124,6 +124,7 @@ class PictureIntake:
         *,
         local_files: bool = False,
         embeds: Form | None = None,
+        kept_elsewhere: int = 0,
     ):
         self.config = config
         self.local_files = local_files
@@ -135,7 +136,7 @@ class PictureIntake:
         self.processor = with_engine_options(self._base, config.mm_processor_kwargs)
         self.placeholders = Placeholders(tokenizer, self.processor)
         self.cache = ProcessorCache(int(config.mm_processor_cache_gb * GIB))
-        self.budget = ByteBudget(int(config.mm_bytes_in_flight_gb * GIB), self.cache.evict)
+        self.budget = ByteBudget(int(config.mm_bytes_in_flight_gb * GIB) - kept_elsewhere, self.cache.evict)
         self._fetcher = MediaFetcher(
             config.allowed_media_domains, config.allowed_local_media_path, FetchLimits(self.limits.max_bytes)
         )
