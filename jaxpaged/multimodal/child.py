@@ -8,10 +8,12 @@ Beyond its limits of memory and computing time it dies without an answer, or say
 processors are few it gives way to the server and the engine, for whom a wait is a wait of all requests.
 """
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -111,7 +113,7 @@ def read_head(stream: IO[bytes]) -> bytes:
 def main() -> None:
     """Answer until standard input ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    os.nice(NICENESS)
+    give_way()
     try:
         setup = msgspec.msgpack.decode(read_head(source), type=Setup)
         processor = processor_of(setup.config, setup.preprocessor_config)
@@ -129,6 +131,15 @@ def main() -> None:
             sink.flush()
     except EOFError:
         return
+
+
+def give_way() -> None:
+    """Have less of the processors than others. Where Linux groups processes by sessions it weighs these first, and what
+    is computed here would count against the server: this becomes a session of its own."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        os.setsid()
+        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
 def limit_computing(seconds: float) -> None:

@@ -87,6 +87,14 @@ def test_options_of_a_request_reach_the_child(opened):
     assert np.array_equal(found.pixels, expected.pixels) and found.layout == expected.layout
 
 
+def test_a_child_gives_way_to_the_server_and_is_a_session_of_its_own(opened):
+    processes = opened(num_processes=1)
+    check(processes)
+    pid, own = only_child(processes), os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(own + 10, 19)
+    assert os.getsid(pid) == pid
+
+
 def test_a_child_that_is_killed_costs_its_request_and_is_replaced(opened):
     processes = opened(num_processes=1)
     check(processes)
