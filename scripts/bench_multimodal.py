@@ -1,6 +1,6 @@
 """Pictures: what decoding and resizing costs against transformers, and what requests with pictures cost others.
 
-    python scripts/bench_multimodal.py --peer ENV/bin/python [--parts pixels processes first-token step]
+    python scripts/bench_multimodal.py --peer ENV/bin/python [--parts pixels ... memory]
 
 `--peer` is a Python with transformers and Pillow (`pip install transformers==5.23.0 pillow`); without it only jaxpaged
 is measured. Pictures are drawn here. All that is compared takes turns in one run, and CPU time counts for pixels, so
@@ -11,11 +11,15 @@ that other programs on the machine do not; ratios say more than times.
 * first-token: of a new picture, of a picture whose embeddings are cached, and of a prompt that is cached whole.
 * step: host microseconds of a decode step with 64 requests that have pictures, and with 64 that have none.
 * pictures: new pictures a second, whole requests of one token, eight at a time.
+* others: what requests of text take at a server, alone and while others send it pictures of 12 megapixels, in turns.
+* memory: of all processes of a server, before, while and after it is sent 1,000 pictures of 12 megapixels.
 
+The server of the last two is `picture_load.py`'s: its model takes time, and no processor.
 `--model gemma3-4b` is of that model's sizes with random weights, for a GPU or a TPU.
 """
 
 import argparse
+import base64
 import io
 import json
 import statistics
@@ -222,7 +226,24 @@ def open_engine(model: str, folder: Path) -> LLM:
     return LLM(gemma3_4b(folder), load_format="dummy", **OPTIONS | LARGER)
 
 
-PARTS = ("pixels", "processes", "first-token", "step", "pictures")
+def large_pictures(count: int) -> list[str]:
+    """JPEGs of 12 megapixels in base64, each of a multiple of three bytes."""
+    files = [drawn(*SIZES["12 megapixels"], seed) for seed in range(count)]
+    return [base64.b64encode(each + bytes(-len(each) % 3)).decode() for each in files]
+
+
+def bench_server(args: argparse.Namespace) -> None:
+    """The parts of which the clients are other processes."""
+    from picture_load import bench_memory, bench_others  # with gRPC, an extra
+
+    pictures = large_pictures(4)
+    if "others" in args.parts:
+        bench_others(pictures, args.rounds, args.rates)
+    if "memory" in args.parts:
+        bench_memory(pictures, args.pictures, 32, args.gib)
+
+
+PARTS = ("pixels", "processes", "first-token", "step", "pictures", "others", "memory")
 
 
 def main() -> None:
@@ -231,11 +252,16 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="demo-vision")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rates", type=float, nargs="+", default=(1.0, 4.0), help="pictures a second, for others")
+    parser.add_argument("--pictures", type=int, default=1000, help="for memory")
+    parser.add_argument("--gib", type=float, default=0.5, help="budget of bytes of pictures, for memory")
     args = parser.parse_args()
     if "pixels" in args.parts:
         bench_pixels(args.peer, args.rounds)
     if "processes" in args.parts:
         bench_processes((1, 2, 4), 40)
+    if {"others", "memory"} & set(args.parts):
+        bench_server(args)
     if {"first-token", "step", "pictures"} & set(args.parts):
         with TemporaryDirectory() as folder, open_engine(args.model, Path(folder)) as llm:
             if "first-token" in args.parts:

@@ -25,7 +25,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.front_end import front_end
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.process.wire import CoreFacts, Reports
-from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, KVCacheGroup
+from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -33,7 +33,7 @@ DEMO = Path(jaxpaged.__file__).parent / "assets" / "demo"
 VOCAB_SIZE = 4096
 PROMPT = {"prompt_token_ids": list(range(300, 340))}
 MAX_MODEL_LEN = 4096
-FACTORY = "bench_process:build"
+FACTORY, SEEING_FACTORY = "bench_process:build", "bench_process:build_seeing"
 
 
 @dataclass
@@ -57,7 +57,7 @@ class CountingExecutor:
         self.seconds, self.ready = seconds, 0.0
         blocks = num_streams * MAX_MODEL_LEN // 16 + 1
         self.kv_cache_config = KVCacheConfig((blocks,), (KVCacheGroup(AttentionSpec(16, 1, 1, 2), (0,)),))
-        self.encoder_cache_config = None
+        self.encoder_cache_config: EncoderCacheConfig | None = None
 
     def execute_model(self, scheduled: SchedulerOutput) -> Computing:
         self.ready = max(self.ready, time.perf_counter()) + self.seconds
@@ -100,9 +100,19 @@ def build(config: EngineConfig, reports: Reports) -> EngineCore:
     return EngineCore(config, CountingExecutor(config.model.seed / 1e6, config.scheduler.max_num_seqs))
 
 
-def counting_config(num_streams: int, step_ms: float, num_cores: int = 1) -> EngineConfig:
+def build_seeing(config: EngineConfig, reports: Reports) -> EngineCore:
+    """The same for a model that sees, whose folder the options name."""
+    facts = ModelFacts(max_position_embeddings=MAX_MODEL_LEN, dtype="float32", num_heads=1, vocab_size=VOCAB_SIZE)
+    folder, config = str(config.model.model), config.resolve(facts, "cpu")
+    reports.announce(CoreFacts(config.options(), VOCAB_SIZE, folder, folder))
+    executor = CountingExecutor(config.model.seed / 1e6, config.scheduler.max_num_seqs)
+    executor.encoder_cache_config = EncoderCacheConfig(num_pages=64, page_size=256, max_step_embeds=2048)
+    return EngineCore(config, executor)
+
+
+def counting_config(num_streams: int, step_ms: float, num_cores: int = 1, **more: Any) -> EngineConfig:
     """Options with which `FACTORY` builds cores whose steps take `step_ms`."""
-    options = {"max_num_seqs": num_streams, "max_num_batched_tokens": max(2048, num_streams), "block_size": 16}
+    options = {"max_num_seqs": num_streams, "max_num_batched_tokens": max(2048, num_streams), "block_size": 16, **more}
     return EngineConfig.from_options(
         **options,
         num_scheduler_steps=1,

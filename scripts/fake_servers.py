@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench_process import FACTORY, counting_config
+from bench_process import FACTORY, SEEING_FACTORY, counting_config
 
 from jaxpaged.config import EngineConfig, ModelFacts
 from jaxpaged.engine.async_llm import AsyncLLM
@@ -31,13 +31,19 @@ def serve_free(max_num_seqs: int, grpc_port: int | None) -> None:
     serve_engine(engine, engine.config, "free", ServerOptions(port=0, grpc_port=grpc_port))
 
 
-def serve_counting(max_num_seqs: int, device_ms: float, grpc_port: int | None, **server: Any) -> None:
+def serve_counting(
+    max_num_seqs: int,
+    device_ms: float,
+    grpc_port: int | None,
+    seeing: Mapping[str, Any] | None = None,
+    **server: Any,
+) -> None:
     """This process as a server, and another one as its engine core, whose steps take `device_ms`. `server`: its
-    options."""
+    options. `seeing`: those of an engine that sees."""
     options = ServerOptions(port=0, grpc_port=grpc_port, **server)
     engine = AsyncLLM.from_config(
-        counting_config(max_num_seqs, device_ms),
-        factory=FACTORY,
+        counting_config(max_num_seqs, device_ms, **seeing or {}),
+        factory=SEEING_FACTORY if seeing else FACTORY,
         step_timeout=options.step_timeout,
         max_restarts=options.max_restarts,
     )
