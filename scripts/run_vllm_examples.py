@@ -8,7 +8,6 @@ scripts/vllm_examples/README.md has the results.
 """
 
 import argparse
-import importlib
 import re
 import subprocess
 import sys
@@ -17,8 +16,10 @@ from pathlib import Path
 
 import jaxpaged
 
-IMPORT = re.compile(r"^from vllm((?:\.[\w.]+)?) import (\((?:[^)]*)\)|[^\n]*)", re.MULTILINE)
+IMPORT = re.compile(r"^from vllm(?:\.[\w.]+)? import (\((?:[^)]*)\)|[^\n]*)", re.MULTILINE)
 MODEL = re.compile(r"\bmodel=(\"[^\"]*\"|'[^']*')")
+ELSEWHERE = dict.fromkeys(("encode_image_url", "fetch_image"), "jaxpaged.multimodal.image_urls")
+"""Names that jaxpaged has in a module of its own."""
 STAND_INS = {
     "print_embeddings": "def print_embeddings(values, **_):\n    print(len(values), list(values[:4]))",
     "convert_image_mode": "def convert_image_mode(image, mode):\n    return image.convert(mode)",
@@ -47,8 +48,8 @@ def changed(source: str, model: str) -> tuple[str, list[str]]:
     missing: list[str] = []
 
     def new_import(match: re.Match) -> str:
-        names = [name.strip() for name in match[2].strip("()").split(",") if name.strip()]
-        places = {name: place_of(name.split(" as ")[0], match[1]) for name in names}
+        names = [name.strip() for name in match[1].strip("()").split(",") if name.strip()]
+        places = {name: place_of(name.split(" as ")[0]) for name in names}
         missing.extend(name for name in names if places[name] is None and name not in STAND_INS)
         imports = [f"from {place} import {name}" for name, place in places.items() if place is not None]
         return "\n".join([*imports, *(STAND_INS[name] for name in names if places[name] is None and name in STAND_INS)])
@@ -56,14 +57,9 @@ def changed(source: str, model: str) -> tuple[str, list[str]]:
     return MODEL.sub(f"model={model!r}", IMPORT.sub(new_import, source)), missing
 
 
-def place_of(name: str, module: str) -> str | None:
-    """Where jaxpaged has a name: in itself, or in its module of the same path; None where it has none."""
-    if name in jaxpaged.__all__:
-        return "jaxpaged"
-    try:
-        return f"jaxpaged{module}" if module and hasattr(importlib.import_module(f"jaxpaged{module}"), name) else None
-    except ModuleNotFoundError:
-        return None
+def place_of(name: str) -> str | None:
+    """The module of jaxpaged that has a name; None where there is none."""
+    return "jaxpaged" if name in jaxpaged.__all__ else ELSEWHERE.get(name)
 
 
 def verdict(path: Path, model: str, seconds: float) -> str:

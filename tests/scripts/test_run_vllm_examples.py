@@ -34,14 +34,14 @@ def test_names_that_are_not_there_are_the_reason():
     assert runner.changed("from vllm.platforms import current_platform\n", "demo")[1] == ["current_platform"]
 
 
-def test_modules_of_the_same_path_are_taken_and_types_of_other_examples_refuse_to_be_made():
+def test_names_of_modules_are_found_and_types_of_other_examples_refuse_to_be_made():
     source = """\
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.utils import encode_image_url, fetch_image
 lora: LoRARequest | None = None
 """
     new, missing = runner.changed(source, "demo")
-    assert missing == [] and "from jaxpaged.multimodal.utils import fetch_image" in new
+    assert missing == [] and "from jaxpaged.multimodal.image_urls import fetch_image" in new
     names: dict = {}
     exec(new, names)
     assert names["fetch_image"](names["encode_image_url"](Image.new("RGB", (8, 4)))).size == (8, 4)

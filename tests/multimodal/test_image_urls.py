@@ -3,7 +3,7 @@ import pytest
 
 from jaxpaged.errors import FetchError, RequestError
 from jaxpaged.multimodal import fetching
-from jaxpaged.multimodal.utils import encode_image_url, fetch_image
+from jaxpaged.multimodal.image_urls import encode_image_url, fetch_image
 from tests.multimodal.drawn import drawn, encoded
 from tests.multimodal.local_server import LocalServer, Network
 from tests.multimodal.test_fetching import response, sends
