@@ -24,7 +24,7 @@ from jaxpaged.models.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.llama4 import LLAMA4
 from jaxpaged.models.mimo import MIMO
-from jaxpaged.models.mistral3 import MISTRAL3
+from jaxpaged.models.mistral3 import MISTRAL3, PIXTRAL, is_pixtral
 from jaxpaged.models.mixtral import MIXTRAL
 from jaxpaged.models.olmo2 import OLMO2, OLMO3
 from jaxpaged.models.phi3 import PHI3
@@ -43,6 +43,7 @@ MODELS: dict[str, Model] = {
         LLAMA,
         MISTRAL,
         MISTRAL3,
+        PIXTRAL,
         MIXTRAL,
         QWEN2,
         QWEN3,
@@ -89,7 +90,7 @@ def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
     """
     name = architecture_of(hf)
     model = MODELS.get(generating_name(name))
-    if model is None:
+    if model is None or (model is PIXTRAL and not is_pixtral(hf)):
         raise architecture_error(name, hf, MODELS.keys())
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))

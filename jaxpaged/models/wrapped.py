@@ -10,6 +10,7 @@ OF_IMAGES = frozenset(
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
     boi_token_id eoi_token_id model_type initializer_range transformers_version
     spatial_merge_size vision_feature_layer projector_hidden_act multimodal_projector_bias
+    vision_feature_select_strategy image_seq_length
     media_placeholder_token_id ignore_index use_unified_vision_chunk video_placeholder
     vision_start_token_id vision_end_token_id vision_token_id video_token_id
     """.split()

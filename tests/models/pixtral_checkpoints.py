@@ -1,5 +1,6 @@
 """The part of `seeing_checkpoints.py` for Mistral 3 and Pixtral's tower: descriptions, pictures, shapes of tensors."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ MISTRAL3 = {
     },
     "vision_config": VISION,
 }
+LLAVA = "llava_pixtral"
+"""The name of the checkpoint in whose embeddings no patches are merged."""
 PIXTRAL: dict[str, dict[str, Any]] = {
     "mistral3": MISTRAL3,
     "mistral3_bias": {
@@ -59,12 +62,23 @@ PIXTRAL: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "axial", "rope_theta": 30.0},
         },
     },
+    LLAVA: {
+        **{name: value for name, value in MISTRAL3.items() if name not in ("spatial_merge_size",)},
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_seq_length": 1,
+        "vision_feature_select_strategy": "full",
+        "multimodal_projector_bias": True,
+        "text_config": {**MISTRAL3["text_config"], "sliding_window": None, "is_composition": True},
+        "vision_config": {**VISION, "is_composition": True, "tie_word_embeddings": False},
+    },
 }
 
 
-def drawn(rng: np.random.Generator) -> list[Picture]:
+def drawn(name: str, rng: np.random.Generator) -> list[Picture]:
     """Patches as the processor gives them."""
-    shapes = [(rows * columns * MERGE**2, 3 * PATCH**2) for _, rows, columns in GRIDS]
+    merge = 1 if name == LLAVA else MERGE
+    shapes = [(rows * columns * merge**2, 3 * PATCH**2) for _, rows, columns in GRIDS]
     return [(rng.integers(0, 256, shape).astype(np.uint8), grid) for shape, grid in zip(shapes, GRIDS, strict=True)]
 
 
@@ -76,11 +90,13 @@ def placeholders(grid: tuple[int, int, int], token: int) -> list[int]:
 
 def features_of(pictures: list[Picture]) -> dict[str, np.ndarray]:
     """What transformers' model takes: pictures as they are, normalised, beside each other in an array of zeros."""
-    side = PATCH * MERGE
+    (patches, (_, rows, columns)) = pictures[0]
+    merge = math.isqrt(len(patches) // (rows * columns))
+    side = PATCH * merge
     sizes = np.array([(rows * side, columns * side) for _, (_, rows, columns) in pictures])
     pixels = np.zeros((len(pictures), 3, *sizes.max(axis=0)), np.float32)
     for number, (patches, (_, rows, columns)) in enumerate(pictures):
-        cells = patches.reshape(rows, columns, MERGE, MERGE, 3, PATCH, PATCH)
+        cells = patches.reshape(rows, columns, merge, merge, 3, PATCH, PATCH)
         whole = cells.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, *sizes[number])
         values = (whole * (1 / 255)).astype(np.float32)
         normal = (values - np.array(MEAN, np.float32)[:, None, None]) / np.array(STD, np.float32)[:, None, None]
@@ -109,6 +125,8 @@ def tower_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "linear_1.weight": (out, width),
         "linear_2.weight": (out, out),
     }
+    if hf["model_type"] == "llava":
+        del projector["norm.weight"], projector["patch_merger.merging_layer.weight"]
     if hf["multimodal_projector_bias"]:
         projector |= {"linear_1.bias": (out,), "linear_2.bias": (out,)}
     return {

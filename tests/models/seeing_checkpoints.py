@@ -65,7 +65,7 @@ def pictures_of(name: str) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
     if name in qwen.QWEN_VL:
         return qwen.drawn(rng)
     if name in pixtral.PIXTRAL:
-        return pixtral.drawn(rng)
+        return pixtral.drawn(name, rng)
     size, side = hf["vision_config"]["image_size"], int(hf["mm_tokens_per_image"] ** 0.5)
     draw = lambda items: rng.integers(0, 256, (items, size, size, 3)).astype(np.uint8)
     return [(draw(items), (items, side, side)) for items in (1, 2, 1)]

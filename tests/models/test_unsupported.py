@@ -126,7 +126,7 @@ SEEING = {
     ),
     "llava": (
         {
-            "architectures": ["LlavaForConditionalGeneration"],
+            "architectures": ["LlavaNextForConditionalGeneration"],
             "text_config": {"architectures": ["LlamaForCausalLM"]},
             "vision_config": {"a": 1},
         },

@@ -1,8 +1,9 @@
-"""The tower of Pixtral (arXiv 2410.07073) and Mistral 3's projector, which take pictures of any size as patches.
+"""The tower of Pixtral (arXiv 2410.07073) and the projectors of Mistral 3 and Llava, which take pictures of any size as
+patches.
 
 A layer is x + attention(norm(x)), then x + mlp(norm(x)), without biases; queries and keys are rotated by row and
-column, one half of the pairs of a head each, and patches see all of their picture. The projector normalises them,
-merges neighbours into one, and makes that as wide as the decoder.
+column, one half of the pairs of a head each, and patches see all of their picture. Mistral 3's projector normalises
+them, merges neighbours into one, and makes that as wide as the decoder; Llava's does only the last of these.
 
 Letters: P patches, X numbers of a vector, E embeddings, N heads.
 """
@@ -40,18 +41,21 @@ from jaxpaged.params.spec import Spec
 POSITIONS, PICTURES = "positions", "pictures"
 """Names of arrays of a batch: row and column of each patch, and the number of its picture."""
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+LLAVA = "llava"
+"""The `model_type` of Pixtral 12B, as transformers has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixtralConfig(VisionConfig):
     """`merge`: the side of an embedding in patches. `rope_theta`: the base of rotations. `projector_eps`,
-    `projector_activation`, `projector_bias`: of the projector."""
+    `projector_activation`, `projector_bias`: of the projector. `merges`: it normalises and merges patches."""
 
     merge: int
     rope_theta: float
     projector_eps: float
     projector_activation: str
     projector_bias: bool
+    merges: bool = True
 
     def dim_sizes(self) -> dict[str, int]:
         return {**super().dim_sizes(), "u": self.out_width}
@@ -67,8 +71,10 @@ class Layer:
 
 @struct.dataclass
 class Projector:
-    norm: Norm
-    merging_layer: Linear
+    """`norm` and `merging_layer` are None where each patch becomes an embedding as it is."""
+
+    norm: Norm | None
+    merging_layer: Linear | None
     linear_1: Linear
     linear_2: Linear
 
@@ -84,7 +90,7 @@ class Tower:
 
 
 def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
-    """Of Mistral 3's config.json; None where it has no `vision_config`."""
+    """Of the config.json of Mistral 3, or of Llava with this tower; None where it has no `vision_config`."""
     fields = vision_fields(hf)
     if fields is None:
         return None
@@ -110,7 +116,11 @@ def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
     theta = ropes.number("rope_theta", fields.number("rope_theta", 10_000.0))
     ropes.refuse_unread()
     fields.read.update(("image_size", "vocab_size"))  # what a table of angles was made for, and nothing
-    merge = whole.count("spatial_merge_size", 2)
+    is_llava = whole.value("model_type") == LLAVA
+    merge = 1 if is_llava else whole.count("spatial_merge_size", 2)
+    if is_llava:
+        whole.choice("vision_feature_select_strategy", ("full",), "full")
+        fields.read.update(("is_composition", "tie_word_embeddings"))
     config = PixtralConfig(
         family="pixtral",
         width=width,
@@ -119,7 +129,7 @@ def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
         head_dim=head_dim,
         columns=fields.count("intermediate_size", 4096),
         patch=fields.count("patch_size", 16),
-        out_width=text.count("hidden_size", 5120),
+        out_width=text.count("hidden_size", 4096 if is_llava else 5120),
         norm_eps=1e-5,
         activation=fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu"),
         patches_per_embed=merge**2,
@@ -127,7 +137,8 @@ def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
         rope_theta=theta,
         projector_eps=text.number("rms_norm_eps", 1e-5),
         projector_activation=whole.choice("projector_hidden_act", tuple(ACTIVATIONS), "gelu"),
-        projector_bias=whole.flag("multimodal_projector_bias", False),
+        projector_bias=whole.flag("multimodal_projector_bias", is_llava),
+        merges=not is_llava,
     )
     fields.refuse_unread()
     return config
@@ -136,8 +147,8 @@ def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
 def param_specs(config: PixtralConfig, num_shards: int) -> Tower:
     has_bias = config.projector_bias
     projector = Projector(
-        norm_specs(f"{PROJECTOR}.norm"),
-        linear_specs("dm", "d m", f"{PROJECTOR}.patch_merger.merging_layer", has_bias=False),
+        norm_specs(f"{PROJECTOR}.norm") if config.merges else None,
+        linear_specs("dm", "d m", f"{PROJECTOR}.patch_merger.merging_layer", has_bias=False) if config.merges else None,
         linear_specs("ud", "u d", f"{PROJECTOR}.linear_1", has_bias),
         linear_specs("Du", "D u", f"{PROJECTOR}.linear_2", has_bias),
     )
@@ -230,9 +241,11 @@ def tower_layer(
 
 def projected(p: Projector, config: PixtralConfig, x_PX: jax.Array) -> jax.Array:
     """[E, D] of [P, width]. What is merged stands number by number, each of all patches, as a convolution has it."""
-    normed = rms_norm(x_PX, p.norm, NormConfig(config.projector_eps))
-    merged_EX = normed.reshape(-1, config.patches_per_embed, config.width).swapaxes(1, 2)
-    x_EX = apply_linear("Tm,dm->Td", merged_EX.reshape(len(merged_EX), -1), p.merging_layer)
+    x_EX = x_PX
+    if p.norm is not None and p.merging_layer is not None:
+        normed = rms_norm(x_PX, p.norm, NormConfig(config.projector_eps))
+        merged_EX = normed.reshape(-1, config.patches_per_embed, config.width).swapaxes(1, 2)
+        x_EX = apply_linear("Tm,dm->Td", merged_EX.reshape(len(merged_EX), -1), p.merging_layer)
     hidden = apply_linear("Td,ud->Tu", x_EX, p.linear_1).astype(jnp.float32)
     return apply_linear("Tu,Du->TD", ACTIVATIONS[config.projector_activation](hidden).astype(x_PX.dtype), p.linear_2)
 

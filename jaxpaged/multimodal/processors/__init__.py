@@ -17,6 +17,7 @@ from jaxpaged.multimodal.processors.qwen_vl import OF_VIDEOS, QwenVLProcessor
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Processor]] = {
     "gemma3": Gemma3Processor,
+    "llava": PixtralProcessor,
     "mistral3": PixtralProcessor,
     "qwen2_vl": QwenVLProcessor,
     "qwen2_5_vl": QwenVLProcessor,

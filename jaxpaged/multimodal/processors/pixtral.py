@@ -1,4 +1,5 @@
-"""Pixtral, the tower of Mistral 3: a picture keeps its shape, shrinks to a longest edge, and has breaks between rows.
+"""Pixtral, the tower of Mistral 3 and of Pixtral 12B: a picture keeps its shape, shrinks to a longest edge, and has
+breaks between rows.
 
 Patches come in the order of the tokens that they are merged into. Letters: P patches, H rows, W columns, C channels.
 """
@@ -41,7 +42,8 @@ class PixtralProcessor(PatchProcessor):
         self.resample = settings.number("resample", BICUBIC, 0, 5)
         vision = Settings(config).get("vision_config", {})
         self.patch = Settings(vision if isinstance(vision, Mapping) else {}).number("patch_size", 16, 1, 256)
-        self.merge = Settings(config).number("spatial_merge_size", 2, 1, 16)
+        merge = 1 if config.get("model_type") == "llava" else 2
+        self.merge = Settings(config).number("spatial_merge_size", merge, 1, 16)
         for name, side in sides(settings.get("patch_size", self.patch), "patch_size").items():
             if side not in (self.patch, self.factor):
                 raise BadSetting(f"{name} of patch_size is {side}, but patches of vision_config are {self.patch}")

@@ -43,6 +43,57 @@ def test_no_matrix_of_a_tower_is_quantised():
     assert not any(spec.quantized for spec in jax.tree.leaves(specs.vision))
 
 
+PIXTRAL_12B = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_seq_length": 1,
+    "image_token_index": 10,
+    "model_type": "llava",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "is_composition": True,
+        "max_position_embeddings": 1024000,
+        "model_type": "mistral",
+        "num_hidden_layers": 40,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "is_composition": True,
+        "model_type": "pixtral",
+        "patch_size": 16,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+
+
+def test_pixtral_12b_is_a_llava_with_this_tower():
+    model = model_for(PIXTRAL_12B)
+    config = model.config_from_hf(PIXTRAL_12B)
+    tower = config.vision
+    assert (tower.width, tower.num_layers, tower.num_heads, tower.out_width) == (1024, 24, 16, 5120)
+    assert (config.num_heads, config.num_kv_heads, config.intermediate_size) == (32, 8, 14336)
+    assert (tower.merge, tower.patches_per_embed, tower.projector_bias) == (1, 1, True)
+    names = {spec.hf_name for spec in jax.tree.leaves(model.param_specs(config, 1).vision)}
+    assert "multi_modal_projector.linear_1.bias" in names and "multi_modal_projector.norm.weight" not in names
+    assert model_for(PIXTRAL_12B, language_model_only=True).config_from_hf(PIXTRAL_12B).hidden_size == 5120
+    with pytest.raises(CheckpointError, match="vision_feature_select_strategy is 'default'"):
+        model_for({**PIXTRAL_12B, "vision_feature_select_strategy": "default"})
+    with pytest.raises(CheckpointError, match="LlavaForConditionalGeneration, a model that also reads images"):
+        model_for({**PIXTRAL_12B, "vision_config": {"model_type": "clip_vision_model"}})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

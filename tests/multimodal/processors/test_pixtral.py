@@ -59,6 +59,17 @@ def test_each_row_ends_with_a_break_and_the_last_with_the_end():
     assert (layout.num_tokens, processor(PUBLISHED).layout(1, 1, FIELD).placeholder) == (6, "[IMG][IMG_END]")
 
 
+def test_patches_of_pixtral_12b_are_not_merged():
+    config = {"model_type": "llava", "vision_config": {"model_type": "pixtral", "patch_size": 16}}
+    ours = processor_of(config, {"patch_size": {"height": 16, "width": 16}, "size": {"longest_edge": 1024}})
+    for width, height in SIZES:
+        layout = ours.layout(width, height, FIELD)
+        expected = get_resize_output_image_size(np.empty((3, height, width)), 1024, 16, "channels_first")
+        assert (layout.rows * 16, layout.columns * 16) == tuple(expected)
+        assert layout.pixels_shape == (layout.num_tokens, 3 * 16 * 16)
+    assert ours.layout(32, 16, FIELD).placeholder == "[IMG][IMG][IMG_END]"
+
+
 def test_published_settings_allow_3025_tokens_a_picture():
     ours = processor(PUBLISHED)
     assert ours.layout(20000, 20000, FIELD).num_tokens == 3025 == math.prod(ours.largest_grid)
