@@ -125,6 +125,12 @@ def test_embeddings_in_a_chat_in_place_of_pictures(sees):
     assert refused.status == 400 and "without enable_mm_embeds" in refused.json["error"]["message"]
 
 
+def test_a_video_is_refused_by_a_model_that_takes_pictures_only(sees):
+    answer = sees(chat({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA"}})).answer
+    assert answer.status == 400 and answer.json["error"]["param"] == "messages[0].content[0]"
+    assert "Gemma3ForConditionalGeneration takes pictures only" in answer.json["error"]["message"]
+
+
 def anthropic_image(data=FILE, kind="png"):
     return {"type": "image", "source": {"type": "base64", "media_type": f"image/{kind}", "data": in_base64(data)}}
 

@@ -11,6 +11,7 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from jaxpaged.errors import CheckpointError, RequestError
+from jaxpaged.multimodal.checkpoint import PictureConfigs, model_identity
 from jaxpaged.multimodal.processors import load_settings, processor_of
 from jaxpaged.multimodal.processors.videos import Size
 from tests.models.paged import golden_of
@@ -95,6 +96,9 @@ def test_what_a_checkpoint_says_of_videos(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{}")
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 5000}}))
     assert processor_of({"model_type": "qwen2_vl"}, load_settings(tmp_path)).videos.max_pixels == 5000
+    configs = PictureConfigs({}, {"patch_size": 14})
+    with_videos = PictureConfigs({}, {"patch_size": 14, "video_processor": {"size": {"longest_edge": 5000}}})
+    assert model_identity(tmp_path, configs) == model_identity(tmp_path, with_videos), "keys of pictures stay"
     (tmp_path / "video_preprocessor_config.json").write_text("[")
     with pytest.raises(CheckpointError, match="video_preprocessor_config"):
         load_settings(tmp_path)
