@@ -4,7 +4,9 @@ Attention over keys and values per head has its own, `testing.layer_of`. Knows n
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +41,18 @@ def programs(op: str, backend: str) -> Iterator[tuple[str, Program]]:
         program = program_of(op, case, backend)
         if program is not None:
             yield case.name, program
+
+
+def tuned_products() -> Iterator[tuple[str, Program]]:
+    """(name, program) of the products that a GPU's kernel for few rows is tuned for, on whichever device."""
+    from pallas_kernels.few_rows_matmul import gpu  # Pallas takes a quarter of a second to import
+
+    for key, tiles in gpu.tuned().items():
+        rows, outputs, inputs, gated = re.search(r"(\d+) rows, (\d+) x (\d+)(, gated)?$", key).groups()
+        T, F, D = int(rows), int(outputs), int(inputs)
+        multiply, weight = (gpu.gated_product, (F // 2, 2, D)) if gated else (gpu.product, (F, D))
+        function = partial(multiply, dtype="bfloat16", tiles=tiles)
+        yield key, Program(function, (_struct((T, D), "bfloat16"), _struct(weight, "bfloat16")))
 
 
 def program_of(op: str, case: Any, backend: str) -> Program | None:

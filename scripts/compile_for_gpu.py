@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.gpu_reports import Reports
 from pallas_kernels.gpu_targets import TARGETS, compile_for, why_not
-from pallas_kernels.programs import Program, programs
+from pallas_kernels.programs import Program, programs, tuned_products
 from pallas_kernels.ragged_paged_attention.cases import SERVING_SHAPES
 from pallas_kernels.testing import layer_of
 
-ATTENTION = "ragged_paged_attention"
+ATTENTION, PRODUCTS = "ragged_paged_attention", "few_rows_matmul"
 KERNELS = {ATTENTION: "paged_"}  # what an op's kernels are called, where it is not the op's name
 
 
@@ -78,6 +78,9 @@ def compile_all(reports: Reports, options: argparse.Namespace) -> None:
 
 def programs_of(op: str, backend: str) -> Iterator[tuple[str, Program]]:
     """(name, program) of the op's serving cases."""
+    if op == PRODUCTS:
+        yield from tuned_products()
+        return
     if op != ATTENTION:
         yield from programs(op, backend)
         return
@@ -91,7 +94,7 @@ def show(report: dict[str, Any], as_json: bool) -> None:
         return
     warnings = "; ".join(report["warnings"])
     print(
-        f"{report['target']}  {report['shape']:34} {report['kernel']:20} {report['registers']:4} registers"
+        f"{report['target']}  {report['shape']:46} {report['kernel']:20} {report['registers']:4} registers"
         f"  {report['spilled_bytes']:5} B spilled  {report['shared_memory'] or 0:7} B shared  {warnings}",
         flush=True,
     )

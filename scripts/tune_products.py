@@ -39,7 +39,7 @@ from pallas_kernels.few_rows_matmul.gpu import Tiles
 from pallas_kernels.timing import Calls, Chain, compiled, measured_bandwidth, touched
 
 ROWS, BETWEEN = (8, 64), {8: (16,), 64: (32, 128, 256)}
-"""Rows that all tiles are tried with, and rows that the best of those are tried with."""
+"""Rows that all tiles are tried with, and rows that the best of those are tried with: together `TUNED_ROWS`."""
 BYTES = 400 << 20  # of all copies of a weight
 BYTES_OF_CALLS = 6 << 30  # that are read in one timing: about 2 ms
 SHARED_MEMORY = 224 << 10
@@ -100,13 +100,14 @@ def by_xla(product: Product, x: jax.Array, weight: jax.Array, letters: str = "td
     out = jnp.einsum(letters, x, weight, preferred_element_type=x.dtype)
     if not product.is_gated:
         return out
-    gate, up = jnp.split(out.astype(jnp.float32), 2, axis=1)
-    return (jax.nn.silu(gate) * up).astype(x.dtype)
+    out = out.reshape(len(x), -1, 2).astype(jnp.float32)
+    return (jax.nn.silu(out[:, :, 0]) * out[:, :, 1]).astype(x.dtype)
 
 
 def by_kernel(product: Product, x: jax.Array, weight: jax.Array, tiles: Tiles, interpret: bool) -> jax.Array:
-    multiply = gpu.gated_product if product.is_gated else gpu.product
-    return multiply(x, weight, x.dtype, tiles, interpret)
+    if product.is_gated:
+        return gpu.gated_product(x, weight.reshape(-1, 2, weight.shape[1]), x.dtype, tiles, interpret)
+    return gpu.product(x, weight, x.dtype, tiles, interpret)
 
 
 def candidates(product: Product, rows: int) -> Iterator[Tiles]:
@@ -240,8 +241,8 @@ def other_ways(timer: Timer) -> None:
 
 
 def key_of(product: Product, rows: int) -> str:
-    gated = ", gated" if product.is_gated else ""
-    return f"{jax.devices()[0].device_kind}, {rows} rows, {product.num_outputs} x {product.num_inputs}{gated}"
+    name = gpu.describe(rows, product.num_outputs, product.num_inputs, product.is_gated)
+    return f"{jax.devices()[0].device_kind}, {name}"
 
 
 def describe(tiles: Tiles) -> str:

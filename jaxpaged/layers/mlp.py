@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.linear import Linear, apply_linear, silu_product
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -50,11 +50,16 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 
 def gated_mlp(x_TD: jax.Array, p: Mlp, activation: Activation) -> jax.Array:
     """[T, D] -> [T, D] through F columns. In between float32: an activation rounds once, and takes 0.4 of the time."""
+    return apply_linear("TF,DF->TD", gated_columns(x_TD, p, activation), p.down_proj)
+
+
+def gated_columns(x_TD: jax.Array, p: Mlp, activation: Activation) -> jax.Array:
+    """[T, F], in the type of x."""
     if p.gate_up_proj is None:
         gate_TF = apply_linear("TD,FD->TF", x_TD, p.gate_proj).astype(jnp.float32)
         up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj).astype(jnp.float32)
-    else:
-        both_TF2 = apply_linear("TD,F2D->TF2", x_TD, p.gate_up_proj).astype(jnp.float32)
-        gate_TF, up_TF = both_TF2[:, :, 0], both_TF2[:, :, 1]
-    hidden_TF = gated(gate_TF, up_TF, activation).astype(x_TD.dtype)
-    return apply_linear("TF,DF->TD", hidden_TF, p.down_proj)
+        return gated(gate_TF, up_TF, activation).astype(x_TD.dtype)
+    if activation == "silu" and (hidden_TF := silu_product(x_TD, p.gate_up_proj)) is not None:
+        return hidden_TF
+    both_TF2 = apply_linear("TD,F2D->TF2", x_TD, p.gate_up_proj).astype(jnp.float32)
+    return gated(both_TF2[:, :, 0], both_TF2[:, :, 1], activation).astype(x_TD.dtype)

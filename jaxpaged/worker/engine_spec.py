@@ -145,8 +145,8 @@ class EngineSpec:
 
     @property
     def _matmul_backend(self) -> str:
-        """The kernel that multiplies. Devices that are not here have none of ours."""
-        if isinstance(self.mesh, AbstractMesh):
+        """The kernel that multiplies. CPUs that are not here have none of ours."""
+        if isinstance(self.mesh, AbstractMesh) and self.platform == "cpu":
             return XLA
         return choose_matmul_backend(self.platform, self.mesh.size, self.config.compile.deterministic)
 

@@ -1,6 +1,7 @@
 """Products of a few rows with a weight as checkpoints store it, [outputs, inputs]: what decoding is made of.
 
-Validates, picks a backend, and says why others were refused. `reference` is XLA, and as good as any on TPUs and GPUs.
+Validates, picks a backend, and says why others were refused. `reference` is XLA, and as good as any on TPUs. On GPUs
+`gpu` is faster for some shapes.
 On a CPU XLA reads the weights of such products at half the speed of memory; `cpu` reads each once, as fast as it comes.
 Where a CPU multiplies bfloat16 or bytes by itself, `cpu` takes any number of rows.
 Letters: T rows (tokens), D inputs, F outputs.
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
 
-_OP, _BACKENDS = "few_rows_matmul", ("reference", "cpu")
+_OP, _BACKENDS = "few_rows_matmul", ("reference", "cpu", "gpu")
 SUMS = {"bfloat16": "float32", "int8": "int32", "int16": "float32"}
 """Type of x -> type of the sums."""
 WEIGHTS = {"bfloat16": "bfloat16", "int8": "int8", "int16": "int8"}
@@ -66,6 +67,17 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtyp
     if dtype != sums and not dtype == x_TD.dtype == jnp.bfloat16:
         raise ValueError(f"dtype is {dtype}; sums of {x_TD.dtype} are {sums}, or bfloat16 of bfloat16.")
     return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD, dtype)
+
+
+def gates(backend: str, x_TD: Any, weight_F2D: Any) -> bool:
+    """Whether a backend has `gated_matmul` for such operands."""
+    return backend == "gpu" and choosing.require(_OP, _BACKENDS, backend).cannot_gate(x_TD, weight_F2D) is None
+
+
+def gated_matmul(x_TD: jax.Array, weight_F2D: jax.Array, *, backend: str) -> jax.Array:
+    """silu(gate) * up, in x's type, where a weight has a gate and an up for each of F outputs. Sums are float32, and
+    rounded once. For operands that the backend takes (`gates`)."""
+    return choosing.require(_OP, _BACKENDS, backend).gated_matmul(x_TD, weight_F2D, str(x_TD.dtype))
 
 
 def two_plane_matmul(

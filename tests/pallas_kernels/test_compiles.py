@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import gpu_targets, tpu_targets
-from pallas_kernels.programs import OPS, programs
+from pallas_kernels.programs import OPS, programs, tuned_products
 
 ROOT = Path(__file__).parents[2]
 NO_TPU, NO_GPU = str(tpu_targets.why_not()), str(gpu_targets.why_not())
@@ -50,10 +50,11 @@ def test_a_kernel_lowers_to_triton(op, name, program, target):
 @pytest.mark.aot_gpu
 @pytest.mark.skipif(gpu_targets.why_not() is not None, reason=NO_GPU)
 @pytest.mark.parametrize("target", gpu_targets.TARGETS)
-@pytest.mark.parametrize("op", [op for op in OPS if any(programs(op, "gpu"))])
+@pytest.mark.parametrize("op", [*(op for op in OPS if any(programs(op, "gpu"))), "few_rows_matmul"])
 def test_kernels_compile_for_a_gpu_without_spills_to_speak_of(op, target):
     # In a process of its own: the script must set up jax before it is imported.
-    names = [name for name, _ in programs(op, "gpu") if not lacks_type(target, name)]
+    compiled = programs(op, "gpu") if op in OPS else tuned_products()
+    names = [name for name, _ in compiled if not lacks_type(target, name)]
     command = [sys.executable, ROOT / "scripts" / "compile_for_gpu.py", "--json", "--target", target]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     printed = subprocess.run(
