@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Time a decoder's products of few rows on this machine's GPU, by every way there is, and write what our kernel needs.
+"""Time a decoder's products of few rows on this machine's GPU, and write what our kernel needs.
 
     python scripts/tune_products.py [--model llama-8b] [--seconds 65] [--output FILE] [--interpret]
 
-For each product of a layer, apart and joined, and for the head: by cuBLAS as it chooses kernels itself, by cuBLAS when
-XLA tries its kernels, by all that XLA can try, with weights as [inputs, outputs], and by the kernel of
-`few_rows_matmul` with many tiles. Weights lie in more memory than a cache holds. Microseconds of one product, where
-programs are graphs whose kernels run one after the other. The tiles that were faster than both of cuBLAS's ways go to
-FILE, the kernel's `tuned.json`; entries of other devices and shapes stay. Programs are compiled side by side, on all
-cores, and timed one after the other; what does not compile is told. After --seconds nothing new is begun. --interpret:
-the same motions anywhere, whose timings mean nothing.
+Each product of a layer, as the model stores its weights and with what is fused into it, and that with the head: by
+cuBLAS as it chooses kernels itself, which is what the engine compiles, by cuBLAS when XLA may try its kernels, and by
+the kernel of `few_rows_matmul` with many tiles. Weights lie in more memory than a cache holds. Microseconds of one
+product, where programs are graphs whose kernels run one after the other. The tiles that are faster than the engine's
+cuBLAS go to FILE, by default the kernel's `tuned.json`; entries of other devices and shapes stay. Programs are compiled
+side by side, on all cores, and timed one after the other; what does not compile is told. After --seconds nothing new is
+begun. --interpret: the same motions anywhere, whose timings mean nothing.
 """
 
 import argparse
@@ -38,39 +38,38 @@ from pallas_kernels.few_rows_matmul import gpu
 from pallas_kernels.few_rows_matmul.gpu import Tiles
 from pallas_kernels.timing import Calls, Chain, compiled, measured_bandwidth, touched
 
-ROWS, BETWEEN = (8, 64), {8: (16,), 64: (32, 128, 256)}
+ROWS, BETWEEN = (8, 64), {8: (16,), 64: (32,)}
 """Rows that all tiles are tried with, and rows that the best of those are tried with: together `TUNED_ROWS`."""
 BYTES = 400 << 20  # of all copies of a weight
 BYTES_OF_CALLS = 6 << 30  # that are read in one timing: about 2 ms
 SHARED_MEMORY = 224 << 10
-PARTS = (1, 2, 4, 8)
-PROGRAMS, PROGRAMS_OF_PARTS = range(100, 2200), range(100, 265)
-"""How many programs a launch may have; no more of parts than run at once."""
+PROGRAMS = range(60, 2200)  # of a launch
 MIN_GAIN = 0.02
-KEPT = 4
+KEPT = 6
 """Tiles that are tried with other numbers of rows."""
 INTERPRETED = [Tiles(32, 32)]
 CUBLAS = {**UNTRIED, **APART}
 SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 
-NARROW = [(16, 256, 4, 4), (16, 512, 4, 3), (32, 128, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (32, 512, 4, 3)]
-NARROW += [(64, 128, 4, 4), (64, 128, 8, 6), (64, 256, 4, 3), (64, 256, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3)]
-FIRST = [(64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 8, 3)]
-WIDE = [(32, 128, 4, 4), (32, 256, 4, 3), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 8, 4)]
-WIDE += [(128, 64, 4, 4), (128, 64, 8, 5), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4)]
-"""(outputs, inputs, warps, stages): for few rows, for few rows that are the narrow side, and for more rows."""
+NARROW = [(32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 4), (128, 128, 8, 3)]
+FIRST = [(64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3)]
+FIRST += [(64, 256, 4, 5), (128, 64, 4, 3), (128, 64, 4, 5), (128, 128, 8, 3), (128, 128, 4, 4)]
+WIDE = [(64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 4, 5), (128, 128, 8, 3)]
+WIDE += [(256, 64, 8, 3), (256, 64, 8, 4)]
+"""(rows of weights in an instruction's tile, inputs, warps, stages): for few rows, for few rows that are the narrow
+side, and for more rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One product. `is_gated`: of a gate and of what it multiplies, joined, with that after it. `is_stored`: the model
-    has such a weight; others are compared with those that are."""
+    """One product. `is_gated`: of a gate and of what it multiplies, joined, with that after it. `is_added`: to what has
+    the results' shape."""
 
     name: str
     num_inputs: int
     num_outputs: int
     is_gated: bool = False
-    is_stored: bool = True
+    is_added: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -86,44 +85,46 @@ def products_of(shape: ModelShape) -> list[Product]:
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return [
         Product("q, k, v joined", hidden, queries + 2 * keys),
-        Product("o", queries, hidden),
-        Product("gate, up joined, gated", hidden, 2 * columns, True),
-        Product("down", columns, hidden),
+        Product("o, added", queries, hidden, is_added=True),
+        Product("gate, up joined, gated", hidden, 2 * columns, is_gated=True),
+        Product("down, added", columns, hidden, is_added=True),
         Product("head", hidden, shape.vocab_size),
-        Product("gate, up joined", hidden, 2 * columns, is_stored=False),
-        Product("gate or up", hidden, columns, is_stored=False),
-        Product("k or v", hidden, keys, is_stored=False),
     ]
 
 
-def by_xla(product: Product, x: jax.Array, weight: jax.Array, letters: str = "td,fd->tf") -> jax.Array:
-    out = jnp.einsum(letters, x, weight, preferred_element_type=x.dtype)
+def by_xla(product: Product, x: jax.Array, weight: jax.Array, added: jax.Array) -> jax.Array:
+    out = jnp.einsum("td,fd->tf", x, weight, preferred_element_type=x.dtype)
     if not product.is_gated:
-        return out
+        return added + out if product.is_added else out
     out = out.reshape(len(x), -1, 2).astype(jnp.float32)
     return (jax.nn.silu(out[:, :, 0]) * out[:, :, 1]).astype(x.dtype)
 
 
-def by_kernel(product: Product, x: jax.Array, weight: jax.Array, tiles: Tiles, interpret: bool) -> jax.Array:
+def by_kernel(
+    product: Product, x: jax.Array, weight: jax.Array, added: jax.Array, tiles: Tiles, interpret: bool
+) -> jax.Array:
     if product.is_gated:
         return gpu.gated_product(x, weight.reshape(-1, 2, weight.shape[1]), x.dtype, tiles, interpret)
+    if product.is_added:
+        return gpu.added_product(x, weight, added, tiles, interpret)
     return gpu.product(x, weight, x.dtype, tiles, interpret)
 
 
 def candidates(product: Product, rows: int) -> Iterator[Tiles]:
     """Tiles whose stages a core can hold, and which make neither too few nor too many programs."""
-    kinds = [(NARROW, False), (FIRST, True)] if rows <= gpu.FEWEST_ROWS else [(WIDE, False), (WIDE, True)]
+    few = [(NARROW, (1,), False), (FIRST, (1, 2, 4, 8), True)]
+    kinds = few if rows <= gpu.FEWEST_ROWS else [(WIDE, (1,), False), (WIDE, (1, 2, 4), True)]
     weights = 2 if product.is_gated else 1
-    for listed, weight_first in kinds:
-        for (outputs, inputs, warps, stages), parts in itertools.product(listed, (1,) if product.is_gated else PARTS):
-            programs = parts * product.num_outputs // weights // outputs
-            held = 2 * stages * inputs * (weights * outputs + max(rows, gpu.FEWEST_ROWS))
-            fits = held <= SHARED_MEMORY and (outputs >= 64 or not weight_first)
-            if fits and programs in (PROGRAMS if parts == 1 else PROGRAMS_OF_PARTS):
-                yield Tiles(outputs, inputs, parts, warps, stages, weight_first)
+    for listed, all_folds, weight_first in kinds:
+        for (height, inputs, warps, stages), folds in itertools.product(listed, all_folds):
+            outputs = height // weights // folds
+            programs = product.num_outputs // weights // outputs
+            held = 2 * stages * inputs * (height + max(rows * folds, gpu.FEWEST_ROWS))
+            if held <= SHARED_MEMORY and programs in PROGRAMS:
+                yield Tiles(outputs, inputs, folds, warps, stages, weight_first)
 
 
-Way = Callable[[jax.Array, jax.Array], jax.Array]
+Way = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Options = Mapping[str, Any]
 
 
@@ -147,10 +148,9 @@ class Timer:
         draw = jax.jit(lambda key: D**-0.5 * jax.random.normal(key, (F, D), jnp.bfloat16))
         self.weights = [draw(each) for each in jax.random.split(key, product.copies)]
 
-    def of(self, ways: list[tuple[Way, Options]], rows: int, is_turned: bool = False) -> list[float | str]:
-        """Of each way, with its options of the compiler: microseconds, or what went wrong. `is_turned`: weights are
-        [inputs, outputs]."""
-        weights = [each.reshape(each.shape[::-1]) for each in self.weights] if is_turned else self.weights
+    def of(self, ways: list[tuple[Way, Options]], rows: int) -> list[float | str]:
+        """Of each way, with its options of the compiler: microseconds, or what went wrong."""
+        weights = self.weights
         chains = [self.chain(way, rows, weights) for way, _ in ways]
         count = 1 if self.interpret else max(1, BYTES_OF_CALLS // (self.product.num_bytes * len(weights)))
 
@@ -177,12 +177,13 @@ class Timer:
 
         def make() -> Chain:
             x = jnp.ones((rows, self.product.num_inputs), jnp.bfloat16)
-            out = jax.eval_shape(way, x, weights[0])
-            return Chain(call, (x, [jnp.zeros(out.shape, out.dtype) for _ in weights]), tuple(weights))
+            added = jnp.ones((rows, self.product.num_outputs if self.product.is_added else 1), jnp.bfloat16)
+            out = jax.eval_shape(way, x, weights[0], added)
+            return Chain(call, (x, [jnp.zeros(out.shape, out.dtype) for _ in weights]), (added, *weights))
 
-        def call(state, *weights):
+        def call(state, added, *weights):
             x = touched(state[0], state[1][0])
-            return x, [way(x, weight) for weight in weights]
+            return x, [way(x, weight, added) for weight in weights]
 
         return make
 
@@ -202,8 +203,8 @@ def tune(timer: Timer, bandwidth: float, entries: dict[str, Any], output: Path) 
     ours = lambda tiles: (functools.partial(by_kernel, product, tiles=tiles, interpret=interpret), APART)
     floor = 1e6 * product.num_bytes / bandwidth
     for first in ROWS:
-        choices = INTERPRETED if interpret else list(candidates(product, first)) if product.is_stored else []
-        for rows in (first, *([] if interpret or not product.is_stored else BETWEEN[first])):
+        choices = INTERPRETED if interpret else list(candidates(product, first))
+        for rows in (first, *([] if interpret else BETWEEN[first])):
             if timer.left() < 0:
                 return
             found = timer.of([*cublas, *map(ours, choices)], rows)
@@ -214,10 +215,10 @@ def tune(timer: Timer, bandwidth: float, entries: dict[str, Any], output: Path) 
             notes = [f"{describe(tiles)}: {us:.2f}" for us, tiles in [*ranked[:10], *ranked[10:][-1:]]]
             notes += [f"{len(failed)} failed: {failed[0]}"] if failed else []
             print_row(rows, product.name, floor, *found[:2], best, floor / best, "; ".join(notes))
-            theirs = min((us for us in found[:2] if isinstance(us, float)), default=math.inf)
-            if best < theirs * (1 - MIN_GAIN):
-                entries[key_of(product, rows)] = entry(ranked[0][1], best, theirs)
-                output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            entries.pop(key := key_of(product, rows), None)
+            if isinstance(found[0], float) and best < found[0] * (1 - MIN_GAIN):
+                entries[key] = entry(ranked[0][1], best, found[0])
+            output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             choices = [tiles for _, tiles in ranked[:KEPT]]
 
 
@@ -227,19 +228,6 @@ def entry(tiles: Tiles, microseconds: float, cublas: float) -> dict[str, Any]:
     return {"tiles": dataclasses.asdict(tiles), **times, "date": date, "jax": jax.__version__}
 
 
-def other_ways(timer: Timer) -> None:
-    """cuBLAS with weights as [inputs, outputs], and what XLA finds among all that it can try."""
-    product, interpret = timer.product, timer.interpret
-    plain, turned = functools.partial(by_xla, product), functools.partial(by_xla, product, letters="td,df->tf")
-    for rows in ROWS[:1] if interpret else (*ROWS, 2048):
-        ((as_stored,), (other,)) = timer.of([(plain, CUBLAS)], rows), timer.of([(turned, CUBLAS)], rows, is_turned=True)
-        print_row(rows, product.name, "", as_stored, "", "", "", f"cuBLAS with [inputs, outputs]: {shown(other)}")
-    for rows in ROWS[:1] if interpret else ROWS:
-        if timer.left() > 0:
-            (us,) = timer.of([(plain, APART)], rows)
-            print_row(rows, product.name, "", "", "", "", "", f"XLA tries all: {shown(us)}")
-
-
 def key_of(product: Product, rows: int) -> str:
     name = gpu.describe(rows, product.num_outputs, product.num_inputs, product.is_gated)
     return f"{jax.devices()[0].device_kind}, {name}"
@@ -247,7 +235,7 @@ def key_of(product: Product, rows: int) -> str:
 
 def describe(tiles: Tiles) -> str:
     first = ", weight first" if tiles.weight_first else ""
-    return f"{tiles.outputs} x {tiles.inputs} in {tiles.parts}, {tiles.warps} w {tiles.stages} s{first}"
+    return f"{tiles.outputs} x {tiles.folds} x {tiles.inputs}, {tiles.warps} w {tiles.stages} s{first}"
 
 
 def print_row(*cells: Any) -> None:
@@ -282,9 +270,6 @@ def main() -> None:
     for product in products_of(MODELS[options.model]):
         if left() > 0:
             tune(Timer(product, left, options.interpret), bandwidth, entries, options.output)
-    for product in products_of(MODELS[options.model])[:4]:
-        if left() > 0:
-            other_ways(Timer(product, left, options.interpret))
     print(f"\n{options.seconds - left():.0f} s")
 
 

@@ -27,6 +27,8 @@ from flax import struct
 
 from jaxpaged.params.quantized import PackedArray, QuantizedArray
 from pallas_kernels.few_rows_matmul import (
+    added_matmul,
+    adds,
     backends,
     choose_backend,
     few_rows_matmul,
@@ -72,8 +74,9 @@ def with_backend[T](specs: T, backend: str) -> T:
     return jax.tree.map(bound, specs, is_leaf=is_linear)
 
 
-def apply_linear(letters: str, x: jax.Array, p: Linear) -> jax.Array:
-    """`einsum(letters, x, weight) + bias` in the type of `x`; `letters` is like "TD,NHD->TNH" or "TNH,DNH->TD".
+def apply_linear(letters: str, x: jax.Array, p: Linear, added: jax.Array | None = None) -> jax.Array:
+    """`einsum(letters, x, weight) + bias` in the type of `x`, and `added` more; `letters` is like "TD,NHD->TNH" or
+    "TNH,DNH->TD".
 
     The weight is contracted over its last axes: XLA:CPU runs that layout at the speed of memory, the transposed one
     2-4x slower. It is computed as a product of two matrices, since with three axes XLA:CPU falls back to a loop
@@ -85,9 +88,22 @@ def apply_linear(letters: str, x: jax.Array, p: Linear) -> jax.Array:
     assert weight_letters == out_letters[1:] + inputs, f"{letters}: a weight is spelled outputs first, then inputs"
     out_shape = p.weight.shape[: -len(inputs)]
     x_TI = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    if added is not None and p.bias is None and (sum_TO := sum_with_product(x_TI, p, added)) is not None:
+        return sum_TO.reshape(x.shape[0], *out_shape)
     product = PRODUCTS.get(type(p.weight), matrix_product)
     out = product(x_TI, p.weight, x.dtype, p.backend).reshape(x.shape[0], *out_shape)
-    return out if p.bias is None else out + p.bias
+    out = out if p.bias is None else out + p.bias
+    return out if added is None else added + out
+
+
+def sum_with_product(x_TI: jax.Array, p: Linear, added: jax.Array) -> jax.Array | None:
+    """added + x_TI times the weight [T, O] as one kernel; None where there is none for it."""
+    if isinstance(p.weight, QuantizedArray | PackedArray):
+        return None
+    weight_OI = p.weight.reshape(-1, x_TI.shape[1])
+    if not adds(p.backend, x_TI, weight_OI):
+        return None
+    return added_matmul(x_TI, weight_OI, added.reshape(len(x_TI), -1), backend=p.backend)
 
 
 def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any, backend: str = XLA) -> jax.Array:

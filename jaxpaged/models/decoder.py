@@ -81,9 +81,15 @@ class DecoderLayer(Protocol):
 
 
 def self_attention(
-    p: Attention, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext
+    p: Attention,
+    config: DecoderConfig,
+    x_TD: jax.Array,
+    kv: KVTensor,
+    context: LayerContext,
+    added_TD: jax.Array | None = None,
 ) -> tuple[jax.Array, KVTensor]:
-    """Causal self-attention of T new tokens over all that their requests have cached: ([T, D], kv).
+    """Causal self-attention of T new tokens over all that their requests have cached, and `added_TD` more: ([T, D],
+    kv).
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
     """
@@ -105,7 +111,7 @@ def self_attention(
         sinks_N=p.sinks,
         rotation=rotation,
     )
-    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj), kv
+    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, added_TD), kv
 
 
 def heads_of(x_TD: jax.Array, p: Attention) -> tuple[jax.Array, ...]:
@@ -163,34 +169,41 @@ def norm_if_any(x_TD: jax.Array, p: Norm | None, config: DecoderConfig) -> jax.A
 
 
 def feed_forward(
-    p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, context: LayerContext
+    p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, context: LayerContext, added_TD: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts. Where experts are moved while
-    the engine runs, also how many tokens went to each."""
+    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts, and `added_TD` more. Where
+    experts are moved while the engine runs, also how many tokens went to each."""
     if isinstance(p, Mlp):
-        return gated_mlp(x_TD, p, config.activation), None
+        return gated_mlp(x_TD, p, config.activation, added_TD), None
     assert config.experts is not None, "a block of experts needs a router"
     num_tokens = context.attention.metadata.query_start_loc_R1[-1]
     mesh = context.attention.context.mesh
-    return mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh)
+    mixed_TD, load_E = mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh)
+    return mixed_TD if added_TD is None else added_TD + mixed_TD, load_E
 
 
 @partial(jax.jit, static_argnames="config")
 def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext) -> LayerOutput:
     """x + attention(norm(x)), then x + mlp(norm(x)), or experts in its place."""
-    attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, context)
-    x_TD = x_TD + scaled(attended_TD, config)
+    normed_TD = norm_if_any(x_TD, p.input_layernorm, config)
+    out_TD, kv = self_attention(p.self_attn, config, normed_TD, kv, context, unless_scaled(x_TD, config))
+    x_TD = residual_sum(x_TD, out_TD, config)
     normed_TD = norm_if_any(x_TD, p.post_attention_layernorm, config)
-    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, context)
-    return LayerOutput(x_TD + scaled(fed_TD, config), kv, load_E)
+    out_TD, load_E = feed_forward(p.mlp, config, normed_TD, context, unless_scaled(x_TD, config))
+    return LayerOutput(residual_sum(x_TD, out_TD, config), kv, load_E)
 
 
-def scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array:
-    """What a block adds to the residual stream; see `decoder.kept_apart` for the barrier."""
+def unless_scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array | None:
+    """The residual stream, for a block that adds its output to it; None where that is scaled first."""
+    return x_TD if config.residual_scale is None else None
+
+
+def residual_sum(x_TD: jax.Array, out_TD: jax.Array, config: DecoderConfig) -> jax.Array:
+    """The residual stream behind a block that gave `out_TD`; see `decoder.kept_apart` for the barrier."""
     if config.residual_scale is None:
-        return x_TD
-    x_TD = x_TD * config.residual_scale
-    return jax.lax.optimization_barrier(x_TD) if config.deterministic else x_TD
+        return out_TD  # it is the sum
+    scaled_TD = out_TD * config.residual_scale
+    return x_TD + (jax.lax.optimization_barrier(scaled_TD) if config.deterministic else scaled_TD)
 
 
 def forward(

@@ -69,6 +69,17 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtyp
     return choosing.require(_OP, _BACKENDS, backend, x_TD, weight_FD).few_rows_matmul(x_TD, weight_FD, dtype)
 
 
+def adds(backend: str, x_TD: Any, weight_FD: Any) -> bool:
+    """Whether a backend has `added_matmul` for such operands."""
+    return backend == "gpu" and choosing.require(_OP, _BACKENDS, backend).cannot_take(x_TD, weight_FD) is None
+
+
+def added_matmul(x_TD: jax.Array, weight_FD: jax.Array, added_TF: jax.Array, *, backend: str) -> jax.Array:
+    """added + x times the transposed weight, in added's type. Sums are float32, and rounded once. For operands that the
+    backend takes (`adds`)."""
+    return choosing.require(_OP, _BACKENDS, backend).added_matmul(x_TD, weight_FD, added_TF)
+
+
 def gates(backend: str, x_TD: Any, weight_F2D: Any) -> bool:
     """Whether a backend has `gated_matmul` for such operands."""
     return backend == "gpu" and choosing.require(_OP, _BACKENDS, backend).cannot_gate(x_TD, weight_F2D) is None

@@ -15,26 +15,26 @@ def script(monkeypatch):
     return importlib.import_module("tune_products")
 
 
-def test_every_stored_product_has_tiles_that_a_core_can_hold(script):
+def test_every_product_has_tiles_that_a_core_can_hold(script):
     for product in script.products_of(script.MODELS["llama-8b"]):
         for rows in script.ROWS:
             choices = list(script.candidates(product, rows))
-            assert not product.is_stored or len(choices) > 10, product
+            assert 10 < len(choices) == len(set(choices)), product
             for tiles in choices:
-                weights = tiles.outputs * (2 if product.is_gated else 1)
-                assert 2 * tiles.stages * tiles.inputs * (weights + max(16, rows)) <= 224 << 10
-                assert tiles.parts == 1 or not product.is_gated
+                height = tiles.outputs * tiles.folds * (2 if product.is_gated else 1)
+                assert 2 * tiles.stages * tiles.inputs * (height + max(16, rows * tiles.folds)) <= 224 << 10
+                assert height >= 64 or not tiles.weight_first
 
 
 def test_the_fastest_tiles_are_kept_where_they_are_faster_than_cublas_and_failures_are_told(
     script, monkeypatch, tmp_path, capsys
 ):
-    product = script.products_of(script.MODELS["tiny"])[1]
+    product = script.products_of(script.MODELS["tiny"])[1]  # o
     monkeypatch.setattr(script, "INTERPRETED", [script.Tiles(32, 32), script.Tiles(16, 32), script.Tiles(64, 32)])
     timer = script.Timer(product, lambda: 1.0, interpret=True)
-    times = {8: [5.0, "no memory", "too many registers", 4.0, 4.5], 64: [5.0, 4.0, 3.99, 5.0, 6.0]}
+    times = {8: [5.0, "no memory", "too many registers", 4.0, 4.5], 64: [5.0, 4.0, 4.95, 5.0, 6.0]}
     monkeypatch.setattr(timer, "of", lambda ways, rows: times[rows])
-    entries = {"another device": {}}
+    entries = {"another device": {}, script.key_of(product, 64): {"tiles": "that are not ahead any more"}}
     script.tune(timer, 1e12, entries, tmp_path / "tuned.json")
     assert json.loads((tmp_path / "tuned.json").read_text()) == entries
     _, (key, entry) = sorted(entries.items(), key=lambda item: item[0] != "another device")
@@ -45,6 +45,6 @@ def test_the_fastest_tiles_are_kept_where_they_are_faster_than_cublas_and_failur
 
 def test_ways_are_timed_on_the_device_at_hand(script, capsys):
     timer = script.Timer(script.products_of(script.MODELS["tiny"])[2], lambda: 1.0, interpret=True)
-    broken = lambda x, weight: 1 / 0
+    broken = lambda x, weight, added: 1 / 0
     found = timer.of([(script.functools.partial(script.by_xla, timer.product), {}), (broken, {})], 2)
     assert found[0] > 0 and found[1].startswith("ZeroDivisionError")

@@ -67,7 +67,7 @@ def test_the_kernels_of_every_machine_compute_a_case(case):
 
 
 @pytest.mark.parametrize(
-    "tiles", [gpu.Tiles(32, 64), gpu.Tiles(64, 32, parts=3, weight_first=True)], ids=["rows first", "weight first"]
+    "tiles", [gpu.Tiles(32, 64), gpu.Tiles(16, 32, folds=2, weight_first=True)], ids=["rows first", "weight first"]
 )
 def test_the_gpu_kernel_interpreted_computes_the_cases_of_bfloat16(tiles):
     for case in CASES:
@@ -81,8 +81,8 @@ def test_the_gpu_kernel_interpreted_computes_the_cases_of_bfloat16(tiles):
 def tuned(monkeypatch):
     """Tiles for this machine's kind of device, whose kernels are interpreted."""
     tiles = {
-        "16 rows, 67 x 133": gpu.Tiles(32, 64, parts=2),
-        "16 rows, 80 x 133, gated": gpu.Tiles(32, 64, weight_first=True),
+        "16 rows, 67 x 133": gpu.Tiles(32, 64),
+        "16 rows, 80 x 132, gated": gpu.Tiles(8, 64, folds=4, weight_first=True),
     }
     monkeypatch.setattr(gpu, "tuned", lambda: {f"{jax.devices()[0].device_kind}, {key}": x for key, x in tiles.items()})
     call = gpu.call
@@ -93,6 +93,10 @@ def test_a_gpu_takes_what_it_has_tiles_for(tuned):
     case = Case("", 9, 133, 67)
     x_TD, weight_FD = make_operands(case)
     check(case, op.few_rows_matmul(jnp.asarray(x_TD), jnp.asarray(weight_FD), backend="gpu"), x_TD, weight_FD)
+    assert op.adds("gpu", x_TD, weight_FD) and not op.adds("reference", x_TD, weight_FD)
+    added_TF = np.linspace(-1000, 1000, 9 * 67, dtype=np.float32).reshape(9, 67)
+    sums_TF = op.added_matmul(*map(jnp.asarray, (x_TD, weight_FD, added_TF)), backend="gpu")
+    check(case, sums_TF - added_TF, x_TD, np.concatenate([weight_FD]))
     for rows, weight, message in (
         (8, weight_FD, "no tiles are known with which 8 rows, 67 x 133 is faster"),
         (257, weight_FD, "no tiles are known with which 257 rows, 67 x 133 is faster"),
@@ -104,7 +108,7 @@ def test_a_gpu_takes_what_it_has_tiles_for(tuned):
 
 def test_a_gate_is_applied_to_sums_that_nobody_has_rounded(tuned):
     rng = np.random.default_rng(0)
-    x_TD, weight_F2D = (rng.normal(size=shape).astype(jnp.bfloat16) for shape in ((9, 133), (40, 2, 133)))
+    x_TD, weight_F2D = (rng.normal(size=shape).astype(jnp.bfloat16) for shape in ((9, 132), (40, 2, 132)))
     assert op.gates("gpu", x_TD, weight_F2D)
     assert not op.gates("gpu", x_TD[:8], weight_F2D) and not op.gates("reference", x_TD, weight_F2D)
     assert not op.gates("gpu", x_TD, weight_F2D.astype(np.float32))
