@@ -106,8 +106,6 @@ def tune(key: str, steps: list[ServingStep], options: argparse.Namespace, kind: 
     work = work_of(steps[0])
     default = choose_tiles(*arguments_of(steps[0]), kind)
     choices = [default, *candidates(default, work, options)]
-    if options.quick:
-        choices.append(dataclasses.replace(default, fused=False))
     found: dict[Tiles, list[float]] = {tiles: [] for tiles in choices}
     for step in steps:
         print(f"{key}: {step.name}", flush=True)
@@ -164,9 +162,7 @@ def candidates(default: Tiles, work: str, options: argparse.Namespace) -> Iterat
         every = QUICK[work]
     for rows, slots, per_core, warps, stages in every:
         sizes = {"rows": rows, "slots": slots, "per_core": per_core, "warps": warps, "stages": stages}
-        tiles = dataclasses.replace(
-            default, **sizes, min_slots=max(default.min_slots, slots), fused=not options.interpret
-        )
+        tiles = dataclasses.replace(default, **sizes, min_slots=max(default.min_slots, slots))
         if tiles != default:
             yield tiles
 

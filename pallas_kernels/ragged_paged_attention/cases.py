@@ -33,6 +33,7 @@ class Case:
 
 
 _MIXED = ((0, 5), (300, 1), (10, 90), (63, 1), (0, 1), (64, 1), (130, 3), (260, 70), (5, 1))
+_FEW = ((300, 1), (0, 20), (250, 17), (0, 0), (3, 1))
 
 CASES = (
     Case("one token of one request", ((0, 1),), padding=0, empty_rows=0),
@@ -44,6 +45,10 @@ CASES = (
     Case("head_dim 64, block_size 32", _MIXED, head_dim=64, block_size=32),
     Case("head_dim 128", ((70, 1), (0, 20), (200, 80)), head_dim=128),
     Case("head_dim 256, multi-query", ((70, 1), (0, 20)), num_kv_heads=1, group_size=2, head_dim=256),
+    Case("group of 16, head_dim 72, block_size 256", _FEW, num_kv_heads=1, group_size=16, head_dim=72, block_size=256),
+    Case("group of 8, head_dim 192, block_size 128", _FEW, num_kv_heads=1, group_size=8, head_dim=192, block_size=128),
+    Case("head_dim 240, block_size 8", _FEW, num_kv_heads=1, head_dim=240, block_size=8),
+    Case("head_dim 512", _FEW, num_kv_heads=1, head_dim=512),
     Case("block_size 48, which divides no tile", _MIXED, block_size=48),
     Case("window, no multiple of the block", _MIXED, window=37),
     Case("window of one token", ((0, 70), (33, 1), (20, 5)), window=1),
@@ -163,6 +168,7 @@ SERVING_SHAPES = (
     ServingShape("head_dim 256, window, both ways", 512, 64, group_size=2, head_dim=256, window=1024, sees_ahead=True),
     ServingShape("both ways, shared", 512, 64, group_size=8, shares=True, sees_ahead=True),
     ServingShape("head_dim 64, window, sinks", 512, 64, group_size=8, head_dim=64, window=128, sinks=True),
+    ServingShape("head_dim 512", 512, 64, num_kv_heads=1, group_size=8, head_dim=512),
     ServingShape("float32, block_size 256", 512, 64, group_size=2, block_size=256, dtype="float32"),
     ServingShape("float32, head_dim 256", 512, 64, group_size=2, head_dim=256, dtype="float32"),
     ServingShape("int8 cache, scales of tokens", 512, 64, cache_dtype="int8", kv_scales="token"),

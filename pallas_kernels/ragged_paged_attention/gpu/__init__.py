@@ -13,8 +13,9 @@ each query what the others end with. Where others hold parts of contexts, each r
 Skipping: context behind what the queries of a tile see and before their window is not read, at the grain of one
 iteration. Programs beyond the last item read one number and stop.
 
-Requires: compute capability 8.0 or more; head_dim up to 256; keys and values in float32, bfloat16, float16, or 8 bits
-with any kind of scales. A jax with a Pallas lowering for Triton, which is deprecated, or jax-triton and triton.
+Requires: compute capability 8.0 or more; head_dim up to 512, or 256 in float32; a positive scale; keys and values in
+float32, bfloat16, float16, or 8 bits with any kind of scales. A jax with a Pallas lowering for Triton, which is
+deprecated, or jax-triton and triton.
 
 Padding: tokens beyond the last row's write nowhere; their output is zero. Rows of a tile without a query are masked.
 
@@ -59,7 +60,7 @@ from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import token_places
 
 NOWHERE = 2**31 - 1  # a block that no pool has
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_FLOAT32_HEAD_DIM = 512, 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
 MAX_GROUP_SIZE = 128
 LEAST_SHARING_TOKENS = 4  # steps of fewer share nothing, so their programs have nothing for it
@@ -137,8 +138,9 @@ class GpuBackend:
         for name, dtype, accepted in (("q", q_dtype, TYPES), ("the cache", kv_dtype, (*TYPES, *LARGEST))):
             if dtype not in accepted:
                 return f"{name} is {dtype}; accepted are {', '.join(map(str, accepted))}"
-        if head_dim > MAX_HEAD_DIM:
-            return f"head_dim = {head_dim}; accepted are at most {MAX_HEAD_DIM}"
+        operand = q_dtype if is_quantized(kv_dtype) else kv_dtype
+        if head_dim > (most := MAX_HEAD_DIM if jnp.dtype(operand).itemsize == 2 else MAX_FLOAT32_HEAD_DIM):
+            return f"head_dim = {head_dim}; accepted are at most {most} in products of {jnp.dtype(operand)}"
         if num_heads // num_kv_heads > MAX_GROUP_SIZE:
             return f"{num_heads // num_kv_heads} query heads per kv head; accepted are at most {MAX_GROUP_SIZE}"
         return None
@@ -210,9 +212,14 @@ class GpuBackend:
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K).
 
-        Raises ValueError for a cache whose size the kernels cannot address, see `check_size`.
+        Raises ValueError for a scale that is not positive, and for a cache whose size the kernels cannot address, see
+        `check_size`.
         """
         check_size(kv[0].size, kv[0].dtype)
+        if scale <= 0:
+            raise ValueError(
+                f"scale = {scale}, with which larger scores are smaller weights; accepted are positive ones"
+            )
         calls = binding_of(self.is_pallas)
         (T, N, H), K = q_TNH.shape, kv[0].shape[1]
         if k_TKH is not None:

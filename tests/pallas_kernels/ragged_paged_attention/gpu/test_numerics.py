@@ -34,6 +34,8 @@ QUICK = (
     ("multi-head, head_dim 80, block_size 64", jnp.bfloat16),
     ("window, soft cap and sinks", jnp.float32),
     ("long tail of windows", jnp.bfloat16),
+    ("group of 16, head_dim 72, block_size 256", jnp.bfloat16),
+    ("head_dim 512", jnp.bfloat16),
     ("rows with no new token", jnp.float16),
     ("decodes and prompts in any order", jnp.bfloat16),
     ("rows that share beginnings, window, soft cap and sinks", jnp.float32),
@@ -94,14 +96,33 @@ MUTANTS = {
     "a part's weight is forgotten in the merger": (
         "one decode",
         kernels,
-        "total_X1 * fade_X1 + new_total_X1 * weight_X1",
-        "total_X1 * fade_X1 + weight_X1",
+        "jnp.sum(new_total_MX * weight_MX, axis=0)",
+        "jnp.sum(weight_MX, axis=0)",
     ),
     "the last part is forgotten": (
         "one decode",
         kernels,
-        "first + fact(at.NUM_PARTS), add",
-        "first + fact(at.NUM_PARTS) - 1, add",
+        "number_MX < num_parts",
+        "number_MX < num_parts - 1",
+    ),
+    "parts that are loaded later are forgotten": (
+        "one decode",
+        kernels,
+        "ceil_div(num_parts, at_a_time), add",
+        "1, add",
+    ),
+    "every program merges the first columns": (
+        "head_dim 128",
+        kernels,
+        "pl.program_id(2) * self.columns + ",
+        "",
+    ),
+    "scores are not scaled": ("one decode", kernels, "layer.scale * LOG2_E", "LOG2_E"),
+    "the first slots' weight is that of the last top": (
+        "long tail of windows",
+        kernels,
+        "(top_X1 - highest_X1) * factor(layer)",
+        "(top_X1 - highest_X1)",
     ),
     "what rows share is forgotten": (
         "rows that share beginnings, window, soft cap and sinks",
@@ -151,6 +172,7 @@ def test_a_mutant_of_the_kernels_is_noticed(monkeypatch, mutant):
     fine = tiles.Tiles(rows=16, slots=16, per_core=20, min_slots=16, warps=4, stages=1)
     monkeypatch.setattr(tiles, "default_tiles", lambda *_: fine)
     monkeypatch.setattr(tiles, "num_cores", lambda kind: 1)  # so that parts take several iterations on a GPU too
+    monkeypatch.setattr(calls, "NUMBERS_OF_A_WARP", 128)  # so that parts are merged in several goes
     case = CASE[name]
     step = make_step(case, jnp.float32)
     out_TNH, kv = run(case, step, jnp.float32, BACKEND)
@@ -163,12 +185,22 @@ def test_heads_that_the_kernels_cannot_take_are_refused():
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16}
     types = {"q_dtype": jnp.bfloat16, "kv_dtype": jnp.bfloat16}
     rpa.check("gpu", **heads, **types)
-    with pytest.raises(ValueError, match=r"head_dim = 512; accepted are at most 256\. Use 'reference'"):
-        rpa.check("gpu", **heads | {"head_dim": 512}, **types)
+    with pytest.raises(
+        ValueError, match=r"head_dim = 576; accepted are at most 512 in products of bf.*\. Use 'reference'"
+    ):
+        rpa.check("gpu", **heads | {"head_dim": 576}, **types)
+    with pytest.raises(ValueError, match=r"head_dim = 288; accepted are at most 256 in products of float32"):
+        rpa.check("gpu", **heads | {"head_dim": 288}, **types | {"kv_dtype": jnp.float32})
     with pytest.raises(ValueError, match=r"256 query heads per kv head; accepted are at most 128"):
         rpa.check("gpu", **heads | {"num_heads": 512}, **types)
     with pytest.raises(ValueError, match=r"the cache is int16; accepted are float32, bfloat16, float16, int8"):
         rpa.check("gpu", **heads, **types | {"kv_dtype": jnp.int16})
+
+
+def test_a_scale_that_would_turn_scores_around_is_refused():
+    case = CASE["one decode"]
+    with pytest.raises(ValueError, match=r"scale = -1\.0, with which larger scores are smaller weights"):
+        run(case, make_step(case, jnp.float32), jnp.float32, BACKEND, scale=-1.0)
 
 
 def test_a_gpu_is_needed_and_the_interpreter_is_never_chosen_by_itself():
@@ -240,7 +272,7 @@ def test_a_cache_that_cannot_be_addressed_is_refused():
 
 def test_pieces_of_a_head_are_powers_of_two_that_cover_it():
     assert pieces.pieces(80) == [(0, 64), (64, 16)]
-    for head_dim in range(1, 257):
+    for head_dim in range(1, 513):
         cut = pieces.pieces(head_dim)
         assert all(size & (size - 1) == 0 and size >= 16 for _, size in cut)
         ends = [offset + size for offset, size in cut]
