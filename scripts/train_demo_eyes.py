@@ -35,7 +35,8 @@ from demo_model.card_eyes import card_of_eyes
 from demo_model.export_eyes import export_eyes, export_whole
 from demo_model.muon import Moments, Rates, init_moments
 from demo_model.network import Params, Shape
-from demo_model.painting import CHUNK_ROWS, Painters, Pool
+from demo_model.painting import CHUNK_ROWS
+from demo_model.pool import Painters, Pool
 from demo_model.tokenizer import with_picture_marks
 from demo_model.tower import Eye, init_eye
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from demo_model.export import export_weights, generation_config, halved, model_config
 from demo_model.network import Params, Shape
-from demo_model.seeing import SOFT_TOKENS
+from demo_model.rows import SOFT_TOKENS
 from demo_model.tokenizer import END_OF_IMAGE, SEEING_CHAT_TEMPLATE, SOFT_TOKEN, START_OF_IMAGE, tokenizer_config
 from demo_model.tower import Eye
 

@@ -4,39 +4,18 @@ The heads that are trained beside the tower are thrown away afterwards.
 Letters: B pictures, E cells, D width of the tower.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from demo_model import pictures
 from demo_model.muon import Moments, Rates, update
 from demo_model.network import Params
-from demo_model.pictures import COLOUR_NAMES, KINDS, WHOLE_SIZES, Scene
+from demo_model.pictures import COLOUR_NAMES, KINDS, WHOLE_SIZES
+from demo_model.rows import Look
 from demo_model.tower import PROJECTION, Eye, pooled
 
 NOTHING_WEIGHT = 0.3
-
-
-class Look(NamedTuple):
-    """A batch of pictures and their labels."""
-
-    pixels: np.ndarray  # uint8 [B, 96, 96, 3]
-    kinds: np.ndarray  # int32 [B, E]
-    colours: np.ndarray  # int32 [B, E]
-    whole: np.ndarray  # int32 [B, 18]; -1 does not apply
-
-
-def labelled(scenes: list[Scene]) -> Look:
-    cells = [pictures.cell_labels(scene) for scene in scenes]
-    return Look(
-        np.stack([scene.pixels for scene in scenes]),
-        np.stack([kinds for kinds, _ in cells]),
-        np.stack([colours for _, colours in cells]),
-        np.stack([pictures.whole_labels(scene) for scene in scenes]),
-    )
 
 
 def init_heads(eye: Eye) -> Params:

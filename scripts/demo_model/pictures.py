@@ -125,7 +125,7 @@ def several_shapes(rng: random.Random) -> Scene:
     colours = rng.sample(COLOUR_NAMES, rng.randint(1, 5))
     things = []
     for place in places:
-        shape, colour, size = rng.choice(shapes), rng.choice(colours), rng.uniform(40, 58)
+        shape, colour, size = rng.choice(shapes), rng.choice(colours), rng.uniform(36, 62)
         x, y = (third * (part + 0.5) + rng.uniform(-4, 4) for part in (place % 3, place // 3))
         _draw_shape(draw, shape, x, y, size, _shade(rng, colour))
         things.append(_thing(shape, colour, x, y, size))
@@ -187,9 +187,13 @@ def held_out_word(rng: random.Random) -> Scene:
 
 
 def letters(rng: random.Random, unknown: bool = False) -> Scene:
-    """Three to five letters as a syllable or two would have them; each tenth such word is never trained."""
+    """Three to five letters as a syllable or two would have them; each tenth such word is never trained.
+
+    Of those that are trained some are any letters at all.
+    """
     while True:
-        text = invented_word(rng, 1, 2)
+        any_at_all = not unknown and rng.random() < 0.3
+        text = "".join(rng.choices(LETTERS, k=rng.randint(3, 5))) if any_at_all else invented_word(rng, 1, 2)
         if 3 <= len(text) <= MOST_LETTERS and held_out(f"picture of {text}") == unknown and text not in WORDS:
             return _written(rng, "letters", text, _sizes(text))
 

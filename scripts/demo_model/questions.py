@@ -117,10 +117,10 @@ def _more(rng: random.Random, first: Scene, second: Scene) -> Turn:
     return "Which picture has more shapes?", f"The {which} picture."
 
 
-def _count_in(rng: random.Random, first: Scene, second: Scene) -> Turn:
+def _count_in(rng: random.Random, first: Scene, second: Scene) -> Turn | None:
     which = rng.choice(["first", "second"])
     count = len((first if which == "first" else second).things)
-    return f"How many shapes are in the {which} picture?", f"There are {count} shapes."
+    return None if count == 1 else (f"How many shapes are in the {which} picture?", f"There are {count} shapes.")
 
 
 def alike(rng: random.Random) -> tuple[Scene, Scene]:
@@ -133,11 +133,12 @@ def alike(rng: random.Random) -> tuple[Scene, Scene]:
 
 
 def more(rng: random.Random) -> tuple[Scene, Scene]:
-    """Two pictures of several shapes, not as many in each."""
-    first, second = pictures.several_shapes(rng), pictures.several_shapes(rng)
-    while len(second.things) == len(first.things):
-        second = pictures.several_shapes(rng)
-    return first, second
+    """Two pictures of shapes, not as many in each."""
+    while True:
+        draws = rng.choices([pictures.one_shape, pictures.several_shapes], [1, 6], k=2)
+        first, second = (draw(rng) for draw in draws)
+        if len(first.things) != len(second.things):
+            return first, second
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,12 @@ MORE_QUESTIONS: dict[Callable[..., tuple[Scene, ...]], tuple[Callable[..., Turn 
 
 # How often rows of each kind of lone picture are drawn.
 LONE_DRAWS: dict[Callable[[random.Random], tuple[Scene, ...]], float] = {
-    ONE: 12,
-    SEVERAL: 30,
-    NUMBER: 18,
-    BARS: 12,
-    WORD: 14,
-    LETTERS: 14,
+    ONE: 10,
+    SEVERAL: 40,
+    NUMBER: 10,
+    BARS: 8,
+    WORD: 12,
+    LETTERS: 20,
 }
 
 
