@@ -266,6 +266,16 @@ MUTANTS = (
         ("all groups have the first one's step", "steps_at(num_groups) + 4 * LANES * group", "steps_at(num_groups)"),
     ),
     *_of(
+        "pallas_kernels/few_rows_matmul/gpu.py",
+        "gpu or gate",
+        ("parts of other inputs are added", "jnp.where(part_wu(0) == part_wu(1), sum_wu, jnp.float32(0))", "sum_wu"),
+        ("gates and what they multiply change places", "gate_ft * jax.nn.sigmoid(gate_ft) * up_ft", "up_ft * gate_ft"),
+        ("inputs beyond the last are read", "None if D % tiles.inputs == 0 else start", "None if True else start"),
+        ("all tiles of outputs have the first weights", "pl.ds(first_f * of_output,", "pl.ds(first_f * 0,"),
+        ("nothing is added", "result_tf += load", "result_tf + load"),
+        ("more rows have the tiles of fewer", "if num_rows <= rows)", "if num_rows >= rows)"),
+    ),
+    *_of(
         "pallas_kernels/few_rows_matmul/cpu/tiles.py",
         "kernels_of_every_machine",
         ("inputs beyond the last register are left out", "self._add_last_inputs(columns, totals)", "pass"),
