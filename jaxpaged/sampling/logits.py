@@ -6,6 +6,7 @@ of earlier owners in place. Each function does no work when no row of the step w
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxpaged.sampling.rows import RowParams
 from jaxpaged.sampling.state import BAD_WORD_LAST, SamplingState
@@ -14,10 +15,16 @@ from jaxpaged.sampling_params.limits import MAX_BAD_WORDS
 
 
 def apply_bitmask(logits_SV: jax.Array, bits_SW: jax.Array) -> jax.Array:
-    """-inf where bit v % 32 of word v // 32 is not set."""
+    """-inf where bit v % 32 of word v // 32 is not set.
+
+    Row after row in memory: a TPU would rather spread bits over columns, and turn all logits for that, before and after
+    it: 1.5 ms in place of 0.3 for 256 rows of 128k, by its compiler's count, and 0.7 in a step that spreads none.
+    """
+    by_rows = Layout((0, 1))
+    logits_SV = with_layout_constraint(logits_SV, by_rows)
     allowed_SW32 = (bits_SW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed_SV = allowed_SW32.reshape(len(bits_SW), -1)[:, : logits_SV.shape[1]]
-    return jnp.where(allowed_SV == 1, logits_SV, -jnp.inf)
+    return with_layout_constraint(jnp.where(allowed_SV == 1, logits_SV, -jnp.inf), by_rows)
 
 
 def change_logits(logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
@@ -42,8 +49,8 @@ def too_short(rows: RowParams) -> jax.Array:
 
 
 def keep_allowed(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:
-    every = jnp.uint32(0xFFFFFFFF)
-    return apply_bitmask(logits_SV, jnp.where(wanted_S[:, None], state.allowed_bits_RW[rows.row_S], every))
+    bits_SW = jnp.where(wanted_S[:, None], state.allowed_bits_RW[rows.row_S], jnp.uint32(0xFFFFFFFF))
+    return apply_bitmask(logits_SV, bits_SW)
 
 
 def change_few(wanted_S: jax.Array, logits_SV: jax.Array, state: SamplingState, rows: RowParams) -> jax.Array:

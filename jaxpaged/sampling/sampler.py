@@ -20,6 +20,7 @@ from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, record_tokens
+from jaxpaged.sampling_params.features import Feature
 
 
 @flax.struct.dataclass
@@ -64,19 +65,34 @@ def sample_full(
     corrupted_S = not_a_distribution(logits_SV, method)
     if mask_bits_SW is not None:
         logits_SV = apply_bitmask(logits_SV, mask_bits_SW)
+    bad_S = corrupted_S | not_a_distribution(logits_SV, method)
+    shown_SV = None
+    if not logprobs_mode.startswith("processed"):
+        shown_SV = kept_for_logprobs(logits_SV, rows)
+        # What changes logits may then do so in place: nothing else reads these any more.
+        logits_SV, shown_SV, bad_S = jax.lax.optimization_barrier((logits_SV, shown_SV, bad_S))
     processed_SV = change_logits(logits_SV, state, rows)
     processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
-    bad_S = corrupted_S | not_a_distribution(logits_SV, method) | not_a_distribution(processed_SV, method)
+    bad_S |= not_a_distribution(processed_SV, method)
 
     tokens_S, least_S = draw(processed_SV, rows, method)
     tokens_S = jnp.where(bad_S, 0, tokens_S)
-    shown_SV = logits_SV
-    if logprobs_mode.startswith("processed"):
+    if shown_SV is None:
         scaled_SV = by_temperature(processed_SV, rows)
         limited_SV = processed_SV if method.kernel else scaled_SV
         shown_SV = jnp.where(limited_SV >= least_S[:, None], scaled_SV, -jnp.inf)
     logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode, method)
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, corrupted_S, logprobs)
+
+
+def kept_for_logprobs(logits_SV: jax.Array, rows: RowParams) -> jax.Array:
+    """A copy of the logits, or anything where no row asks for log probabilities."""
+    return jax.lax.cond(
+        jnp.any(rows.has(Feature.LOGPROBS)),
+        lambda logits_SV: logits_SV,
+        lambda logits_SV: jax.lax.empty(logits_SV.shape, logits_SV.dtype),
+        logits_SV,
+    )
 
 
 def draw(logits_SV: jax.Array, rows: RowParams, method: LimitsMethod) -> tuple[jax.Array, jax.Array]:

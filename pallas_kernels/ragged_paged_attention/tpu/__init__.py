@@ -137,21 +137,21 @@ class TpuBackend:
         group = work.write_group_of(problem.block_size, kv[0].dtype)
         kv_BKSW = write_tokens(new_TKW, kv[0], plan.writes[group], group, **settings)
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
-        layer = _Layer(problem, plan, ScoreRule(scale, soft_cap), window, sinks_KG, kv_BKSW, scales, settings)
+        rule, decodes_only = ScoreRule(scale, soft_cap), metadata.decodes_only
+        layer = _Layer(problem, plan, rule, window, sinks_KG, kv_BKSW, scales, settings, decodes_only)
         q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
         if undivided:
             return layer.attend_part(q_TKGD).reshape(T, N, H + 2), (kv_BKSW,), scales
-        begun_TKG = None if plan.spans is None else layer.attend_spans(q_TKGD)
+        begun = (None, None) if plan.spans is None else layer.attend_spans(q_TKGD)
+        q_ZKXD, q_KGYD = layer.in_order(q_TKGD)
+        decoded_ZKGD = layer.decode(q_ZKXD, begun[0])
         is_decode_T = (plan.decode_segment_T >= 0)[:, None, None, None]
-        if metadata.decodes_only:  # segment i is token i
-            in_segments = lambda x_TKGD: _resized(x_TKGD, len(plan.decode_token_Z))
-            decoded_ZKGD = layer.decode(*jax.tree.map(in_segments, (q_TKGD, begun_TKG)))
+        if layer.decodes_only:
             out_TKGD = jnp.where(is_decode_T, _resized(decoded_ZKGD, T), 0)
         else:
-            in_segments = lambda x_TKGD: x_TKGD.at[plan.decode_token_Z].get(mode="clip")
-            decoded_TKGD = layer.decode(*jax.tree.map(in_segments, (q_TKGD, begun_TKG)))
-            decoded_TKGD = decoded_TKGD.at[plan.decode_segment_T].get(mode="clip")
-            out_TKGD = jnp.where(is_decode_T, decoded_TKGD, layer.prefill(q_TKGD, begun_TKG))
+            decoded_TKGD = decoded_ZKGD.at[plan.decode_segment_T].get(mode="clip")
+            prefilled_TKGD = layer.prefill(q_KGYD, begun[1])[:, :, :T].transpose(2, 0, 1, 3)
+            out_TKGD = jnp.where(is_decode_T, decoded_TKGD, prefilled_TKGD)
         return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
 
     def _new_slots(
@@ -181,23 +181,38 @@ class _Layer:
     kv_BKSW: jax.Array
     scales: tuple[jax.Array, ...]
     settings: dict[str, Any]
+    decodes_only: bool
 
-    def attend_spans(self, q_TKGD: jax.Array) -> Begun:
-        """Attention to the spans that rows share, [T, K, G, ...]. In a step in which none do it costs nothing, and says
+    def in_order(self, x_TKG: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Lines of tokens in the order of the rows that decode, x_ZKX, and in tiles of those with several new tokens,
+        x_KGY; None where all decode."""
+        tokens_Z, T = self.plan.decode_token_Z, len(x_TKG)
+        if self.decodes_only:  # segment i is token i
+            return _pad_axis(_resized(x_TKG, len(tokens_Z)), 2, self.problem.decode_rows), None
+        tiled_KGY = _pad_axis(x_TKG.transpose(1, 2, 0, 3), 2, round_up(T, self.plan.query_tile))
+        return _pad_axis(x_TKG.at[tokens_Z].get(mode="clip"), 2, self.problem.decode_rows), tiled_KGY
+
+    def attend_spans(self, q_TKGD: jax.Array) -> tuple[Begun, Begun | None]:
+        """Attention to the spans that rows share, in both orders. In a step in which none do it costs nothing, and says
         nothing: nobody reads it then."""
-        spans, num_lanes = self.plan.spans, self.problem.lanes.operand
+        spans, (T, K, G, D), problem = self.plan.spans, q_TKGD.shape, self.problem
+        decoding = (len(self.plan.decode_token_Z), K, problem.decode_rows)
+        prefilling = (K, G, round_up(T, self.plan.query_tile))
 
-        def attend() -> Begun:
+        def attend() -> tuple[Begun, Begun | None]:
             q_KGYD = q_TKGD.at[spans.token_Y].get(mode="clip").transpose(1, 2, 0, 3)
             operands, shape = self._in_tiles(spans.segments, q_KGYD, spans.position_YL, spans.end_YL)
             begun_KGY = spans_attention(operands, shape, **self.settings)
             begun_TKG = jax.tree.map(lambda x: x.transpose(2, 0, 1, 3).at[spans.place_T].get(mode="clip"), begun_KGY)
             shares_T = spans.shares_T[:, None, None, None]
             alone_KGL = LOWEST if self.sinks_KG is None else self.sinks_KG[..., None]
-            return Begun(jnp.where(shares_T, begun_TKG.out, 0), jnp.where(shares_T, begun_TKG.top, alone_KGL))
+            out = self.in_order(jnp.where(shares_T, begun_TKG.out, 0))
+            top = self.in_order(jnp.where(shares_T, begun_TKG.top, alone_KGL))
+            return Begun(out[0], top[0]), None if self.decodes_only else Begun(out[1], top[1])
 
-        def skip() -> Begun:
-            return Begun(*(lax.empty((*q_TKGD.shape[:-1], lanes), jnp.float32) for lanes in (num_lanes, NUM_LANES)))
+        def skip() -> tuple[Begun, Begun | None]:
+            empty = lambda shape: Begun(*(lax.empty((*shape, lanes), jnp.float32) for lanes in (D, NUM_LANES)))
+            return empty(decoding), None if self.decodes_only else empty(prefilling)
 
         return lax.cond(spans.segments.item_end_J[-1] > 0, attend, skip)
 
@@ -212,24 +227,20 @@ class _Layer:
         outs = part_TKG.out[..., self.problem.lanes.outputs], jnp.ones_like(top_TKG1), top_TKG1 / LOG2_E
         return jnp.concatenate(outs, axis=-1)
 
-    def decode(self, q_ZKGD: jax.Array, begun_ZKG: Begun | None) -> jax.Array:
+    def decode(self, q_ZKXD: jax.Array, begun_ZKX: Begun | None) -> jax.Array:
         """out_ZKGD of the rows that decode."""
         problem, plan = self.problem, self.plan
         rows = work.rows_per_block(len(plan.decode_token_Z))
         heads = tiles.decode_heads(problem, rows)
         fetch = self._fetch(tiles.decode_items(problem, heads), heads, DECODE_ITEM_SLOTS)
-        q_ZKXD, begun_ZKX = jax.tree.map(lambda x: _pad_axis(x, 2, problem.decode_rows), (q_ZKGD, begun_ZKG))
         operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows, begun=begun_ZKX)
         shape = DecodeShape(fetch, problem.lanes, self.rule, rows)
         return decode_attention(operands, shape, **self.settings)[:, :, : problem.group_size]
 
-    def prefill(self, q_TKGD: jax.Array, begun_TKG: Begun | None) -> jax.Array:
-        """out_TKGD of the rows with several new tokens, zeros for the others."""
-        T, tile = len(q_TKGD), self.plan.query_tile
-        in_tiles = lambda x_TKGD: _pad_axis(x_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, tile))
-        q_KGYD, begun_KGY = jax.tree.map(in_tiles, (q_TKGD, begun_TKG))
+    def prefill(self, q_KGYD: jax.Array, begun_KGY: Begun | None) -> jax.Array:
+        """out_KGYD of the rows with several new tokens, zeros for the others."""
         operands, shape = self._in_tiles(self.plan.prefill, q_KGYD, end_YL=self.plan.end_YL, begun=begun_KGY)
-        return prefill_attention(operands, shape, **self.settings)[:, :, :T].transpose(2, 0, 1, 3)
+        return prefill_attention(operands, shape, **self.settings)
 
     def _in_tiles(self, segments: Segments, q_KGYD: jax.Array, *more: Any, **named: Any) -> tuple[Any, PrefillShape]:
         """What the prefill kernel takes."""
