@@ -261,19 +261,33 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_first_minute(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps of one request from the first on, while the programs of default options are compiled."""
+    """Steps of one request from the first on, while the programs of default options are compiled, with threads that
+    take the interpreter in turns of two lengths; and who has it then."""
+    from interpreter_watch import InterpreterWatch
+
+    from jaxpaged.worker.programs.compiled import THREAD_NAME
+
     load, lines = (TINY_LOADS if options.model == "tiny" else LOADS)[0], Lines(options.out)
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     llm = open_engine(options.model, **({} if options.model == "tiny" else {"token_buckets": None}))
     for title, seconds in (("beside compiling", 10 if options.model == "tiny" else 60), ("after it", 2)):
-        since = time.perf_counter()
-        while time.perf_counter() < since + seconds and (missing(llm) or title == "after it"):
-            generate(llm, load)
-        took, steps = time.perf_counter() - since, sorted(decode_times(llm, load[0], since))
-        line: dict[str, Any] = {"decode steps": title, "s": took, "steps": len(steps), "programs missing": missing(llm)}
-        for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            line[f"{name}, ms"] = steps[int(share * (len(steps) - 1))] if steps else float("nan")
-        lines.append(line | {"mean, ms": statistics.mean(steps) if steps else float("nan")})
+        since, times = time.perf_counter(), {0.0005: list[float](), 0.0001: list[float]()}
+        with InterpreterWatch(THREAD_NAME) as watch:
+            while time.perf_counter() < since + seconds and (missing(llm) or title == "after it"):
+                turn = min(times, key=lambda turn: sum(times[turn]))
+                sys.setswitchinterval(turn)
+                begin = time.perf_counter()
+                generate(llm, load)
+                times[turn] += decode_times(llm, load[0], begin)
+        for turn, steps in times.items():
+            steps = sorted(steps) or [float("nan")]
+            line: dict[str, Any] = {"decode steps": title, "turns, ms": 1e3 * turn, "steps": len(steps)}
+            line["programs missing"] = missing(llm)
+            for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99)):
+                line[f"{name}, ms"] = steps[int(share * (len(steps) - 1))]
+            lines.append(line | {"mean, ms": statistics.mean(steps)})
+        for about in watch.lines():
+            lines.append(about)
         settle(llm, load)
     llm.shutdown()
     return lines

@@ -112,8 +112,14 @@ class ProgramIndex:
         if entry is not None and isinstance(compiled, jax.stages.Compiled):
             with contextlib.suppress(Unstorable):
                 record = record_of(compiled, self._node_types)
-                self._write(key, Entry(entry, sorted(calls_in(compiled.as_text())), record))
+                self._write(key, Entry(entry, self._kernels_of(compiled), record))
         return compiled
+
+    def _kernels_of(self, compiled: jax.stages.Compiled) -> list[str]:
+        """Kernels that a process must know before it loads the program, of which only CPUs have any. The text of a
+        program is megabytes, and nobody else has the interpreter while XLA writes it: a tenth of a second on GPUs."""
+        is_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        return sorted(calls_in(compiled.as_text())) if is_cpu else []
 
     def _path(self, key: ProgramKey) -> Path:
         return self._folder / f"{key.kind}-{key.size}.json"
