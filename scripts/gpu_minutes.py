@@ -48,6 +48,7 @@ TESTS = (
     "tests/sampling/test_sampler.py",
     "tests/sampling/test_limits.py",
     "tests/pallas_kernels/top_k_top_p",
+    "tests/pallas_kernels/few_rows_matmul/test_gpu.py",
     "tests/pallas_kernels/ragged_paged_attention/gpu",
     "tests/end_to_end/test_multi_step.py",
     "tests/end_to_end/test_second_turns.py",

@@ -44,7 +44,7 @@ BYTES = 400 << 20  # of all copies of a weight
 BYTES_OF_CALLS = 6 << 30  # that are read in one timing: about 2 ms
 SHARED_MEMORY = 224 << 10
 PROGRAMS = range(60, 2200)  # of a launch
-MIN_GAIN = 0.02
+MIN_GAIN, MOST_ERROR = 0.02, 0.02
 KEPT = 6
 """Tiles that are tried with other numbers of rows."""
 INTERPRETED = [Tiles(32, 32)]
@@ -128,6 +128,13 @@ Way = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Options = Mapping[str, Any]
 
 
+@jax.jit
+def largest_error(out: jax.Array, expected: jax.Array) -> jax.Array:
+    """In shares of the largest number."""
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.max(jnp.abs(out - expected)) / jnp.max(jnp.abs(expected))
+
+
 @functools.cache
 def serial() -> Options:
     """What keeps the compiler from running kernels of a graph side by side, if it knows that."""
@@ -149,7 +156,8 @@ class Timer:
         self.weights = [draw(each) for each in jax.random.split(key, product.copies)]
 
     def of(self, ways: list[tuple[Way, Options]], rows: int) -> list[float | str]:
-        """Of each way, with its options of the compiler: microseconds, or what went wrong."""
+        """Of each way, with its options of the compiler: microseconds, or what went wrong. All must give what the first
+        does."""
         weights = self.weights
         chains = [self.chain(way, rows, weights) for way, _ in ways]
         count = 1 if self.interpret else max(1, BYTES_OF_CALLS // (self.product.num_bytes * len(weights)))
@@ -159,25 +167,31 @@ class Timer:
                 return "no time"
             return self.tried(lambda: compiled(chain(), count, None if self.interpret else {**serial(), **options}))
 
-        def microseconds(chain: Chain, calls: Calls) -> float:
-            return 1e6 * calls.seconds(chain.state, chain.operands)[0] / len(weights)
-
+        run = lambda chain, calls: calls.seconds(chain.state, chain.operands)
         with ThreadPoolExecutor(1 if self.interpret else os.cpu_count()) as threads:
             prepared = list(threads.map(prepare, chains, (options for _, options in ways)))
-        return [
-            calls
-            if isinstance(calls, str)
-            else self.tried(lambda chain=chain, calls=calls: microseconds(chain(), calls))
-            for chain, calls in zip(chains, prepared)
-        ]
+        expected, found = None, list[float | str]()
+        for chain, calls in zip(chains, prepared):
+            timed = (
+                calls if isinstance(calls, str) else self.tried(lambda chain=chain, calls=calls: run(chain(), calls))
+            )
+            if isinstance(timed, str):
+                found.append(timed)
+                continue
+            seconds, (_, outs) = timed
+            expected = outs[-1] if expected is None else expected
+            error = float(largest_error(outs[-1], expected))
+            found.append(1e6 * seconds / len(weights) if error < MOST_ERROR else f"wrong by {error:.3g} of the largest")
+        return found
 
     def chain(self, way: Way, rows: int, weights: list[jax.Array]) -> Callable[[], Chain]:
         """What makes a chain whose every call multiplies with all copies of the weight."""
         way = jax.jit(way)  # traced once for all copies
 
         def make() -> Chain:
-            x = jnp.ones((rows, self.product.num_inputs), jnp.bfloat16)
-            added = jnp.ones((rows, self.product.num_outputs if self.product.is_added else 1), jnp.bfloat16)
+            draw = functools.partial(jax.random.normal, jax.random.key(1), dtype=jnp.bfloat16)
+            x = draw((rows, self.product.num_inputs))
+            added = draw((rows, self.product.num_outputs if self.product.is_added else 1))
             out = jax.eval_shape(way, x, weights[0], added)
             return Chain(call, (x, [jnp.zeros(out.shape, out.dtype) for _ in weights]), (added, *weights))
 

@@ -267,7 +267,7 @@ MUTANTS = (
     ),
     *_of(
         "pallas_kernels/few_rows_matmul/gpu.py",
-        "gpu or gate",
+        "test_gpu",
         ("parts of other inputs are added", "jnp.where(part_wu(0) == part_wu(1), sum_wu, jnp.float32(0))", "sum_wu"),
         ("gates and what they multiply change places", "gate_ft * jax.nn.sigmoid(gate_ft) * up_ft", "up_ft * gate_ft"),
         ("inputs beyond the last are read", "None if D % tiles.inputs == 0 else start", "None if True else start"),

@@ -43,8 +43,12 @@ def test_the_fastest_tiles_are_kept_where_they_are_faster_than_cublas_and_failur
     assert "1 failed: too many registers" in capsys.readouterr().out
 
 
-def test_ways_are_timed_on_the_device_at_hand(script, capsys):
+def test_ways_are_timed_on_the_device_at_hand_and_compared_with_the_first(script):
     timer = script.Timer(script.products_of(script.MODELS["tiny"])[2], lambda: 1.0, interpret=True)
+    right = script.functools.partial(script.by_xla, timer.product)
     broken = lambda x, weight, added: 1 / 0
-    found = timer.of([(script.functools.partial(script.by_xla, timer.product), {}), (broken, {})], 2)
-    assert found[0] > 0 and found[1].startswith("ZeroDivisionError")
+    wrong = lambda x, weight, added: right(x[::-1], weight, added)
+    ours = script.functools.partial(script.by_kernel, timer.product, tiles=script.Tiles(32, 32), interpret=True)
+    first, second, third, fourth = timer.of([(way, {}) for way in (right, broken, wrong, ours)], 2)
+    assert first > 0 and fourth > 0
+    assert second.startswith("ZeroDivisionError") and third.startswith("wrong by")
