@@ -11,7 +11,7 @@ Padding: tokens beyond the last row's write nowhere; their queries become zero.
 
 Numerics: as XLA's rotation: float32, rounded once; a norm is rounded before its weight and behind it.
 
-Cost: reads and writes each number once, where three launches read and write keys twice.
+Cost: one launch. It reads and writes each number once, where three launches read and write keys twice.
 
 This module knows nothing of attention.
 
