@@ -1,5 +1,7 @@
 """Models whose weights are joined give what they gave, on one device and on several."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -32,6 +34,8 @@ def test_logits_are_those_of_transformers(name, num_shards, tmp_path):
     )
     described = lambda x: (x.shape, x.dtype, x.sharding)
     assert jax.tree.map(described, model.params) == jax.tree.map(described, shapes)
+    moves = re.findall(r" (all-gather|all-to-all|collective-permute)", model.program.as_text())
+    assert not moves, "devices have whole groups of heads, and gates with what they multiply"
     logits = model.logits(prompt_of(name))
     np.testing.assert_allclose(logits.sum(axis=1), golden["sums"], rtol=1e-4, atol=2e-3)
     for position, top in golden["top"].items():
