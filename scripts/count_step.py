@@ -74,20 +74,22 @@ def planner_of(model: Model, decoder: DecoderConfig, target: Target, num_layers:
 def depths_of(decoder: DecoderConfig) -> tuple[int, int]:
     """Two numbers of layers: all further ones repeat what the second has more than the first."""
     layers = decoder.layers
-    least = min(2, len(layers) - 1)
+    least = max(1, min(2, len(layers) - 1))
+    found = [(len(layers), len(layers))]
     for period in range(1, len(layers) - least + 1):
         for few in range(least, len(layers) - period + 1):
             repeats = all(layers[i] == layers[i + period] for i in range(few, len(layers) - period))
             if repeats and (len(layers) - few) % period == 0:
-                return few, few + period
-    return len(layers), len(layers)
+                found.append((few, few + period))
+    return min(found, key=lambda depths: depths[1])
 
 
 class Counting:
     """Counts the programs of a model on a target. `folder`: for what the compilers write down."""
 
     def __init__(self, model: Model, decoder: DecoderConfig, target: Target, folder: Path, **options: Any):
-        self.model, self.decoder, self.target, self.folder = model, decoder, target, folder
+        self.model, self.decoder, self.target = model, decoder, target
+        self.schedules = schedules_in(folder)
         self.options = options
         self.whole = planner_of(model, decoder, target, len(decoder.layers), **options)
         self.rates = rates_of(target.device)
@@ -118,7 +120,7 @@ class Counting:
         else:
             vmem = vmem_of_kernels(compiled)
             counted.kernels = [
-                asdict(each) | {"vmem": vmem.get(each.kernel, 0)} for each in schedules_of(self.folder, text.kernels)
+                asdict(each) | {"vmem": vmem.get(each.kernel, 0)} for each in schedules_of(self.schedules, text.kernels)
             ]
         return counted
 
@@ -134,6 +136,12 @@ class Counting:
         layer = {name: (of(second, name) - of(first, name)) / (more - few) for name in names}
         num_layers = len(self.decoder.layers)
         return second, layer, {name: of(second, name) + (num_layers - more) * layer[name] for name in names}
+
+
+def schedules_in(folder: Path) -> Path:
+    """Where a TPU's compiler leaves the schedules of kernels."""
+    (folder / "schedules").mkdir(exist_ok=True)
+    return folder / "schedules"
 
 
 def dearest(text: ProgramText, rates: Rates) -> Iterator[tuple[str, str, float, int]]:
@@ -214,7 +222,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         # A TPU's compiler reads where to leave schedules when it is loaded.
-        os.environ["LIBTPU_INIT_ARGS"] = f"{dump_options(folder)} {os.environ.get('LIBTPU_INIT_ARGS', '')}".strip()
+        os.environ["LIBTPU_INIT_ARGS"] = (
+            f"{dump_options(schedules_in(folder))} {os.environ.get('LIBTPU_INIT_ARGS', '')}".strip()
+        )
         target = parse_target(arguments.target)
         if not target.compiles:
             sys.exit(f"nothing compiles for {target.name} here. Install the extra aot-gpu or aot-tpu.")

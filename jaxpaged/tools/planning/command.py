@@ -21,9 +21,9 @@ SIZES = [1 << power for power in (30, 32, 34, 36, 38, 40)]
 BANDWIDTH = 10 * 2**30
 
 EPILOG = """\
-The plan says what fits, and how fast the engine can be at most. Programs for a TPU are compiled here (extra aot-tpu),
-and so are those for an A100, H100 or B200 (extra aot-gpu). For other GPUs, and with --no-compile, shapes alone are
-used. Of the model only config.json is read.
+The plan says what fits, and how fast the engine can be: as compiled programs let one expect, and at most. Programs for
+a TPU are compiled here (extra aot-tpu), and so are those for an A100, H100, H200 or B200 (extra aot-gpu). For other
+GPUs, and with --no-compile, shapes alone are used. Of the model only config.json is read.
 
 Without -tp, the model is split over as many devices of one host as can share it. With -tp, it may be split over some
 devices of one host, or over all devices of several.
