@@ -127,7 +127,7 @@ MUTANTS = (
         ("columns beyond the vocabulary count", "logits_SV.shape[1], other=-jnp.inf", "logits_SV.shape[1], other=0.0"),
         ("top_p counts what top_k cut", "jnp.maximum(floor, top - distance * temperature)", "top - distance"),
         ("a row alone counts what top_k cut", "weigh([floor])", "weigh([floor - 1e30])"),
-        ("what has no room is forgotten", "most < C", "most < 2 * C"),
+        ("what has no room is forgotten", "most >= C", "most >= 9 * C"),
         ("what is above the bounds is forgotten", "self.above + weight", "weight"),
     ),
     *_of(
