@@ -107,7 +107,7 @@ class _State:
     """The softmax of every query of a tile, over what was seen so far."""
 
     acc_ref: Any  # [heads, X, D]
-    top_total_ref: Any  # [2, heads, X, lanes], all lanes alike
+    top_total_ref: Any  # [2, heads, X, lanes]: tops, all lanes alike, and totals, to be summed over lanes
 
     def reset(self, sinks_ref: Any, queries: int) -> None:
         """A sink is a weight with no value."""
@@ -120,7 +120,7 @@ class _State:
         for g in range(X // queries):
             sink_K1L = sinks_ref[:, g : g + 1, :]
             self.top_total_ref[0, :, g * queries : (g + 1) * queries] = jnp.broadcast_to(sink_K1L, (heads, queries, L))
-        self.top_total_ref[1] = jnp.ones((heads, X, L), jnp.float32)
+        self.top_total_ref[1] = jnp.full((heads, X, L), 1 / L, jnp.float32)
 
     def begin(self, begun: Begun) -> None:
         """Go on from what shared spans have left; sinks are in there."""
@@ -130,26 +130,35 @@ class _State:
             self.acc_ref[h] = begun.out[h].reshape(self.acc_ref.shape[1:])
             self.top_total_ref[0, h] = begun.top[h].reshape(self.top_total_ref.shape[2:])
 
-        self.top_total_ref[1] = jnp.ones(self.top_total_ref.shape[1:], jnp.float32)
+        self.top_total_ref[1] = jnp.full(self.top_total_ref.shape[1:], 1 / NUM_LANES, jnp.float32)
 
     def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
         """Add a chunk for some rows of head `h`; exponents of what a query may not see are so low that they vanish."""
-        old_top = self.top_total_ref[0, h, rows, :1]
-        top = jnp.maximum(old_top, exponent_XP.max(axis=-1, keepdims=True))
-        keep = jnp.exp2(old_top - top)
-        weight_XP = jnp.exp2(exponent_XP - top)
-        total = self.top_total_ref[1, h, rows, :1] * keep + weight_XP.sum(axis=-1, keepdims=True)
-        self.acc_ref[h, rows] = self.acc_ref[h, rows] * keep + weighted_values(weight_XP[None], v_PD[None], v_scale)[0]
-        whole = (len(exponent_XP), NUM_LANES)
-        self.top_total_ref[0, h, rows] = jnp.broadcast_to(top, whole)
-        self.top_total_ref[1, h, rows] = jnp.broadcast_to(total, whole)
+        old_top_XL = self.top_total_ref[0, h, rows]
+        top_XL = jnp.maximum(old_top_XL, exponent_XP.max(axis=-1, keepdims=True))
+        keep_XL = jnp.exp2(old_top_XL - top_XL)
+        weight_XP = jnp.exp2(exponent_XP - _repeated(top_XL, exponent_XP))
+        self.top_total_ref[0, h, rows] = top_XL
+        self.top_total_ref[1, h, rows] = self.top_total_ref[1, h, rows] * keep_XL + _sums_by_lane(weight_XP)
+        acc_XD = self.acc_ref[h, rows]
+        out_XD = weighted_values(weight_XP[None], v_PD[None], v_scale)[0]
+        self.acc_ref[h, rows] = acc_XD * _repeated(keep_XL, acc_XD) + out_XD
 
     def result(self) -> Iterator[jax.Array]:
         """What `Begun` has; zeros, and a power that is nothing, for queries that saw nothing."""
-        total = self.top_total_ref[1, :, :, :1]
+        total = self.top_total_ref[1].sum(axis=-1, keepdims=True)
         yield self.acc_ref[...] / jnp.where(total == 0, 1, total)
-        total = self.top_total_ref[1]
         yield self.top_total_ref[0] + jnp.where(total == 0, 0, jnp.log(jnp.where(total == 0, 1, total)) * LOG2_E)
+
+
+def _repeated(x_XL: jax.Array, like: jax.Array) -> jax.Array:
+    """All lanes of a row are alike: as many of them as `like` has."""
+    return jnp.concatenate([x_XL] * (like.shape[-1] // NUM_LANES), axis=-1)
+
+
+def _sums_by_lane(x_XP: jax.Array) -> jax.Array:
+    """[X, L]: sums of every 128th number of a row."""
+    return sum(x_XP[:, i : i + NUM_LANES] for i in range(0, x_XP.shape[-1], NUM_LANES))
 
 
 def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: jax.Array) -> None:
