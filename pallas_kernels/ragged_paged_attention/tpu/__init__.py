@@ -248,7 +248,8 @@ class _Layer:
         fetch = self._fetch(1, tiles.prefill_heads(problem, tile), CHUNK_SLOTS)
         groups = tiles.tile_groups(problem.group_size, tile)
         operands = self._operands(segments, q_KGYD, problem.group_size, *more, **named)
-        return operands, PrefillShape(fetch, problem.lanes, self.rule, self.window, tile, groups)
+        part_rows = tiles.part_rows(groups * tile)
+        return operands, PrefillShape(fetch, problem.lanes, self.rule, self.window, tile, groups, part_rows)
 
     def _operands(
         self,

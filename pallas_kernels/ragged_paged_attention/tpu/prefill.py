@@ -34,7 +34,8 @@ NEVER = 2**30  # a position that no query sees
 
 @dataclasses.dataclass(frozen=True)
 class PrefillShape:
-    """Everything static. `fetch` has one item in a step."""
+    """Everything static. `fetch` has one item in a step. The query heads of `groups_at_once` are multiplied with keys
+    at once, and `part_rows` of their rows with values."""
 
     fetch: FetchShape
     lanes: Lanes
@@ -42,6 +43,7 @@ class PrefillShape:
     window: int | None
     query_tile: int
     groups_at_once: int
+    part_rows: int
 
 
 def prefill_attention(operands: Operands, shape: PrefillShape, *, vmem_limit_bytes: int, interpret: Any) -> jax.Array:
@@ -76,6 +78,8 @@ def _call(
                 shape.fetch.scratch(operands.kv_BKSW.dtype),
                 pltpu.VMEM((heads, G * Q, D), jnp.float32),
                 pltpu.VMEM((2, heads, G * Q, NUM_LANES), jnp.float32),
+                pltpu.VMEM((shape.groups_at_once * Q, shape.fetch.item_slots), jnp.float32),
+                pltpu.VMEM((shape.groups_at_once * Q, NUM_LANES), jnp.float32),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -89,11 +93,11 @@ def _call(
 
 def _kernel(shape: PrefillShape, treedef: Any, *refs: Any) -> None:
     operands = jax.tree.unflatten(treedef, refs[: treedef.num_leaves])
-    outputs, scratch, acc_ref, top_total_ref = refs[treedef.num_leaves :]
+    outputs, scratch, *state_refs = refs[treedef.num_leaves :]
     tile = pl.program_id(1)
     fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
     pl.when(tile == 0)(fetcher.begin)
-    state = _State(acc_ref, top_total_ref)
+    state = _State(*state_refs)
     state.reset(operands.sinks, shape.query_tile)
     if operands.begun is not None:
         pl.when(operands.segments.begun_J[tile] > 0)(lambda: state.begin(operands.begun))
@@ -108,6 +112,8 @@ class _State:
 
     acc_ref: Any  # [heads, X, D]
     top_total_ref: Any  # [2, heads, X, lanes]: tops, all lanes alike, and totals, to be summed over lanes
+    exponent_ref: Any  # [rows of a product, P]
+    most_ref: Any  # [rows of a product, lanes]: the greatest of each row, all lanes alike
 
     def reset(self, sinks_ref: Any, queries: int) -> None:
         """A sink is a weight with no value."""
@@ -132,10 +138,17 @@ class _State:
 
         self.top_total_ref[1] = jnp.full(self.top_total_ref.shape[1:], 1 / NUM_LANES, jnp.float32)
 
-    def add(self, h: Any, rows: Any, exponent_XP: jax.Array, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
-        """Add a chunk for some rows of head `h`; exponents of what a query may not see are so low that they vanish."""
+    def put(self, exponent_XP: jax.Array) -> None:
+        """Keep the exponents of a chunk for rows that are added next, part by part; what a query may not see is so low
+        that it vanishes. They wait in VMEM while the products of further rows are made, and maxima with them."""
+        self.exponent_ref[...] = exponent_XP
+        self.most_ref[...] = jnp.broadcast_to(exponent_XP.max(axis=-1, keepdims=True), self.most_ref.shape)
+
+    def add(self, h: Any, rows: Any, kept: Any, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
+        """Add a chunk for some rows of head `h`, of which `kept` says where their exponents were put."""
+        exponent_XP = self.exponent_ref[kept]
         old_top_XL = self.top_total_ref[0, h, rows]
-        top_XL = jnp.maximum(old_top_XL, exponent_XP.max(axis=-1, keepdims=True))
+        top_XL = jnp.maximum(old_top_XL, self.most_ref[kept])
         keep_XL = jnp.exp2(old_top_XL - top_XL)
         weight_XP = jnp.exp2(exponent_XP - _repeated(top_XL, exponent_XP))
         self.top_total_ref[0, h, rows] = top_XL
@@ -183,8 +196,10 @@ def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: ja
                 )
                 k_scale, v_scale = _scales(scales_ref, fetcher.operands.head_scales_K2L, h, shape.fetch.block_size)
                 product_XP = query_key_products(q_XD[None], k_PD[None], k_scale)[0]
-                exponent_XP = mask(shape.rule.exponents(product_XP))
-                state.add(h, pl.ds(pl.multiple_of(g * rows, rows), rows), exponent_XP, v_PD, v_scale)
+                state.put(mask(shape.rule.exponents(product_XP)))
+                for start in range(0, rows, shape.part_rows):
+                    own = pl.ds(pl.multiple_of(g * rows, rows) + start, shape.part_rows)
+                    state.add(h, own, pl.ds(start, shape.part_rows), v_PD, v_scale)
 
     pl.when(view.is_everything)(lambda: attend(lambda exponent_XP: exponent_XP))
 

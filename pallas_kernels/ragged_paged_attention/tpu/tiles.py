@@ -15,8 +15,10 @@ VMEM_GOAL_BYTES = 40 * 2**20
 PARTS_AT_ONCE = 32
 """Items times heads in a step of the decode kernel: independent products, enough to hide the latency of each."""
 MAX_DECODE_ITEMS = 8
-MAX_TILE_ROWS = 256
-"""Query rows in one product of the prefill kernel. With 512 its scores, 512 x 512 in float32, spill."""
+MAX_TILE_ROWS = 512
+"""Query rows that the prefill kernel multiplies with keys at once."""
+MAX_PART_ROWS = 256
+"""Query rows that it multiplies with values at once: the powers of some rows are taken beside the product of others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,11 @@ def tile_groups(group_size: int, query_tile: int) -> int:
     """Query heads of one kv head that the prefill kernel multiplies together."""
     fitting = [g for g in range(1, group_size + 1) if group_size % g == 0 and g * query_tile <= MAX_TILE_ROWS]
     return max(fitting)
+
+
+def part_rows(rows: int) -> int:
+    """Query rows of one product with values, of so many that were multiplied with keys."""
+    return next(rows // n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= MAX_PART_ROWS)
 
 
 def decode_heads(problem: Problem, rows: int) -> int | None:
