@@ -23,8 +23,8 @@ LAUNCH_SECONDS, FILL_SECONDS = 1.3e-6, 2.9e-6
 8B Llama's decode step on an H200: norms and the like took 1.4 to 1.7 us, and 225 products 4.52 ms of 15.0 GB."""
 PROMPT_SHARE = 0.4
 """Of the operations a second, what attention of prompts was measured to reach on an H100."""
-TILE_BUNDLES, TILE_FLOPS = 1327, 4 * 512 * 512 * 128
-"""Of that kernel on a TPU, cycles for a tile of 512 queries by 512 keys, at least: as it is scheduled for a v6e."""
+TILE_BUNDLES, TILE_FLOPS = {"TPU v5e": 1145, "TPU v5p": 1145, "TPU v6e": 808, "TPU 7x": 814}, 4 * 512 * 512 * 128
+"""Of that kernel on a TPU, cycles for a tile of 512 queries by 512 keys, at least: as it is scheduled (v5p: as v5e)."""
 CLOCKS = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9, "TPU 7x": 2.2e9}
 """Cycles a second, from the data sheets' products a second and the sizes of the units that make them."""
 
@@ -32,7 +32,7 @@ CLOCKS = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9, "TPU 7x": 2.2e
 def rates_of(device: DeviceFacts) -> Rates:
     if device.name in CLOCKS:
         clock = CLOCKS[device.name]
-        share = min(1.0, TILE_FLOPS * clock / device.matmul_bf16 / TILE_BUNDLES)
+        share = min(1.0, TILE_FLOPS * clock / device.matmul_bf16 / TILE_BUNDLES[device.name])
         return Rates(device.bandwidth, device.matmul_bf16, clock=clock, prompt_share=share)
     shares = (device.bandwidth * REACHED[0], device.matmul_bf16 * REACHED[1])
     return Rates(
