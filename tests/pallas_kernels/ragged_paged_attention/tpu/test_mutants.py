@@ -20,6 +20,7 @@ PACKAGE = "pallas_kernels.ragged_paged_attention.tpu"
 BACKEND = "tpu-interpret"
 CASE = Case("for mutants", ((300, 1), (20, 40), (37, 1), (5, 3)), group_size=3)
 SINKS = Case("for mutants", ((20, 20), (37, 1)), sinks=True)
+HALVES = Case("for mutants", ((20, 40),), group_size=16)
 WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
 SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=146, shared=((1, 0, 8), (2, 0, 4)))
 BOTH_WAYS = Case(
@@ -116,6 +117,13 @@ MUTANTS = {
         "(position_1P >= self.item.first) & (position_1P < self.item.end)",
         "position_1P >= 0",
     ),
+    "both halves of a tile have the scores of the first": (
+        HALVES,
+        "prefill",
+        "pl.ds(start, shape.part_rows), v_PD",
+        "pl.ds(0, shape.part_rows), v_PD",
+    ),
+    "a sink weighs in every lane": (SINKS, "prefill", "jnp.full((heads, X, L), 1 / L,", "jnp.full((heads, X, L), 1,"),
 }
 QUICK = ("queries of a tile see others' contexts", "blocks are not waited for", "runs are causal")
 
@@ -156,7 +164,7 @@ def is_right(case: Case) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [CASE, SINKS, WINDOW, SHARED, BOTH_WAYS, FIRST])
+@pytest.mark.parametrize("case", [CASE, SINKS, HALVES, WINDOW, SHARED, BOTH_WAYS, FIRST])
 def test_without_a_mutation_the_cases_pass(case):
     assert is_right(case)
 
