@@ -6,6 +6,8 @@ queries and outputs are in VMEM; steps go on from one grid block to the next wit
 """
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -20,10 +22,13 @@ from pallas_kernels.ragged_paged_attention.tpu.plan import TABLE_PAGE
 from pallas_kernels.ragged_paged_attention.tpu.segments import Segments
 from pallas_kernels.shapes import ceil_div
 
-# what the scratch arrays `cursor` and `listed` hold
+# what the scratch arrays `cursor`, `counts` and `listed` hold
 NEXT_STEP, NEXT_ITEM, NEXT_SEGMENT = range(3)
-SEGMENT, PIECE = range(2)
+ITEMS, BLOCKS = range(2)
+SEGMENT, PIECE, BEGIN_BLOCK, END_BLOCK = range(4)
 LISTED_STEPS = 4
+COPIES_AT_ONCE = 16
+"""About so many are started by one round of a loop."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +57,10 @@ class FetchShape:
         return Scratch(
             scales=pltpu.VMEM(scales_shape, jnp.float32) if self.token_scales else None,
             blocks=pltpu.VMEM((2, self.num_items, self.num_heads, self.item_slots, self.slot_lanes), dtype),
-            pages=pltpu.SMEM((2, self.num_items, 1, TABLE_PAGE), jnp.int32),
-            listed=pltpu.SMEM((LISTED_STEPS, self.num_items, 2), jnp.int32),
+            pages=pltpu.SMEM((2 * self.num_items * TABLE_PAGE,), jnp.int32),
+            listed=pltpu.SMEM((LISTED_STEPS, self.num_items, 4), jnp.int32),
             cursor=pltpu.SMEM((3,), jnp.int32),
+            counts=pltpu.SMEM((LISTED_STEPS, 2), jnp.int32),
             block_semaphores=pltpu.SemaphoreType.DMA((2,)),
             page_semaphores=pltpu.SemaphoreType.DMA((2,)),
         )
@@ -70,6 +76,7 @@ class Scratch:
     pages: Any
     listed: Any
     cursor: Any
+    counts: Any
     block_semaphores: Any
     page_semaphores: Any
 
@@ -108,8 +115,7 @@ class Fetcher:
         """Start from the first item: once per pass over all segments."""
         for field in (NEXT_STEP, NEXT_ITEM, NEXT_SEGMENT):
             self.scratch.cursor[field] = 0
-        self._list_items(0)
-        self._list_items(1)
+        pl.loop(0, 2)(self._list_items)
         self._start_blocks(0)
 
     def run_steps(self, grid_block: jax.Array, compute: Any) -> None:
@@ -155,75 +161,125 @@ class Fetcher:
         in_range = first_segment < segments.row_Z.shape[0]
         in_range &= first_item < segments.item_end_J[segments.item_end_J.shape[0] - 1]
         stop = segments.stop_Z[jnp.where(in_range, first_segment, 0)]
+        num_used = jnp.where(in_range, jnp.clip(stop - first_item, 0, self.shape.num_items), 0)
 
-        def list_item(i, segment):
-            item = first_item + i
-            in_use = in_range & (item < stop)
+        def list_item(i, carry):
+            segment, num_blocks = carry
+            in_use = i < num_used
             z = jnp.where(in_use, segment, 0)
-            piece = item + segments.base_Z[z]
+            piece = first_item + i + segments.base_Z[z]
+            begin, end = self._needed_blocks(piece * self.shape.item_slots, segments.begin_Z[z], segments.end_Z[z])
+            end = jnp.where(in_use, jnp.maximum(begin, end), begin)
             listed = self.scratch.listed.at[step & (LISTED_STEPS - 1), i]
             listed[SEGMENT] = jnp.where(in_use, segment, -1)
             listed[PIECE] = piece
+            listed[BEGIN_BLOCK] = begin
+            listed[END_BLOCK] = end
 
             @pl.when(in_use)
             def _():
-                page = lax.div(piece * self.shape.item_blocks, TABLE_PAGE)
+                page = _quotient(piece * self.shape.item_blocks, TABLE_PAGE)
                 self._page_copy(step, i, segments.row_Z[z] * self.shape.pages_per_row + page).start()
 
-            return segment + (in_use & (item + 1 == segments.item_end_Z[z])).astype(jnp.int32)
+            ends = in_use & (first_item + i + 1 == segments.item_end_Z[z])
+            return segment + ends.astype(jnp.int32), num_blocks + end - begin
 
-        cursor[NEXT_SEGMENT] = lax.fori_loop(0, self.shape.num_items, list_item, first_segment)
-        cursor[NEXT_ITEM] = jnp.where(in_range, jnp.minimum(first_item + self.shape.num_items, stop), first_item)
+        start = first_segment, jnp.int32(0)
+        segment, num_blocks = lax.fori_loop(0, self.shape.num_items, list_item, start, unroll=True)
+        counts = self.scratch.counts.at[step & (LISTED_STEPS - 1)]
+        counts[ITEMS], counts[BLOCKS] = num_used, num_blocks
+        cursor[NEXT_SEGMENT], cursor[NEXT_ITEM] = segment, first_item + num_used
 
     def _start_blocks(self, step: Any) -> None:
         # A semaphore counts bytes of any copy: all pages must be there before one is read.
-        @pl.loop(0, self.shape.num_items)
-        def _(i):
-            pl.when(self.item(step, i).in_use)(lambda: self._page_copy(step, i, 0).wait())
+        self._await_pages(step)
+        items_at_once = math.gcd(self.shape.num_items, max(1, COPIES_AT_ONCE // self.shape.item_blocks))
 
-        @pl.loop(0, self.shape.num_items)
-        def _(i):
-            item = self.item(step, i)
+        @pl.loop(0, self.shape.num_items // items_at_once)
+        def _(n):
+            for k in range(items_at_once):
+                self._start_item(step, n * items_at_once + k)
 
-            @pl.when(item.in_use)
-            def _():
-                first_entry = lax.rem(lax.div(item.position, self.shape.block_size), TABLE_PAGE)
+    def _start_item(self, step: Any, i: Any) -> None:
+        listed = self.scratch.listed.at[step & (LISTED_STEPS - 1), i]
+        begin, end = listed[BEGIN_BLOCK], listed[END_BLOCK]
+        entry = self._page_slots(step, i) + (listed[PIECE] * self.shape.item_blocks & (TABLE_PAGE - 1))
+        semaphore = self.scratch.block_semaphores.at[step & 1]
+        heads, size = pl.ds(self.head, self.shape.num_heads), self.shape.block_size
 
-                @pl.loop(*self._needed_blocks(item))
-                def _(j):
-                    block_id = self.scratch.pages[step & 1, i, 0, first_entry + j]
-                    for copy in self._block_copies(step, i, j, block_id):
-                        copy.start()
+        def start(j: Any, target_ref: Any) -> None:
+            block_id = self.scratch.pages[entry + j]
+            pltpu.make_async_copy(self.operands.kv_BKSW.at[block_id, heads], target_ref, semaphore).start()
+            if self.shape.token_scales:
+                source_ref, scales_ref = self.operands.token_scales_BK2L, self.scratch.scales.at[step & 1, i, j]
+                pltpu.make_async_copy(source_ref.at[block_id, heads], scales_ref, semaphore).start()
+
+        at_once = min(COPIES_AT_ONCE, self.shape.item_blocks)
+
+        def start_some(n: Any) -> None:
+            slots = pl.ds(pl.multiple_of(n * at_once * size, size), at_once * size)
+            some_ref = self.blocks(step).at[i, :, slots]
+            for k in range(at_once):
+                j = n * at_once + k
+                target_ref = some_ref.at[:, pl.ds(k * size, size)]
+                pl.when((begin <= j) & (j < end))(functools.partial(start, j, target_ref))
+
+        pl.loop(0, self.shape.item_blocks // at_once)(start_some)
+
+    def _await_pages(self, step: Any) -> None:
+        pages, size = self.scratch.pages, TABLE_PAGE
+        semaphore = self.scratch.page_semaphores.at[step & 1]
+        num_used = self.scratch.counts[step & (LISTED_STEPS - 1), ITEMS]
+        _await_parts(num_used, self.shape.num_items, lambda n: [pages.at[pl.ds(0, n * size)]], semaphore)
 
     def _await_blocks(self, step: jax.Array) -> None:
-        @pl.loop(0, self.shape.num_items)
-        def _(i):
-            item = self.item(step, i)
+        """Wait for the bytes of all copies of a step at once, whichever blocks they belong to."""
+        shape, semaphore = self.shape, self.scratch.block_semaphores.at[step & 1]
+        num_blocks = self.scratch.counts[step & (LISTED_STEPS - 1), BLOCKS]
+        _await_parts(num_blocks, shape.num_items * shape.item_blocks, self._as_large_as, semaphore)
 
-            @pl.when(item.in_use)
-            def _():
-                @pl.loop(*self._needed_blocks(item))
-                def _(j):
-                    for copy in self._block_copies(step, i, j, 0):
-                        copy.wait()
+    def _as_large_as(self, num_blocks: int) -> list[Any]:
+        """Refs of as many bytes as so many blocks: a part of an item, or whole items."""
+        shape, scratch = self.shape, self.scratch
+        num_items, rest = divmod(num_blocks, shape.item_blocks)
+        items, slots, blocks = pl.ds(0, num_items), slice(None), slice(None)
+        if num_items == 0:
+            items, slots, blocks = 0, pl.ds(0, rest * shape.block_size), pl.ds(0, rest)
+        refs = [scratch.blocks.at[0, items, ..., slots, slice(None)]]
+        return refs if scratch.scales is None else [*refs, scratch.scales.at[0, items, blocks]]
 
-    def _needed_blocks(self, item: Item) -> tuple[jax.Array, jax.Array]:
-        """Which blocks of an item hold something that some query may see."""
-        first = jnp.maximum(item.first - item.position, 0)
-        last = jnp.minimum(item.end - item.position, self.shape.item_slots) - 1
-        return lax.div(first, self.shape.block_size), lax.div(last, self.shape.block_size) + 1
+    def _needed_blocks(self, position: Any, first: Any, end: Any) -> tuple[jax.Array, jax.Array]:
+        """Which blocks of the item at a position hold something that some query may see."""
+        first = jnp.maximum(first - position, 0)
+        last = jnp.minimum(end - position, self.shape.item_slots) - 1
+        return _quotient(first, self.shape.block_size), _quotient(last, self.shape.block_size) + 1
+
+    def _page_slots(self, step: Any, i: Any) -> Any:
+        """Where the page of the block table of an item begins."""
+        return pl.multiple_of(((step & 1) * self.shape.num_items + i) * TABLE_PAGE, TABLE_PAGE)
 
     def _page_copy(self, step: Any, i: Any, page: Any) -> Any:
+        target = self.scratch.pages.at[pl.ds(self._page_slots(step, i), TABLE_PAGE)]
         return pltpu.make_async_copy(
-            self.operands.tables.at[page], self.scratch.pages.at[step & 1, i], self.scratch.page_semaphores.at[step & 1]
+            self.operands.tables.at[page, 0], target, self.scratch.page_semaphores.at[step & 1]
         )
 
-    def _block_copies(self, step: Any, i: Any, j: Any, block_id: Any) -> list[Any]:
-        heads = pl.ds(self.head, self.shape.num_heads)
-        slots = pl.ds(pl.multiple_of(j * self.shape.block_size, self.shape.block_size), self.shape.block_size)
-        semaphore = self.scratch.block_semaphores.at[step & 1]
-        pairs = [(self.operands.kv_BKSW.at[block_id, heads], self.scratch.blocks.at[step & 1, i, :, slots])]
-        if self.shape.token_scales:
-            scales_ref = self.scratch.scales.at[step & 1, i, j]
-            pairs.append((self.operands.token_scales_BK2L.at[block_id, heads], scales_ref))
-        return [pltpu.make_async_copy(source, target, semaphore) for source, target in pairs]
+
+def _await_parts(count: Any, most: int, refs_of: Any, semaphore: Any) -> None:
+    """Wait for as many bytes as `count` of at most `most` parts have, of which refs_of(n) are n."""
+
+    def wait(n: int) -> None:
+        for ref in refs_of(n):
+            pltpu.make_async_copy(ref, ref, semaphore).wait()
+
+    pl.when(count == most)(lambda: wait(most))
+
+    @pl.when(count < most)
+    def _():
+        for bit in range((most - 1).bit_length()):
+            pl.when(count & 1 << bit > 0)(functools.partial(wait, 1 << bit))
+
+
+def _quotient(x: Any, divisor: int) -> Any:
+    """Of numbers that are not negative, or that need not be right: a shift where it can be."""
+    return x >> divisor.bit_length() - 1 if divisor & (divisor - 1) == 0 else lax.div(x, divisor)
