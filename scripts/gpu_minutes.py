@@ -178,7 +178,7 @@ def open_engine(model: str, **options: Any) -> Any:
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=64 if tiny else 8192,
-        token_buckets=buckets,
+        token_buckets=options.pop("token_buckets", buckets),
         max_num_batched_tokens=buckets[-1],
         max_num_seqs=4 if tiny else 256,
         enable_prefix_caching=False,

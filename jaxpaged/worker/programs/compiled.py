@@ -42,10 +42,12 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "jaxpaged-compile"
 MOST_THREADS = 4
 """Programs that are compiled at a time, at most."""
-TURN_SECONDS = 0.0005
+TURN_SECONDS = 0.0001
 """How long a thread has the interpreter before another gets it, while programs are prepared: 5 ms in Python. A step
 waits for it after each call that gave it away, and lowering a program is seconds of Python: beside one that is lowered,
-a step of the embedded model took 10.5 ms in place of 3.6, beside three 44 in place of 14."""
+a step of the embedded model took 10.5 ms in place of 3.6, beside three 44 in place of 14. Beside the compiling of all
+programs of an 8B on an H200, whose decode steps take 4.7 ms, they took 11.5 (median; 23 on average) with turns of
+0.5 ms, and 5.1 (8.5) with these. On a CPU the two could not be told apart."""
 LOOK_SECONDS = 0.1
 """How often a thread that lets steps go first looks whether it may go on."""
 LASTING_CODES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
