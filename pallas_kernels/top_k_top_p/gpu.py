@@ -25,7 +25,7 @@ was with two surveys of sixteen cuts, and logits divided by the temperature befo
 
 Knows nothing of drawing.
 
-Letters: B pieces of a row, T cuts, C gathered logits of a piece, W logits of a piece.
+Letters: B pieces of a row, T cuts, C gathered logits of a piece, N of all pieces, W logits of a piece.
 """
 
 import dataclasses
@@ -312,8 +312,9 @@ def _pick(
         @pl.when(most < C)
         def _():
             x_BC = plgpu.load(slots_SBC.at[s], mask=jnp.arange(C)[None] < count_B[:, None], other=-jnp.inf)
-            weight_BC = row.weigh(x_BC, top, temperature_S[s])
-            weigh = lambda cuts: [jnp.sum(jnp.where(x_BC >= cut, weight_BC, 0.0)) for cut in cuts]
+            x_N = x_BC.reshape(-1)  # Triton's lowering sums over one axis at a time
+            weight_N = row.weigh(x_N, top, temperature_S[s])
+            weigh = lambda cuts: [jnp.sum(jnp.where(x_N >= cut, weight_N, 0.0)) for cut in cuts]
             least_S[s] = jnp.maximum(floor_S[s], bounds.searched(weigh))
 
         @pl.when(most >= C)
