@@ -294,9 +294,9 @@ def test_blocks_of_a_picture_are_hatched_and_only_the_page_that_sent_it_sees_whi
         ask(window, "what what what what what what what what what what what what what what what what")
         window.wait_for("document.getElementById('blocks').getAttribute('aria-valuetext')?.includes('with a picture')")
         shown(window, ["my own.png"], "#encoder-pictures li:first-child")
-        hatched, plain = (
-            places(window, "held by your request" + rest)[-1] for rest in (", with tokens of my own.png", "")
-        )
+        with_pictures = places(window, "held by your request, with tokens of my own.png")
+        hatched = with_pictures[-1]
+        plain = next(place for place in places(window, "held by your request") if place not in with_pictures)
         cells = window.run(INNER_CELLS, [hatched, plain])
         window.run("document.getElementById('blocks').focus()")
         window.press("Home", *["Right"] * hatched)
