@@ -261,7 +261,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     "options",
     [
         {"deterministic": True},
-        pytest.param({"tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"}, marks=pytest.mark.exhaustive),
     ],
 )

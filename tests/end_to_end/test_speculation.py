@@ -86,7 +86,7 @@ def core_of(engine, lengths=None, num_steps=1, **changes):
 @pytest.mark.parametrize(
     ("method", "seed", "asynchronous", "num_steps"),
     [
-        ("engine", 1, True, 5),
+        pytest.param("engine", 1, True, 5, marks=pytest.mark.exhaustive),
         ("engine", 3, False, 1),
         pytest.param("own_drafts", 1, True, 5, marks=pytest.mark.exhaustive),
     ],

@@ -200,7 +200,7 @@ MUTANTS = (
             "position_C[None, :] <= tile.position",
             "position_C[None, :] <= tile.position + 1",
         ),
-        ("older parts keep their weight", "out * fade_X1 + new * weight_X1", "out + new * weight_X1"),
+        ("older parts keep their weight", "out_XP * fade_X1 + jnp.sum", "out_XP + jnp.sum"),
         ("a sink is forgotten", "if not layer.has_sinks:", "if layer.queries:"),
     ),
     *_of(

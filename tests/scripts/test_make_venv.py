@@ -47,7 +47,7 @@ def test_a_failed_installation_is_told_with_its_log(run, tmp_path):
     assert done.returncode == 1 and "Collecting b" in done.stderr and "jaxpaged-install.log" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_long_installation_says_how_far_it_is(run):
     told = run("make-venv", seconds="16").stderr
     assert re.search("1[5-9] s: 2 packages are found or downloaded", told)

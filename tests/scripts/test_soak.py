@@ -130,7 +130,7 @@ def test_every_kind_of_client_refuses_errors_of_the_server():
         assert not kind.good & {"500", "503", "429", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "late", "torn"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_small_run_survives_every_fault():
     command = [sys.executable, script.__file__, "--quick", "--requests", "60", "--seed", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
