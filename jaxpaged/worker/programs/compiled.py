@@ -42,12 +42,14 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "jaxpaged-compile"
 MOST_THREADS = 4
 """Programs that are compiled at a time, at most."""
-TURN_SECONDS = 0.0001
+TURN_SECONDS = 0.0005
 """How long a thread has the interpreter before another gets it, while programs are prepared: 5 ms in Python. A step
 waits for it after each call that gave it away, and lowering a program is seconds of Python: beside one that is lowered,
-a step of the embedded model took 10.5 ms in place of 3.6, beside three 44 in place of 14. Beside the compiling of all
-programs of an 8B on an H200, whose decode steps take 4.7 ms, they took 11.5 (median; 23 on average) with turns of
-0.5 ms, and 5.1 (8.5) with these. On a CPU the two could not be told apart."""
+a step of the embedded model took 10.5 ms in place of 3.6, beside three 44 in place of 14."""
+DEVICE_TURN_SECONDS = 0.0001
+"""The same where devices compute the steps. Beside the compiling of all programs of an 8B on an H200, whose decode steps
+take 4.7 ms, they took 11.5 (median; 23 on average) with turns of 0.5 ms, and 5.1 (8.5) with these. On a CPU the two
+could not be told apart."""
 LOOK_SECONDS = 0.1
 """How often a thread that lets steps go first looks whether it may go on."""
 LASTING_CODES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
@@ -125,17 +127,17 @@ class CacheHits:
 
 
 class ShortTurns:
-    """The interpreter's turns are `TURN_SECONDS` while any thread of the process prepares programs."""
+    """The interpreter's turns are short while any thread of the process prepares programs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_threads, self._before = 0, 0.0
 
-    def begin(self) -> None:
+    def begin(self, seconds: float) -> None:
         with self._lock:
             if not self._num_threads:
                 self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, TURN_SECONDS))
+            sys.setswitchinterval(min(sys.getswitchinterval(), seconds))
             self._num_threads += 1
 
     def end(self) -> None:
@@ -220,7 +222,7 @@ class CompiledPrograms:
 
     def _add_worker(self) -> None:
         """Start a thread that ends with the queue. The lock is held."""
-        short_turns.begin()
+        short_turns.begin(TURN_SECONDS if self.activity.shares_cores else DEVICE_TURN_SECONDS)
         self.num_workers += 1
         threading.Thread(target=self._work, name=f"{THREAD_NAME}-{self.num_workers}").start()
 

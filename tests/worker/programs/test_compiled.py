@@ -14,7 +14,13 @@ from jax.errors import JaxRuntimeError as XlaError
 from jaxpaged.errors import ProgramError
 from jaxpaged.messages import ProgramKey
 from jaxpaged.worker.engine_spec import default_token_buckets, doubling_buckets
-from jaxpaged.worker.programs.compiled import TURN_SECONDS, CompileCounter, CompiledPrograms, enable_compilation_cache
+from jaxpaged.worker.programs.compiled import (
+    DEVICE_TURN_SECONDS,
+    TURN_SECONDS,
+    CompileCounter,
+    CompiledPrograms,
+    enable_compilation_cache,
+)
 
 
 class FakeLowered:
@@ -345,13 +351,17 @@ def test_programs_are_lowered_one_at_a_time_and_compiled_side_by_side():
     assert most == [1]
 
 
-def test_threads_take_short_turns_until_the_last_program_of_all_engines_is_there():
+@pytest.mark.parametrize(("shares_cores", "seconds"), [(True, TURN_SECONDS), (False, DEVICE_TURN_SECONDS)])
+def test_threads_take_short_turns_until_the_last_program_of_all_engines_is_there(shares_cores, seconds):
     before, gates = sys.getswitchinterval(), (threading.Event(), threading.Event())
-    tables = [CompiledPrograms({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2) for gate in gates]
+    tables = [
+        CompiledPrograms({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2, shares_cores=shares_cores)
+        for gate in gates
+    ]
     for table in tables:
         table.start()
     for table, gate in zip(tables, gates):
-        assert sys.getswitchinterval() == pytest.approx(TURN_SECONDS)
+        assert sys.getswitchinterval() == pytest.approx(seconds)
         gate.set()
         table.wait_all()
     deadline = time.monotonic() + 10
