@@ -47,9 +47,9 @@ TURN_SECONDS = 0.0005
 waits for it after each call that gave it away, and lowering a program is seconds of Python: beside one that is lowered,
 a step of the embedded model took 10.5 ms in place of 3.6, beside three 44 in place of 14."""
 DEVICE_TURN_SECONDS = 0.0001
-"""The same where devices compute the steps. Beside the compiling of all programs of an 8B on an H200, whose decode steps
-take 4.7 ms, they took 11.5 (median; 23 on average) with turns of 0.5 ms, and 5.1 (8.5) with these. On a CPU the two
-could not be told apart."""
+"""The same where devices compute the steps. Beside the compiling of all programs of an 8B on an H200, whose decode
+steps take 4.7 ms, they took 11.5 (median; 23 on average) with turns of 0.5 ms, and 5.1 (8.5) with these. On a CPU the
+two could not be told apart."""
 LOOK_SECONDS = 0.1
 """How often a thread that lets steps go first looks whether it may go on."""
 LASTING_CODES = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE")
@@ -137,7 +137,8 @@ class ShortTurns:
         with self._lock:
             if not self._num_threads:
                 self._before = sys.getswitchinterval()
-            sys.setswitchinterval(min(sys.getswitchinterval(), seconds))
+            if seconds < sys.getswitchinterval():  # which is a whole number of microseconds, rounded down
+                sys.setswitchinterval(seconds)
             self._num_threads += 1
 
     def end(self) -> None:
