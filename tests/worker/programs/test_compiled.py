@@ -19,6 +19,7 @@ from jaxpaged.worker.programs.compiled import (
     TURN_SECONDS,
     CompileCounter,
     CompiledPrograms,
+    ShortTurns,
     enable_compilation_cache,
 )
 
@@ -351,23 +352,32 @@ def test_programs_are_lowered_one_at_a_time_and_compiled_side_by_side():
     assert most == [1]
 
 
-@pytest.mark.parametrize(("shares_cores", "seconds"), [(True, TURN_SECONDS), (False, DEVICE_TURN_SECONDS)])
-def test_threads_take_short_turns_until_the_last_program_of_all_engines_is_there(shares_cores, seconds):
+def test_threads_take_short_turns_until_the_last_program_of_all_engines_is_there():
     before, gates = sys.getswitchinterval(), (threading.Event(), threading.Event())
-    tables = [
-        CompiledPrograms({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2, shares_cores=shares_cores)
-        for gate in gates
-    ]
+    tables = [CompiledPrograms({ProgramKey("forward", 8): builder("program", gate)}, num_threads=2) for gate in gates]
     for table in tables:
         table.start()
     for table, gate in zip(tables, gates):
-        assert sys.getswitchinterval() == pytest.approx(seconds, abs=2e-6)
+        assert sys.getswitchinterval() == pytest.approx(DEVICE_TURN_SECONDS, abs=2e-6)
         gate.set()
         table.wait_all()
     deadline = time.monotonic() + 10
     while sys.getswitchinterval() != before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sys.getswitchinterval() == before
+
+
+def test_the_shortest_turns_that_anybody_wants_hold_until_the_last_one_ends():
+    sys.setswitchinterval(0.005)
+    turns = ShortTurns()
+    for seconds in (TURN_SECONDS, DEVICE_TURN_SECONDS) * 2:
+        turns.begin(seconds)
+        assert sys.getswitchinterval() <= seconds
+    for _ in range(3):
+        turns.end()
+        assert sys.getswitchinterval() == pytest.approx(DEVICE_TURN_SECONDS, abs=2e-6)
+    turns.end()
+    assert sys.getswitchinterval() == pytest.approx(0.005)
 
 
 def test_what_compiling_has_freed_goes_back_to_the_system():
