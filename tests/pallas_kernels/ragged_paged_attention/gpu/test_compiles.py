@@ -63,11 +63,11 @@ def compiled(target: str, names: list[str], backend: str) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def check(reports: list[dict], names: list[str], target: str) -> None:
+def check(reports: list[dict], names: list[str], target: str, backend: str = "gpu") -> None:
     assert {report["shape"] for report in reports} == set(names)
     for report in reports:
         print(report)
-        assert report["spilled_bytes"] <= (FEW if target == "h100" else 200), report
+        assert report["spilled_bytes"] <= (FEW if target == "h100" and backend == "gpu" else 200), report
         assert report["warnings"] == [], report  # such as Hopper's products waiting for each other
         assert report["shared_memory"] <= TARGETS[target].shared_memory[0], report
 
@@ -101,7 +101,7 @@ class TestWithCompiler:
     @pytest.mark.parametrize("target", TARGETS)
     def test_kernels_compile_without_spills(self, target, backend):
         names = QUICK.get(target, [FIRST])
-        check(compiled(target, names, backend), names, target)
+        check(compiled(target, names, backend), names, target, backend)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("backend", BACKENDS)
