@@ -25,7 +25,6 @@ Knows nothing of models.
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.ragged_paged_attention.gpu.tiles import device_kind
+from pallas_kernels.ragged_paged_attention.gpu.tiles import device_kind, read_tuned
 from pallas_kernels.shapes import ceil_div
 
 TUNED = Path(__file__).with_name("tuned.json")
@@ -111,10 +110,7 @@ def describe(num_rows: int, num_outputs: int, num_inputs: int, is_gated: bool = 
 @functools.cache
 def tuned() -> dict[str, Tiles]:
     """Every entry of `tuned.json`."""
-    if not TUNED.exists():
-        return {}
-    entries = json.loads(TUNED.read_text(encoding="utf-8"))
-    return {key: Tiles(**entry["tiles"]) for key, entry in entries.items()}
+    return read_tuned(TUNED, Tiles)
 
 
 def product(x_TD: jax.Array, weight_FD: jax.Array, dtype: Any, tiles: Tiles, interpret: Any = False) -> jax.Array:

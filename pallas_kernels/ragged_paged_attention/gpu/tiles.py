@@ -6,6 +6,7 @@ This module knows nothing of what the kernels do with the sizes.
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,13 @@ def tuned_key(work: str, group_size: int, head_dim: int, dtype: Any, kind: str) 
 @functools.cache
 def tuned() -> dict[str, Tiles]:
     """Every entry of tuned.json, which scripts/tune_kernel.py writes."""
-    if not TUNED.exists():
-        return {}
-    entries = json.loads(TUNED.read_text(encoding="utf-8"))
-    return {key: Tiles(**entry["tiles"]) for key, entry in entries.items()}
+    return read_tuned(TUNED, Tiles)
+
+
+def read_tuned[T](file: Path, tiles: Callable[..., T]) -> dict[str, T]:
+    """Name -> `tiles` of each entry of such a file; none where there is no file."""
+    entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {key: tiles(**entry["tiles"]) for key, entry in entries.items()}
 
 
 def num_cores(kind: str) -> int:
