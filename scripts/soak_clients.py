@@ -30,6 +30,8 @@ from jaxpaged.proto.jaxpaged_pb2_grpc import InferenceStub
 
 SECONDS = 120.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl"}
+"""What ids of results begin with."""
 LONGEST_PROMPT, LONGEST_ANSWER = 400, 48
 SLOW_SECONDS = 0.05
 """Between two reads of a slow reader."""
@@ -191,14 +193,18 @@ async def http_leaves(client: Client) -> str:
 
 
 async def http_abort(client: Client) -> str:
-    """Ends its own request by its id."""
-    name, reason = f"soak-{client.draw.getrandbits(60):x}", None
     body = {"prompt": client.prompt_ids(), "max_tokens": 100, "ignore_eos": True, "stream": True}
+    return await aborted(client, COMPLETIONS, body)
+
+
+async def aborted(client: Client, path: str, body: dict[str, Any]) -> str:
+    """Ends its own request by its id, before or after it began."""
+    name, reason = f"soak-{client.draw.getrandbits(60):x}", None
     async with connected(client.places.port) as (reader, writer):
-        writer.write(request_bytes(COMPLETIONS, json.dumps(body).encode(), f"X-Request-Id: {name}\r\n"))
+        writer.write(request_bytes(path, json.dumps(body).encode(), f"X-Request-Id: {name}\r\n"))
         async for event in events(reader):
             if name:
-                await ask(client.places.port, "/abort_requests", {"request_ids": [f"cmpl-{name}"]})
+                await ask(client.places.port, "/abort_requests", {"request_ids": [f"{PREFIXES[path]}-{name}"]})
                 name = ""
             for choice in event["choices"]:
                 reason = choice["finish_reason"] or reason

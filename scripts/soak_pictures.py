@@ -26,6 +26,7 @@ from soak_clients import (
     Client,
     Refused,
     Sort,
+    aborted,
     ask,
     connected,
     events,
@@ -220,18 +221,7 @@ class PictureClients:
         return "200"
 
     async def aborts(self, client: Client) -> str:
-        """Ends its own request by its id, before or after it began."""
-        name, reason = f"soak-{client.draw.getrandbits(60):x}", None
-        body = chat_body([self.one(client)], stream=True, **LONG[CHAT])
-        async with connected(client.places.port) as (reader, writer):
-            writer.write(request_bytes(CHAT, json.dumps(body).encode(), f"X-Request-Id: {name}\r\n"))
-            async for event in events(reader):
-                if name:
-                    await ask(client.places.port, "/abort_requests", {"request_ids": [f"chatcmpl-{name}"]})
-                    name = ""
-                for choice in event["choices"]:
-                    reason = choice["finish_reason"] or reason
-        return "aborted" if reason == "abort" else "200" if reason else "torn"
+        return await aborted(client, CHAT, chat_body([self.one(client)], stream=True, **LONG[CHAT]))
 
     async def wrong(self, client: Client) -> str:
         """Files that are none, or not whole, or too many, or elsewhere, or called by a name that nobody gave."""
