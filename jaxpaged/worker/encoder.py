@@ -20,7 +20,7 @@ from jaxpaged.models.vision.interface import Picture
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.encoding import EncodeLayout, PicturePart, batches_of, by_frames
+from jaxpaged.worker.step.encoding import EncodeLayout, PicturePart, batches_of, by_modality
 from jaxpaged.worker.visual_rows import slots_of
 
 NOT_NUMBERS = (
@@ -66,7 +66,7 @@ class Encoder:
     ) -> list["FiniteReading"]:
         """Dispatch the batches of a step."""
         programs = iter(keys)
-        return [reading for _, part in by_frames(inputs) for reading in self._encode(device, programs, part)]
+        return [reading for _, part in by_modality(inputs) for reading in self._encode(device, programs, part)]
 
     def _encode(
         self, device: Device, keys: Iterator[ProgramKey], inputs: Sequence[EncoderInput]

@@ -320,6 +320,11 @@ class EngineSpec:
         return None if tower is None else encoder_spec(self.config, self.model, tower, self.platform)
 
     @property
+    def saves_embeds(self) -> bool:
+        """Whether embeddings of pictures go to other engines."""
+        return self.ec_transfer is not None and self.ec_transfer.saves
+
+    @property
     def takes_embeds(self) -> bool:
         """Whether embeddings of pictures come from elsewhere, too: from callers, or from other engines."""
         loads = self.ec_transfer is not None and self.ec_transfer.loads
@@ -328,10 +333,9 @@ class EngineSpec:
     @property
     def embeds_traffic(self) -> tuple[bool, bool, int] | None:
         """Whether embeddings leave the devices, and come to them, and how many at a time; None: neither."""
-        saves = self.ec_transfer is not None and self.ec_transfer.saves
-        if self.encoder is None or not (saves or self.takes_embeds):
+        if self.encoder is None or not (self.saves_embeds or self.takes_embeds):
             return None
-        return saves, self.takes_embeds, self.encoder.num_copied
+        return self.saves_embeds, self.takes_embeds, self.encoder.num_copied
 
     @property
     def token_params(self) -> Any:

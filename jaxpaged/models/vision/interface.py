@@ -150,8 +150,8 @@ class Vision:
     `config_from_hf(hf)`, of the whole config.json -> VisionConfig; None where it describes a model of text only.
         CheckpointError for what is missing or not supported.
     `param_specs(config, num_shards)` -> pytree of Spec, with letters of `VisionConfig.dim_sizes` and D.
-    `shapes(config, size)` -> "pixels" and the names of `of_patches`, each with its shape and type, for a bucket of
-        pictures; with `frames=config.frames` for one of moments of videos.
+    `shapes(config, size, frames)` -> "pixels" and the names of `of_patches`, each with its shape and type, for a bucket
+        of pictures; with `config.frames` in place of 1 for one of moments of videos.
     `pack(config, pictures, size)` -> numpy arrays of these names and shapes. The pictures' sizes (`size_of`) add up to
         `size` at most. Host code: no jax.
     `encode(params, config, batch)` -> [E, X] in the type of the parameters, E = `config.num_embeds(size)`.
@@ -164,7 +164,7 @@ class Vision:
 
     config_from_hf: Callable[[dict[str, Any]], VisionConfig | None]
     param_specs: Callable[[Any, int], Any]
-    shapes: Callable[..., dict[str, Shape]]
+    shapes: Callable[[Any, int, int], dict[str, Shape]]
     pack: Callable[[Any, Sequence[Picture], int], dict[str, np.ndarray]]
     encode: Callable[[Any, Any, EncoderBatch], jax.Array]
     rope_offsets: Callable[[Features, int], tuple[np.ndarray, int]] | None = None
@@ -194,9 +194,10 @@ def batch_of(packed: Mapping[str, Any], table_CV: Any, mesh: Mesh | AbstractMesh
 PIXELS = "pixels"
 
 
-def fixed_shapes(config: VisionConfig, size: int) -> dict[str, Shape]:
+def fixed_shapes(config: VisionConfig, size: int, frames: int = 1) -> dict[str, Shape]:
     """`Vision.shapes` of a fixed tower."""
     assert config.item_pixels is not None, f"{config.family} has no items of one size"
+    assert frames == 1, f"{config.family} sees pictures only"
     return {PIXELS: ((size, *config.item_pixels), "uint8")}
 
 

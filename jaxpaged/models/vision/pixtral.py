@@ -176,8 +176,9 @@ def norm_specs(name: str) -> Norm:
     return Norm(Spec("d", "d", f"{name}.weight"))
 
 
-def shapes(config: PixtralConfig, size: int) -> dict[str, Shape]:
+def shapes(config: PixtralConfig, size: int, frames: int = 1) -> dict[str, Shape]:
     """`Vision.shapes`."""
+    assert frames == 1, "this tower sees pictures only"
     return {
         PIXELS: ((size, 3 * config.patch**2), "uint8"),
         POSITIONS: ((size, 2), "int32"),

@@ -15,9 +15,9 @@ from jaxpaged.messages import EncoderInput, ProgramKey, SchedulerOutput, StepPro
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.encoder_spec import EncoderSpec
-from jaxpaged.worker.programs.declare import DECODE_KINDS, VERIFY_KINDS, ProgramKind
+from jaxpaged.worker.programs.declare import DECODE_KINDS, ENCODE_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
-from jaxpaged.worker.step.encoding import batches_of, by_frames
+from jaxpaged.worker.step.encoding import batches_of, by_modality
 
 DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before a multi-step program is wanted for them where compiling takes
@@ -154,8 +154,8 @@ class ProgramChoice:
     def _encode(self, inputs: Sequence[EncoderInput]) -> tuple[ProgramKey, ...]:
         """The programs of batches of pictures, and of moments of videos."""
         needed = [each for each in inputs if not each.feature.is_encoded]
-        kinds = {False: ProgramKind.ENCODE, True: ProgramKind.ENCODE_VIDEO}
-        return tuple(key for is_video, part in by_frames(needed) for key in self._encode_by(kinds[is_video], part))
+        parts = by_modality(needed)
+        return tuple(key for modality, part in parts for key in self._encode_by(ENCODE_KINDS[modality], part))
 
     def _encode_by(self, kind: ProgramKind, inputs: Sequence[EncoderInput]) -> list[ProgramKey]:
         """Programs of one kind."""
@@ -209,7 +209,7 @@ class ProgramChoice:
         if extra is Extra.PROMPT_LOGPROBS:
             return (ProgramKey(ProgramKind.PROMPT_LOGPROBS),)
         if extra in (Extra.PICTURES, Extra.VIDEOS):
-            kind = ProgramKind.ENCODE if extra is Extra.PICTURES else ProgramKind.ENCODE_VIDEO
+            kind = ENCODE_KINDS["image" if extra is Extra.PICTURES else "video"]
             sizes = () if self._sizes.encoder is None else self._sizes.encoder.sizes
             return tuple(ProgramKey(kind, size) for size in sizes)
         return (

@@ -83,6 +83,8 @@ VERIFY_KINDS = {
 }
 """What draws in a step with drafts, in place of what draws one token a row."""
 DECODE_KINDS = (Kind.DECODE, Kind.DECODE_FULL)
+ENCODE_KINDS = {"image": Kind.ENCODE, "video": Kind.ENCODE_VIDEO}
+"""What computes features, by their modality."""
 PLAIN_KINDS = (Kind.SAMPLE, Kind.DECODE, Kind.DECODE_SHARED, Kind.VERIFY)
 """Kinds that draw without the full sampler."""
 SHARED_KINDS = {
@@ -133,7 +135,7 @@ def sees_videos(engine: EngineSpec) -> bool:
 
 
 def saves_embeds(engine: EngineSpec) -> bool:
-    return engine.ec_transfer is not None and engine.ec_transfer.saves
+    return engine.saves_embeds
 
 
 def takes_embeds(engine: EngineSpec) -> bool:

@@ -24,6 +24,7 @@ from jaxpaged.worker.step.packed import slices_of
 
 WORD = 4
 """Bytes of what a batch is packed into, int32."""
+MODALITIES = ("image", "video")
 
 
 class PicturePart(NamedTuple):
@@ -81,7 +82,7 @@ def unpacked(words: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 def encode_layout(encoder: EncoderSpec, size: int, frames: int = 1) -> EncodeLayout:
     """Of the bucket of so many items or patches, which have so many frames."""
-    shapes = encoder.vision.shapes(encoder.config, size, **({"frames": frames} if frames > 1 else {}))
+    shapes = encoder.vision.shapes(encoder.config, size, frames)
     return EncodeLayout(size, encoder.config.num_embeds(size), tuple(shapes.items()))
 
 
@@ -110,13 +111,11 @@ def scatter(encoded_SX: Any, slots_E: Any, embeds_EX: Any) -> Any:
     return encoded_SX.at[slots_E].set(embeds_EX, mode="drop")
 
 
-def by_frames(inputs: Sequence[EncoderInput]) -> list[tuple[bool, list[EncoderInput]]]:
-    """Pictures and moments of videos apart, as far as there are any: those with several frames have programs of their
+def by_modality(inputs: Sequence[EncoderInput]) -> list[tuple[str, list[EncoderInput]]]:
+    """Pictures, then moments of videos, as far as there are any: those with several frames have programs of their
     own."""
-    parts = {False: list[EncoderInput](), True: list[EncoderInput]()}
-    for each in inputs:
-        parts[each.feature.modality == "video"].append(each)
-    return [(is_video, part) for is_video, part in parts.items() if part]
+    parts = {modality: [each for each in inputs if each.feature.modality == modality] for modality in MODALITIES}
+    return [(modality, part) for modality, part in parts.items() if part]
 
 
 def batches_of(sizes: Sequence[int], spec: EncoderSpec, bucket_for: Callable[[int], int]) -> Batches:
