@@ -31,14 +31,12 @@ from jaxpaged.encoding.cbor import Plain, encode_cbor
 from jaxpaged.errors import PageError
 from jaxpaged.kv_store.threads import Threads
 from jaxpaged.multimodal.byte_lru import ByteLRU
-from jaxpaged.multimodal.embeddings import FLOATS, Form
+from jaxpaged.multimodal.embeddings import FLOATS, LENGTH_BYTES, Form
 
 logger = logging.getLogger(__name__)
 
 FILE, TENSOR = "encoder_cache.safetensors", "ec_cache"
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
-MAX_HEADER_BYTES = 1 << 16
-LENGTH_BYTES = 8
 NUM_READERS = 4
 MOST_WAITING_BYTES = 256 << 20
 """Of embeddings that wait to be written. What comes beyond is not written."""

@@ -79,7 +79,7 @@ class PicturePrompts:
         for modality, marks in self.placeholders.num_marks(text).items():
             num_sources = sum(source.modality == modality for source in sources)
             if marks != num_sources:
-                raise self.placeholders.mismatch(f"{marks} marks for {num_sources} {NAMES[modality]}", modality, field)
+                raise self.placeholders.mismatch(f"{marks} marks for {num_sources} {NAMES[modality]}s", modality, field)
         shown = self.intake.shown(sources, options)
         fillings = fillings_of(shown)
         self._check_length(sum(sum(each.layout.sizes) for each in shown), most)

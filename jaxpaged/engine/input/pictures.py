@@ -169,7 +169,7 @@ class PictureIntake:
                 )
             if self.config.language_model_only and source.embeddings is None and source.is_given:
                 raise RequestError(
-                    f"{source.field} is a {NAMES[source.modality][:-1]}, but the engine was started with "
+                    f"{source.field} is a {NAMES[source.modality]}, but the engine was started with "
                     "language_model_only. Give its embeddings.",
                     source.field,
                 )
@@ -177,11 +177,11 @@ class PictureIntake:
             own = [source for source in sources if source.modality == modality]
             name = NAMES[modality]
             if own and not most:
-                what = f"a {name[:-1]}, but limit_mm_per_prompt is 0 for {modality}s"
+                what = f"a {name}, but limit_mm_per_prompt is 0 for {modality}s"
                 raise RequestError(f"{own[0].field} is {what}. Leave it out.", own[0].field)
             if len(own) > most:
                 raise RequestError(
-                    f"the prompt has {len(own)} {name}, and may have {most} (limit_mm_per_prompt). Send fewer.",
+                    f"the prompt has {len(own)} {name}s, and may have {most} (limit_mm_per_prompt). Send fewer.",
                     own[most].field,
                 )
 

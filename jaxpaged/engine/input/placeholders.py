@@ -211,7 +211,7 @@ class Placeholders:
         for kind in self._kinds.values():
             runs, own = runs_of(token_ids, kind.token_id), fillings.get(kind.modality, ())
             if (total := sum(length for _, length in runs)) != (need := needed(fillings, kind)):
-                what = f"{total} placeholder tokens, and {len(own)} {NAMES[kind.modality]} need {need}"
+                what = f"{total} placeholder tokens, and {len(own)} {NAMES[kind.modality]}s need {need}"
                 raise self.mismatch(what, kind.modality, field)
             places = iter(divided(runs, [size for filling in own for size in filling.sizes]))
             placed[kind.modality] = [[next(places) for _ in filling.sizes] for filling in own]
@@ -222,12 +222,12 @@ class Placeholders:
         return next((kind.token_id for kind in self._kinds.values() if kind.token_id in token_ids), None)
 
     def mismatch(self, what: str, modality: str, field: str) -> RequestError:
-        mark, name = self._kinds[modality].marks[0], NAMES[modality].removesuffix("s")
+        mark, name = self._kinds[modality].marks[0], NAMES[modality]
         return RequestError(f"the prompt has {what}. Write {mark} once for each {name}, where it belongs.", field)
 
 
 NO_TOKEN = -1
-NAMES = {"image": "pictures", "video": "videos"}
+NAMES = {"image": "picture", "video": "video"}
 
 
 def kind_of(modality: str, marks: tuple[str, ...], placeholder: str, ids: Mapping[str, int]) -> Kind:

@@ -23,13 +23,12 @@ from jaxpaged.multimodal.processors.base import (
     normalisation_table,
     remade,
 )
-from jaxpaged.multimodal.processors.videos import VIDEOS, Grid, QwenVideos, Size, smart_size
+from jaxpaged.multimodal.processors.videos import MOST_RATIO, VIDEOS, Grid, QwenVideos, Size, smart_size
 
 REQUEST_OPTIONS = ("min_pixels", "max_pixels", "size")
 OF_VIDEOS = "video_processor"
 """The key of what video_preprocessor_config.json says."""
 MOST_PIXELS = 1 << 26
-MOST_RATIO = 200
 
 
 class QwenVLProcessor(PatchProcessor):
