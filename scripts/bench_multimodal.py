@@ -34,16 +34,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from PIL import Image
+from seeing_folder import PREPROCESSOR, write_seeing_folder
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.multimodal.decoding import PictureLimits, decode_picture
 from jaxpaged.multimodal.processes import PictureProcesses
 from jaxpaged.multimodal.processors import processor_of
-from jaxpaged.params.hub import EMBEDDED_FOLDERS
 
-DEMO = EMBEDDED_FOLDERS["demo-vision"]
 CONFIG = {"model_type": "gemma3", "mm_tokens_per_image": 256}
-PREPROCESSOR = {"size": {"height": 896, "width": 896}, "image_seq_length": 256}
 SIZES = {"640x480": (640, 480), "1080p": (1920, 1080), "12 megapixels": (4000, 3000)}
 OPTIONS = {"max_model_len": 512, "max_num_batched_tokens": 512, "token_buckets": (64, 512), "max_num_seqs": 64}
 LARGER = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "token_buckets": (64, 512, 2048)}
@@ -163,26 +161,12 @@ def bench_pictures(llm: LLM, num_pictures: int) -> None:
 
 def gemma3_4b(folder: Path) -> str:
     """A folder with config.json of Gemma 3 4B's sizes, and the embedded model's tokenizer and template."""
-    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((DEMO / name).read_bytes())
-    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
     sizes = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     kinds = [("full" if i % 6 == 5 else "sliding") + "_attention" for i in range(34)]
-    config["text_config"] |= {
-        **heads,
-        **sizes,
-        "vocab_size": 262_208,
-        "layer_types": kinds,
-        "sliding_window_pattern": 6,
-    }
-    config["vision_config"] |= {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
-    config["vision_config"] |= {"num_attention_heads": 16, "image_size": 896, "patch_size": 14}
-    config["mm_tokens_per_image"] = 256
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    preprocessor = json.loads((DEMO / "preprocessor_config.json").read_text(encoding="utf-8"))
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor | PREPROCESSOR), encoding="utf-8")
-    return str(folder)
+    text = {**heads, **sizes, "vocab_size": 262_208, "layer_types": kinds, "sliding_window_pattern": 6}
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    return str(write_seeing_folder(folder, text, vision))
 
 
 def bench_step(llm: LLM, running: int, steps: int, rounds: int) -> None:

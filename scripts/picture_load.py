@@ -9,7 +9,6 @@ device elsewhere, so that on a machine of few cores the model takes nothing from
 import asyncio
 import json
 import random
-import shutil
 import statistics
 import sys
 import time
@@ -21,40 +20,21 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 from fake_servers import serve_counting
+from seeing_folder import write_seeing_folder
 from server_process import Server, descendants, memory, server
 from soak_clients import CHAT, COMPLETIONS, ask, connected, events, request_bytes
 
-import jaxpaged
-
-DEMO_VISION = Path(jaxpaged.__file__).parent / "assets" / "demo-vision"
-SIDE, PATCH, NUM_EMBEDS = 896, 14, 256
-"""As in Gemma 3."""
 NUM_SEQS = 64
 TEXT_TOKENS, PROMPT_TOKENS = 32, 40
 PICTURE_TOKENS = 4
 SETTLE_SECONDS = 15.0
 
 
-def write_folder(folder: Path) -> Path:
-    """The demo model that sees, without weights, and with the pictures of Gemma 3 4B."""
-    for file in DEMO_VISION.iterdir():
-        if file.suffix in (".json", ".jinja") and "safetensors" not in file.name:
-            shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["vision_config"] |= {"image_size": SIDE, "patch_size": PATCH}
-    config["mm_tokens_per_image"] = NUM_EMBEDS
-    processor = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
-    processor |= {"size": {"height": SIDE, "width": SIDE}, "image_seq_length": NUM_EMBEDS}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
-    return folder
-
-
 @contextmanager
 def seeing_server(step_ms: float, gib: float) -> Iterator[Server]:
     """`gib`: the budget of bytes of pictures."""
     with TemporaryDirectory(prefix="pictures-") as folder:
-        write_folder(Path(folder))
+        write_seeing_folder(Path(folder))
         with server([sys.executable, __file__, "--serve", folder, str(step_ms), str(gib)]) as started:
             yield started
 
