@@ -42,8 +42,11 @@ def schedules_of(folder: Path, kernels: set[str]) -> Iterator[Schedule]:
 
 def schedule_of(kernel: str, text: str) -> Schedule:
     """From the text of the final bundles, in which a loop's body is marked and has its depth in front."""
-    found = [match.groups() for match in map(BUNDLE.match, text.splitlines()) if match]
-    bundles = [(mark, depth.count(">"), "_spill" in rest, "BoundsCheck" in rest) for mark, depth, rest in found]
+    bundles: list[tuple[str | None, int, bool, bool]] = []
+    for mark, depths, rest in (match.groups() for match in map(BUNDLE.match, text.splitlines()) if match):
+        is_empty = rest.replace(" ", "") == "{}"  # then no depth is in front, whichever loop it is in
+        depth = bundles[-1][1] if is_empty and bundles else depths.count(">")
+        bundles.append((mark, depth, "_spill" in rest, "BoundsCheck" in rest))
     loops = []
     for i, (mark, depth, _, _) in enumerate(bundles):
         if mark != "LB":

@@ -21,6 +21,11 @@ def test_loops_have_their_bundles_and_spills_with_those_inside():
     assert schedule_of("attend", BUNDLES) == EXPECTED
 
 
+def test_a_bundle_without_instructions_ends_no_loop():
+    text = BUNDLES.replace("   0x4   : >>", "  0x4a   :  {}\n   0x4   : >>")
+    assert schedule_of("attend", text) == Schedule("attend", 8, 2, 1, ((1, 5, 2), (2, 3, 1), (1, 1, 0)))
+
+
 def test_kernels_of_a_dump_are_told_by_name_and_everything_is_removed(tmp_path):
     for name in (
         "attend.1-71-final_bundles",
