@@ -61,11 +61,7 @@ class Tiles:
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
     """It takes what it is known to be faster with."""
-    if not str(x_TD.dtype) == str(weight_FD.dtype) == "bfloat16":
-        return f"x_TD is {x_TD.dtype} and the weight {weight_FD.dtype}; accepted is bfloat16"
-    if tiles_for(len(x_TD), *weight_FD.shape) is None:
-        return f"no tiles are known with which {describe(len(x_TD), *weight_FD.shape)} is faster than by XLA"
-    return None
+    return _refusal(x_TD, weight_FD, weight_FD.shape)
 
 
 def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str) -> jax.Array:
@@ -75,11 +71,16 @@ def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str) -> jax.Ar
 
 def cannot_gate(x_TD: Any, weight_F2D: Any) -> str | None:
     """Why `gated_matmul` does not take such operands, or None."""
-    if not str(x_TD.dtype) == str(weight_F2D.dtype) == "bfloat16":
-        return f"x_TD is {x_TD.dtype} and the weight {weight_F2D.dtype}; accepted is bfloat16"
     F, _, D = weight_F2D.shape
-    if tiles_for(len(x_TD), 2 * F, D, is_gated=True) is None:
-        return f"no tiles are known with which {describe(len(x_TD), 2 * F, D, True)} is faster than by XLA"
+    return _refusal(x_TD, weight_F2D, (2 * F, D), is_gated=True)
+
+
+def _refusal(x_TD: Any, weight: Any, shape: tuple[int, int], is_gated: bool = False) -> str | None:
+    """Why a product with a weight of so many outputs and inputs is left to XLA, or None."""
+    if not str(x_TD.dtype) == str(weight.dtype) == "bfloat16":
+        return f"x_TD is {x_TD.dtype} and the weight {weight.dtype}; accepted is bfloat16"
+    if tiles_for(len(x_TD), *shape, is_gated) is None:
+        return f"no tiles are known with which {describe(len(x_TD), *shape, is_gated)} is faster than by XLA"
     return None
 
 
