@@ -20,6 +20,8 @@ IMAGE_ID, VIDEO_ID = len(SPECIAL), len(SPECIAL) + 1
 CONFIG = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 PROCESSOR = {"patch_size": PATCH, "merge_size": MERGE, "min_pixels": 64, "max_pixels": 4096}
 OF_VIDEOS = {**PROCESSOR, "size": {"shortest_edge": 64, "longest_edge": 4096}}
+WITH_VIDEOS = {**PROCESSOR, "video_processor": {**PROCESSOR, "size": {"shortest_edge": 64, "longest_edge": 40960}}}
+"""Settings of both, with room for a video of ten times the pixels of a picture."""
 CHAT = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}\
 {% if item['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif item['type'] == 'video' %}\

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,10 @@ import pytest
 from pallas_kernels.ragged_paged_attention.gpu import tiles
 from pallas_kernels.timing import Chain
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture
 def tune(monkeypatch, tmp_path):
     """`tune(*arguments)`: what the script writes."""
-    monkeypatch.syspath_prepend(SCRIPTS)
     script = importlib.import_module("tune_kernel")
     output = tmp_path / "tuned.json"
 

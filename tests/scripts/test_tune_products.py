@@ -2,16 +2,12 @@
 
 import importlib
 import json
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
+def script():
     return importlib.import_module("tune_products")
 
 

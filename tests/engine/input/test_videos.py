@@ -15,7 +15,7 @@ from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.videos import JPEGS
 from tests.models.seeing_folder import PROCESSOR as OF_GEMMA
 from tests.models.seeing_folder import make_config as gemma_config
-from tests.models.video_folder import CHAT, IMAGE_ID, OF_VIDEOS, PROCESSOR, VIDEO_ID, make_config, make_tokenizer
+from tests.models.video_folder import CHAT, IMAGE_ID, PROCESSOR, VIDEO_ID, WITH_VIDEOS, make_config, make_tokenizer
 from tests.multimodal.drawn import drawn, encoded
 
 TOKENIZER = make_tokenizer()
@@ -29,9 +29,7 @@ NUM_EMBEDS = 15
 
 def make_processor(name="qwen3_vl", **options):
     config, of_model = MultiModalConfig(**{"mm_bytes_in_flight_gb": 1.0, **options}), make_config(name)
-    values = {**PROCESSOR, "video_processor": OF_VIDEOS | {"size": {"shortest_edge": 64, "longest_edge": 40960}}}
-    if name != "qwen3_vl":
-        values = PROCESSOR
+    values = WITH_VIDEOS if name == "qwen3_vl" else PROCESSOR
     intake = PictureIntake(TOKENIZER, config, "model", of_model, values, local_files=True)
     templates = ChatTemplates({"default": CHAT})
     return InputProcessor(TOKENIZER, vocab_size=270, max_model_len=900, chat_templates=templates, pictures=intake)

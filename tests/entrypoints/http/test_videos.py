@@ -11,7 +11,7 @@ from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.engine.input.pictures import PictureIntake
 from jaxpaged.multimodal.videos import JPEGS
 from tests.entrypoints.http.test_pictures import TEXT, data_url, features_of, file_of, in_base64
-from tests.models.video_folder import CHAT, OF_VIDEOS, PROCESSOR, make_config, make_tokenizer
+from tests.models.video_folder import CHAT, WITH_VIDEOS, make_config, make_tokenizer
 
 FRAMES = [in_base64(file_of("jpeg", seed=seed, width=40, height=24)) for seed in range(3)]
 URL = JPEGS + ",".join(FRAMES)
@@ -20,8 +20,7 @@ URL = JPEGS + ",".join(FRAMES)
 @pytest.fixture(scope="module")
 def intake():
     config = MultiModalConfig(mm_bytes_in_flight_gb=1.0, num_media_processes=1, limit_mm_per_prompt={"video": 2})
-    values = {**PROCESSOR, "video_processor": OF_VIDEOS | {"size": {"shortest_edge": 64, "longest_edge": 40960}}}
-    made = PictureIntake(make_tokenizer(), config, "model", make_config("qwen3_vl"), values)
+    made = PictureIntake(make_tokenizer(), config, "model", make_config("qwen3_vl"), WITH_VIDEOS)
     yield made
     made.close()
 
