@@ -87,9 +87,10 @@ def record_all(names: list[str]) -> None:
 def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
     """What transformers computes for the prompt of this checkpoint, in float32."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model, report = AutoModelForCausalLM.from_pretrained(
+    kind = getattr(transformers, checkpoints.CONFIGS[name]["architectures"][0])
+    model, report = kind.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not {*report["missing_keys"], *report["unexpected_keys"]}, (name, report)

@@ -1,4 +1,5 @@
-"""The gated feed-forward block: down(activation(gate(x)) * up(x)) (arXiv 2002.05202)."""
+"""The feed-forward block: down(activation(gate(x)) * up(x)) (arXiv 2002.05202), or down(activation(up(x))) without a
+gate."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ ACTIVATIONS = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 """hidden_act in config.json -> function."""
 
@@ -31,13 +33,23 @@ Activation = str | ClampedSwiglu
 
 
 @struct.dataclass
+class Xielu:
+    """What a layer has learned of its own activation, two numbers before their softplus (arXiv 2411.13010)."""
+
+    alpha_p: jax.Array
+    alpha_n: jax.Array
+
+
+@struct.dataclass
 class Mlp:
-    """`gate_up_proj` [F, 2, D] is there in place of two where they are joined (`models/joined.py`)."""
+    """`gate_proj` is None where a block has no gate. `gate_up_proj` [F, 2, D] is there in place of two where they are
+    joined (`models/joined.py`). `xielu` is there in place of an activation without parameters."""
 
     gate_proj: Linear | None
     up_proj: Linear | None
     down_proj: Linear
     gate_up_proj: Linear | None = None
+    xielu: Xielu | None = None
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -48,6 +60,17 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
     return gate * jax.nn.sigmoid(activation.alpha * gate) * (up + 1)
 
 
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
+"""The slope of xIELU at zero, and where its negative half stops to be computed."""
+
+
+def xielu(x: jax.Array, p: Xielu) -> jax.Array:
+    """alpha_p x^2 + beta x where x > 0, and alpha_n (exp(x) - 1 - x) + beta x elsewhere (arXiv 2411.13010, eq. 9)."""
+    alpha_p, alpha_n = jax.nn.softplus(p.alpha_p), XIELU_BETA + jax.nn.softplus(p.alpha_n)
+    negative = (jnp.expm1(jnp.minimum(x, XIELU_EPS)) - x) * alpha_n
+    return jnp.where(x > 0, alpha_p * x * x, negative) + XIELU_BETA * x
+
+
 def gated_mlp(x_TD: jax.Array, p: Mlp, activation: Activation, added_TD: jax.Array | None = None) -> jax.Array:
     """[T, D] -> [T, D] through F columns, and `added_TD` more. In between float32: an activation rounds once, and takes
     0.4 of the time."""
@@ -56,6 +79,9 @@ def gated_mlp(x_TD: jax.Array, p: Mlp, activation: Activation, added_TD: jax.Arr
 
 def gated_columns(x_TD: jax.Array, p: Mlp, activation: Activation) -> jax.Array:
     """[T, F], in the type of x."""
+    if p.gate_up_proj is None and p.gate_proj is None:
+        up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj).astype(jnp.float32)
+        return (ACTIVATIONS[activation](up_TF) if p.xielu is None else xielu(up_TF, p.xielu)).astype(x_TD.dtype)
     if p.gate_up_proj is None:
         gate_TF = apply_linear("TD,FD->TF", x_TD, p.gate_proj).astype(jnp.float32)
         up_TF = apply_linear("TD,FD->TF", x_TD, p.up_proj).astype(jnp.float32)

@@ -51,11 +51,13 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """How queries of layers without rotation grow with their position p: by log(1 + floor((p + 1) / floor)) * scale + 1
-    (arXiv 2501.19399)."""
+    """How queries of layers without rotation grow with their position p: by log(1 + floor((p + first) / floor)) * scale
+    + 1 (arXiv 2501.19399). `of_rotated`: those of layers with a rotation do."""
 
     floor: float
     scale: float
+    first: int = field(default=1, metadata={"later": True})  # `models.config.LATER`
+    of_rotated: bool = field(default=False, metadata={"later": True})
 
 
 def rope_cos_sin(
@@ -86,7 +88,7 @@ def section_of_pairs(rope: RopeConfig) -> np.ndarray:
 
 def query_growth(config: QueryGrowth, positions_T: jax.Array) -> jax.Array:
     """Float32 factors of queries at these positions."""
-    return jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + 1) / config.floor)) * config.scale + 1
+    return jnp.log1p(jnp.floor((positions_T.astype(jnp.float32) + config.first) / config.floor)) * config.scale + 1
 
 
 def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool = False) -> jax.Array:

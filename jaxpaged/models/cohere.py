@@ -1,5 +1,9 @@
-"""Command R: attention and the feed-forward block read the same norm, and both are added at once."""
+"""Command R and Command A: attention and the feed-forward block read the same norm, and both are added at once.
 
+Three of four layers of Command A have a window, and only those rotate (arXiv 2504.00698).
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +13,7 @@ import jax
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.attention import KVTensor
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields
+from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows, without_rotation
 from jaxpaged.models.decoder import (
     Layer,
     decoder_specs,
@@ -27,10 +31,30 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields({"tie_word_embeddings": True, "rope_theta": 500_000.0, **hf})
     if fields.flag("use_qk_norm", False):
         raise CheckpointError("config.json: use_qk_norm is true; norms of queries and keys are not supported here.")
+    return parallel_config(fields, [None] * fields.count("num_hidden_layers"))
+
+
+def cohere2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Command A's config.json. Every `sliding_window_pattern`th layer sees all tokens and does not rotate."""
+    fields = HfFields({"tie_word_embeddings": True, **hf})
+    window, every = fields.count_or_none("sliding_window", 4096), fields.count("sliding_window_pattern", 4)
+    fields.read |= {"order_of_interleaved_layers", "use_embedding_sharing", "position_embedding_type"}
+    fields.choice("rotary_pct", (1.0,), 1.0)
+    for name in ("use_parallel_block", "use_gated_activation", "use_parallel_embedding", "use_qk_norm"):
+        expected = name in ("use_parallel_block", "use_gated_activation")
+        if fields.flag(name, expected) != expected:
+            raise CheckpointError(f"config.json: {name} is {not expected}; only {expected} is supported.")
+    windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % every != 0)
+    config = parallel_config(fields, windows)
+    return without_rotation(config, {i for i, each in enumerate(windows) if each is None})
+
+
+def parallel_config(fields: HfFields, windows: Sequence[int | None]) -> DecoderConfig:
+    """What both call alike."""
     has_bias = fields.flag("attention_bias", False)
     return pre_norm_config(
         fields,
-        [None] * fields.count("num_hidden_layers"),
+        windows,
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         qkv_bias=has_bias,
         o_bias=has_bias,
@@ -56,3 +80,4 @@ COHERE = replace(
     param_specs=partial(decoder_specs, norms={"input_layernorm": "input_layernorm"}),
     forward=partial(forward, decoder_layer),
 )
+COHERE2 = replace(COHERE, architectures=("Cohere2ForCausalLM",), config_from_hf=cohere2_config_from_hf)

@@ -21,7 +21,7 @@ from jaxpaged.layers.attention import HeadNorm, KVTensor, Rotation, attend_heads
 from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.experts import Experts, mixture_of_experts
 from jaxpaged.layers.linear import Linear, apply_linear, with_backend
-from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, gated_mlp
+from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, Xielu, gated_mlp
 from jaxpaged.layers.norm import Norm, normalised, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, query_growth, rope_cos_sin
 from jaxpaged.models.config import DecoderConfig, HfFields, LayerConfig, common_fields
@@ -138,9 +138,20 @@ def rotated(
         q_TNH, k_TKH = (apply_rope(x, *context.cos_sin, config.interleaved_rope) for x in (q_TNH, k_TKH))
         if config.rotated_norm:
             q_TNH, k_TKH = (normalised(x, config.norm).astype(x.dtype) for x in (q_TNH, k_TKH))
-    elif context.query_factor_T is not None:
-        q_TNH = (q_TNH * context.query_factor_T[:, None, None]).astype(q_TNH.dtype)
-    return q_TNH, k_TKH
+    return grown(q_TNH, config, context), k_TKH
+
+
+def grown(q_TNH: jax.Array, config: DecoderConfig, context: LayerContext) -> jax.Array:
+    """Queries times the factor of their positions, in layers that have one."""
+    if not grows(config, context):
+        return q_TNH
+    assert context.query_factor_T is not None
+    return (q_TNH * context.query_factor_T[:, None, None]).astype(q_TNH.dtype)
+
+
+def grows(config: DecoderConfig, context: LayerContext) -> bool:
+    growth = config.query_growth
+    return growth is not None and (context.cos_sin is None or growth.of_rotated)
 
 
 def rotation_before_attention(
@@ -148,7 +159,7 @@ def rotation_before_attention(
 ) -> Rotation | None:
     """What attention does itself with queries and keys, in one launch with the writing of the cache; None where XLA
     rotates."""
-    if context.cos_sin is None or config.rotated_norm or not context.attention.rotates(kv):
+    if context.cos_sin is None or config.rotated_norm or grows(config, context) or not context.attention.rotates(kv):
         return None
     is_plain = not (config.norm.is_offset or config.norm.is_centred or config.norm.deterministic)
     is_normed = p.q_norm is not None and p.q_norm.weight.ndim == 1 and is_plain
@@ -398,6 +409,10 @@ def mlp_with_bias(config: DecoderConfig, name: str) -> Mlp:
     )
 
 
+def mlp_without_gate(config: DecoderConfig, name: str, xielu: Xielu | None = None) -> Mlp:
+    return mlp_with_bias(config, name).replace(gate_proj=None, xielu=xielu)
+
+
 def fused_attention(config: DecoderConfig, name: str) -> Attention:
     """Query, key and value rows stand one after another in `qkv_proj`."""
     qkv = [
@@ -425,9 +440,11 @@ def pre_norm_config(
     norm_eps: float = 1e-6,
     rope_aliases: dict[str, str] | None = None,
     ropes: Callable[[HfFields, int], tuple[RopeConfig, RopeConfig]] | None = None,
+    activations: tuple[str, ...] = tuple(ACTIVATIONS),
     **options: Any,
 ) -> DecoderConfig:
     """DecoderConfig of a model whose layers differ by their window only. `options` are more of its fields.
+    `activations`: what `hidden_act` may be; the first stands for a missing one.
 
     `ropes` makes the rotations of layers without a window and of those with one, where they are not the same.
     """
@@ -439,7 +456,7 @@ def pre_norm_config(
     length = longest_sequence(rope)
     config = DecoderConfig(
         **common,
-        activation=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        activation=fields.choice("hidden_act", activations, activations[0]),
         layers=tuple(LayerConfig(window, rope if window is None else rope_of_windows) for window in windows),
         max_position_embeddings=length,
         max_model_len=length,

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention, and experts behind the first layers.
+"""DeepSeek-V2 and V3, and Kimi-K2 and GLM-4.7-Flash, which are V3s: latent attention and blocks of experts.
 
 A token caches one latent and one rotated key for all heads (MLA, arXiv 2405.04434, section 2.1). Neither keys nor
 values are ever made of it: queries are multiplied with the matrix that would make keys, and what they attend to with
@@ -28,8 +28,8 @@ from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, LatentConfig
-from jaxpaged.models.decoder import Layer, decoder_specs, feed_forward, forward, linear, norm, pre_norm_config
-from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
+from jaxpaged.models.decoder import Layer, decoder_specs, feed_forward, forward, grown, linear, norm, pre_norm_config
+from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs, layers_by_type
 from jaxpaged.models.interface import LayerContext, LayerOutput
 from jaxpaged.models.rope_config import score_factor, single_rope
 from jaxpaged.models.wrapped import text_part
@@ -99,6 +99,24 @@ def v3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return latent_config(fields, router, shared=1, first=3, experts=256)
 
 
+GLM_DEFAULTS = {
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
+
+
+def glm_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """GLM-4.7-Flash's config.json: a V3 with other sizes and names of GLM."""
+    return v3_config_from_hf({**GLM_DEFAULTS, "rms_norm_eps": 1e-5, **hf})
+
+
 def kimi_k25_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Of the part of Kimi-K2.5's config.json that describes the language model, a V3."""
     return v3_config_from_hf(text_part(hf))
@@ -114,8 +132,11 @@ def own_fields(hf: dict[str, Any]) -> HfFields:
     return fields
 
 
-def latent_config(fields: HfFields, router: RouterConfig, shared: int, first: int, experts: int) -> DecoderConfig:
-    """What both versions call alike; the numbers are the defaults of numbers of experts and of dense layers."""
+def latent_config(
+    fields: HfFields, router: RouterConfig, shared: int, first: int, experts: int, **options: Any
+) -> DecoderConfig:
+    """What all of them call alike; the numbers are the defaults of numbers of experts and of dense layers. `options`
+    are more fields of the result."""
     latents = LatentConfig(
         rank=fields.count("kv_lora_rank", 512),
         plain_dim=fields.count("qk_nope_head_dim", 128),
@@ -125,11 +146,12 @@ def latent_config(fields: HfFields, router: RouterConfig, shared: int, first: in
     )
     num_layers, width = fields.count("num_hidden_layers"), fields.count("moe_intermediate_size")
     step, dense = fields.count("moe_layer_freq", 1), fields.index("first_k_dense_replace", first)
+    sparse = tuple(i for i in range(num_layers) if i >= dense and i % step == 0)
     blocks = ExpertsConfig(
         num_experts=fields.count("n_routed_experts", experts),
         width=width,
         router=router,
-        layers=tuple(i for i in range(num_layers) if i >= dense and i % step == 0),
+        layers=layers_by_type(fields, sparse),
         shared_width=width * fields.index("n_shared_experts", shared),
     )
     has_bias, factor = fields.flag("attention_bias", False), score_factor(fields)
@@ -143,6 +165,7 @@ def latent_config(fields: HfFields, router: RouterConfig, shared: int, first: in
         num_mtp_layers=fields.index("num_nextn_predict_layers", 0),
         experts=check_experts(blocks),
         latents=latents,
+        **options,
     )
     return replace(config, query_scale=config.query_scale * factor)
 
@@ -166,9 +189,9 @@ def attention_specs_of_layer(config: DecoderConfig, name: str, layer: int) -> An
     )
 
 
-def moe_feed_forward(has_correction: bool, config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
+def moe_feed_forward(correction: str | None, config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
     shared = "shared_experts" if config.experts and config.experts.shared_width else None
-    return feed_forward_specs(config, name, layer, shared=shared, has_correction=has_correction)
+    return feed_forward_specs(config, name, layer, shared=shared, correction=correction)
 
 
 def latent_attention(
@@ -178,7 +201,7 @@ def latent_attention(
     sizes = config.latents
     assert sizes is not None and context.cos_sin is not None, "a part of every key is rotated"
     latent_norm = replace(config.norm, eps=LATENT_NORM_EPS)
-    q_TNH = queries(p, x_TD, latent_norm)
+    q_TNH = grown(queries(p, x_TD, latent_norm), config, context)
     kv_TW = apply_linear("TD,wD->Tw", x_TD, p.kv_a_proj)
     latent_TC = rms_norm(kv_TW[:, : sizes.rank], p.kv_a_layernorm, latent_norm)
     rotate = lambda x_TNP: apply_rope(x_TNP, *context.cos_sin, config.interleaved_rope)
@@ -248,7 +271,7 @@ DEEPSEEK_V2 = replace(
     llama.LLAMA,
     architectures=("DeepseekV2ForCausalLM",),
     config_from_hf=v2_config_from_hf,
-    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, False)),
+    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, None)),
     forward=partial(forward, decoder_layer),
     attention_specs=latent_specs,
 )
@@ -256,8 +279,11 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     architectures=("DeepseekV3ForCausalLM",),
     config_from_hf=v3_config_from_hf,
-    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, True)),
+    param_specs=partial(
+        decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, CORRECTION)
+    ),
 )
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, architectures=("Glm4MoeLiteForCausalLM",), config_from_hf=glm_config_from_hf)
 KIMI_K25 = replace(
     DEEPSEEK_V3, architectures=("KimiK25ForConditionalGeneration",), config_from_hf=kimi_k25_config_from_hf
 )

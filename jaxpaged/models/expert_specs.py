@@ -14,6 +14,8 @@ from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
 from jaxpaged.models.decoder import linear, mlp_with_bias
 from jaxpaged.params.spec import Spec
 
+CORRECTION = "gate.e_score_correction_bias"
+"""What the numbers are mostly called that are added to scores where experts are chosen."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """What the three matrices of an expert are called, unless an architecture calls them something else."""
 
@@ -25,37 +27,41 @@ def expert_specs(
     *,
     shared: str | None = None,
     shared_gate: str | None = None,
-    has_correction: bool = False,
+    router: str = "gate",
+    correction: str | None = None,
 ) -> Experts:
-    """Specs of one block. `shared` is the name of the experts of all tokens, `shared_gate` that of their gate.
+    """Specs of one block. `shared` is the name of the experts of all tokens, `shared_gate` that of their gate, `router`
+    that of what chooses, and `correction` that of what is added to its scores.
 
     What chooses and weighs experts stays in float32, also where other weights are rounded.
     """
     gate, up, down = (f"{name}.experts.{{}}.{projection}.weight" for projection in projections)
     return Experts(
-        router=Linear(Spec("ED", "E D", f"{name}.gate.weight", dtype="float32")),
+        router=Linear(Spec("ED", "E D", f"{name}.{router}.weight", dtype="float32")),
         gate_proj=Linear(Spec("eQD", "E Q D", gate)),
         up_proj=Linear(Spec("eQD", "E Q D", up)),
         down_proj=Linear(Spec("eDQ", "E D Q", down)),
-        correction=Spec("E", "E", f"{name}.gate.e_score_correction_bias", dtype="float32") if has_correction else None,
+        correction=Spec("E", "E", f"{name}.{correction}", dtype="float32") if correction else None,
         shared=shared_mlp(f"{name}.{shared}") if shared else None,
         shared_gate=Spec("D", "1 D", f"{name}.{shared_gate}.weight", dtype="float32") if shared_gate else None,
     )
 
 
-def stacked_expert_specs(name: str, router: str = "gate", shared: Mlp | None = None) -> Experts:
-    """Specs of a block whose experts are one tensor, inputs before outputs, with gate and up projections end to end.
-    `router` is the name of what chooses, `shared` the experts of all tokens."""
+def stacked_expert_specs(
+    name: str, router: str = "gate", shared: Mlp | None = None, transposed: bool = True
+) -> Experts:
+    """Specs of a block whose experts are one tensor, with gate and up projections end to end; `transposed`: inputs
+    before outputs. `router` is the name of what chooses, `shared` the experts of all tokens."""
 
     def gate_or_up(part: int) -> Linear:
         tensor = f"{name}.experts.gate_up_proj"
-        return Linear(Spec("eQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=True))
+        return Linear(Spec("eQD", "E Q D", tensor, fused=("Q", "Q"), part=part, fused_axis=1, transposed=transposed))
 
     return Experts(
         router=Linear(Spec("ED", "E D", f"{name}.{router}.weight", dtype="float32")),
         gate_proj=gate_or_up(0),
         up_proj=gate_or_up(1),
-        down_proj=Linear(Spec("eDQ", "E D Q", f"{name}.experts.down_proj", transposed=True)),
+        down_proj=Linear(Spec("eDQ", "E D Q", f"{name}.experts.down_proj", transposed=transposed)),
         shared=shared,
     )
 
@@ -103,6 +109,24 @@ def sparse_layers(fields: HfFields) -> tuple[int, ...]:
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise CheckpointError(f"config.json: mlp_only_layers is {short(dense)}; it must be a list of layers.")
     return tuple(i for i in range(fields.count("num_hidden_layers")) if (i + 1) % step == 0 and i not in dense)
+
+
+DENSE, SPARSE = "dense", "sparse"
+"""What `mlp_layer_types` says of a layer."""
+
+
+def layers_by_type(fields: HfFields, default: Sequence[int]) -> tuple[int, ...]:
+    """Layers with experts: as `mlp_layer_types` says, or else the default."""
+    num_layers = fields.count("num_hidden_layers")
+    types = fields.value("mlp_layer_types")
+    if types is None:
+        return tuple(default)
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {DENSE, SPARSE}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types is {short(types)}; it must have {num_layers} entries, each {DENSE!r} or "
+            f"{SPARSE!r}."
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == SPARSE)
 
 
 def no_windows(fields: HfFields) -> Sequence[None]:

@@ -13,7 +13,7 @@ from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import gemma2, llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
 from jaxpaged.models.decoder import Decoder, decoder_specs, fused_mlp, pre_norm_config
-from jaxpaged.models.expert_specs import check_experts, feed_forward_specs
+from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs
 
 DEFAULTS = {"partial_rotary_factor": 0.5}
 """Fields that config.json may leave out."""
@@ -74,7 +74,7 @@ def moe_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 def moe_feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
     shared = "shared_experts" if config.experts and config.experts.shared_width else None
-    return feed_forward_specs(config, name, layer, shared=shared, has_correction=True)
+    return feed_forward_specs(config, name, layer, shared=shared, correction=CORRECTION)
 
 
 def moe_specs(config: DecoderConfig, num_model_shards: int) -> Decoder:

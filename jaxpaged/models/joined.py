@@ -53,7 +53,7 @@ def map_blocks(side_by_side: Callable[..., Any], params: Any) -> Any:
         if isinstance(block, Attention):
             joined = side_by_side(block.q_proj, block.k_proj, block.v_proj)
             return block.replace(qkv_proj=joined, q_proj=None, k_proj=None, v_proj=None)
-        if isinstance(block, Mlp):
+        if isinstance(block, Mlp) and block.gate_proj is not None:
             joined = side_by_side(block.gate_proj, block.up_proj)
             return block.replace(gate_up_proj=joined, gate_proj=None, up_proj=None)
         return block

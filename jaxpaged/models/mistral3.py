@@ -1,24 +1,58 @@
-"""Mistral Small 3.1 and 3.2, and Pixtral 12B in the form of Llava: Mistrals that see, with Pixtral's tower."""
+"""Mistral Small 3.1 and 3.2, Ministral 3, Pixtral 12B in the form of Llava: Mistrals that see, with Pixtral's tower.
+
+Ministral 3's queries grow with their position (arXiv 2501.19399), and its positions are stretched by yarn.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, short
+from jaxpaged.models.config import DecoderConfig, HfFields, short
+from jaxpaged.models.decoder import pre_norm_config
+from jaxpaged.models.rope_config import growth_of_queries
 from jaxpaged.models.vision.pixtral import PIXTRAL_VISION
 from jaxpaged.models.wrapped import text_part
 
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
-    """Of the part of config.json that describes the language model, which must be a Mistral."""
-    text = text_part(hf)
-    if text.get("model_type", "mistral") != "mistral":
+    """Of the part of config.json that describes the language model, which must be a Mistral or a Ministral 3."""
+    text = {name: value for name, value in text_part(hf).items() if name != "is_composition"}
+    read = READERS.get(text.get("model_type", "mistral"))
+    if read is None:
         raise CheckpointError(
-            f"config.json: model_type of text_config is {short(text['model_type'])}; of this architecture only "
-            "'mistral' is supported."
+            f"config.json: model_type of text_config is {short(text['model_type'])}; of this architecture "
+            f"{', '.join(READERS)} and mistral4 are supported."
         )
-    return llama.mistral_config_from_hf({name: value for name, value in text.items() if name != "is_composition"})
+    return read(text)
+
+
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""What Ministral 3's config.json means where it says nothing of positions."""
+
+
+def ministral_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
+    """Ministral 3's config.json. Every layer has the same window, or none."""
+    says_rope = hf.get("rope_scaling") or hf.get("rope_parameters")
+    fields = HfFields({**({} if says_rope else {"rope_parameters": MINISTRAL_ROPE}), "head_dim": 128, **hf})
+    window = fields.count_or_none("sliding_window")
+    windows = [window] * fields.count("num_hidden_layers")
+    return pre_norm_config(fields, windows, norm_eps=1e-5, query_growth=growth_of_queries(fields))
+
+
+READERS = {"mistral": llama.mistral_config_from_hf, "ministral3": ministral_config_from_hf}
+"""`model_type` of the language model -> what reads its part."""
+MINISTRAL3 = replace(llama.MISTRAL, architectures=("Ministral3ForCausalLM",), config_from_hf=ministral_config_from_hf)
 
 
 MISTRAL3 = replace(

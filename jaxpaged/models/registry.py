@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.models.cohere import COHERE
+from jaxpaged.models.arcee import APERTUS, ARCEE
+from jaxpaged.models.cohere import COHERE, COHERE2
 from jaxpaged.models.config import DecoderConfig, architecture_of, short
-from jaxpaged.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
+from jaxpaged.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
+from jaxpaged.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from jaxpaged.models.exaone4 import EXAONE4
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
@@ -24,7 +26,9 @@ from jaxpaged.models.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.llama4 import LLAMA4
 from jaxpaged.models.mimo import MIMO
-from jaxpaged.models.mistral3 import MISTRAL3, PIXTRAL, is_pixtral
+from jaxpaged.models.minimax_m2 import HY_V3, MINIMAX_M2
+from jaxpaged.models.mistral3 import MINISTRAL3, MISTRAL3, PIXTRAL, is_pixtral
+from jaxpaged.models.mistral4 import MISTRAL4, WRAPPED_MISTRAL4
 from jaxpaged.models.mixtral import MIXTRAL
 from jaxpaged.models.olmo2 import OLMO2, OLMO3
 from jaxpaged.models.phi3 import PHI3
@@ -73,10 +77,24 @@ MODELS: dict[str, Model] = {
         LLAMA4,
         LFM2,
         LFM2_MOE,
+        ARCEE,
+        APERTUS,
+        ERNIE4_5,
+        ERNIE4_5_MOE,
+        COHERE2,
+        MINIMAX_M2,
+        HY_V3,
+        MINISTRAL3,
+        MISTRAL4,
+        GLM4_MOE_LITE,
     )
     for name in model.architectures
 }
 """Every supported architecture that generates."""
+
+WRAPPED = {("Mistral3ForConditionalGeneration", "mistral4"): WRAPPED_MISTRAL4}
+"""An architecture that wraps a language model of several kinds, and its `model_type` -> the model, where it is another
+than that in `MODELS`."""
 
 GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Model"
 ALSO_SEES = "ForConditionalGeneration"
@@ -89,7 +107,7 @@ def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
     CheckpointError saying what it is and what would serve when there is none.
     """
     name = architecture_of(hf)
-    model = MODELS.get(generating_name(name))
+    model = WRAPPED.get((name, text_type(hf))) or MODELS.get(generating_name(name))
     if model is None or (model is PIXTRAL and not is_pixtral(hf)):
         raise architecture_error(name, hf, MODELS.keys())
     if task_of(name) == "classify":
@@ -103,6 +121,12 @@ def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
     if model.vision.config_from_hf(hf) is None:
         return replace(model, vision=None)
     return seeing_model(model)
+
+
+def text_type(hf: dict[str, Any]) -> Any:
+    """`model_type` of the part of config.json that describes a language model."""
+    part = hf.get("text_config")
+    return part.get("model_type") if isinstance(part, dict) else None
 
 
 def generating_name(name: str) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, did_you_mean
-from jaxpaged.layers.rope import FREQUENCIES, RopeConfig, section_of_pairs
+from jaxpaged.layers.rope import FREQUENCIES, QueryGrowth, RopeConfig, section_of_pairs
 from jaxpaged.models.config import FULL, SLIDING, HfFields, short
 
 KNOWN_KEYS = frozenset(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
     low_freq_factor high_freq_factor beta_fast beta_slow truncate short_factor long_factor mscale mscale_all_dim
-    finetuned mrope_section mrope_interleaved
+    finetuned mrope_section mrope_interleaved llama_4_scaling_beta max_position_embeddings
     """.split()
 )
 REQUIRED_KEYS = {
@@ -177,6 +177,15 @@ def score_factor(fields: HfFields) -> float:
     if not own.value("mscale_all_dim") or factor <= 1.0:
         return 1.0
     return mscale(factor, own.number("mscale_all_dim", 1.0)) ** 2
+
+
+def growth_of_queries(fields: HfFields) -> QueryGrowth | None:
+    """How Mistral's models let queries grow beyond the length that they were trained on first; None: not at all."""
+    own = HfFields(rope_fields(fields))
+    beta = own.number_or_none("llama_4_scaling_beta")
+    if beta is None:
+        return None
+    return QueryGrowth(own.count("original_max_position_embeddings"), beta, first=0, of_rotated=True)
 
 
 def mscale(factor: float, weight: float) -> float:

@@ -306,7 +306,7 @@ class DummyParams:
         sizes = config.dim_sizes()
         for leaf, spec in zip(self._leaves, jax.tree.leaves(specs), strict=True):
             shardings = jax.tree.map(lambda array: array.sharding, leaf)
-            num_first = sizes["E"] if spec.dims.startswith("e") else leaf.shape[0]
+            num_first = sizes["E"] if spec.dims.startswith("e") else (*leaf.shape, 1)[0]
             make = partial(random_param, like=leaf, num_first=num_first)
             self._programs.setdefault(leaf, jax.jit(make, out_shardings=shardings))
         all_specs, own = jax.tree.leaves(specs if whole is None else whole), jax.tree.leaves(specs)
@@ -323,7 +323,7 @@ def random_param(key: jax.Array, like: Any, num_first: int) -> Any:
     """A random parameter, quantized where `like` is. After the first `num_first` of its first axis they come again."""
     if jnp.issubdtype(like.dtype, jnp.integer):
         return jnp.zeros(like.shape, like.dtype)
-    if len(like.shape) == 1:
+    if len(like.shape) <= 1:
         return jnp.ones(like.shape, like.dtype)
     weight = jax.random.uniform(key, (num_first, *like.shape[1:]), like.dtype, minval=-0.035, maxval=0.035)
     if num_first < like.shape[0]:

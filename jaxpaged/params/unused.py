@@ -32,10 +32,13 @@ IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector
 """What makes embeddings of images, in a model that also reads them."""
 POOLED = re.compile(r"vision_tower\.head\..*")
 """What makes one vector of a picture, which language models do not read."""
-FURTHER = re.compile(r"model\.mtp_layers\..*")
+FURTHER = re.compile(r"model\.mtp_(layers|block|emb_norm|hidden_norm|linear_proj)\..*")
 """Layers that predict further tokens, where they do not stand behind the others: read for drafts only."""
 FREQUENCIES = re.compile(r"model\.(layers\.(?P<layer>\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 """What positions are multiplied with, as old checkpoints keep it: it follows from `rope_theta`."""
+CONSTANT = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(?P<name>beta|eps)")
+CONSTANTS = {"beta": 0.5, "eps": -1e-6}
+"""What xIELU has besides what it learned (`layers/mlp.py`), kept in every layer."""
 UNSCALED = ("default", "linear", "dynamic")
 """Kinds of rope whose frequencies were kept before they were stretched."""
 
@@ -77,6 +80,8 @@ def check_unused(names: Iterable[str], entries: Mapping[str, TensorEntry], confi
             check_tied_head(entries)
         elif (found := FREQUENCIES.fullmatch(name)) and int(found["layer"] or 0) < len(config.layers):
             check_frequencies(entries[name], config.layers[int(found["layer"] or 0)].rope)
+        elif found := CONSTANT.fullmatch(name):
+            check_constant(entries[name], CONSTANTS[found["name"]])
         elif not is_left_out(name, config):
             foreign.append(name)
     if of_images:
@@ -104,6 +109,17 @@ def check_tied_head(entries: Mapping[str, TensorEntry]) -> None:
             f"{head.path} holds {head.name}, which differs from {embeddings.name}, but config.json says that they are "
             "one (tie_word_embeddings is true, or not there). If the head was trained by itself, write "
             '"tie_word_embeddings": false into config.json; else take it out.'
+        )
+
+
+def check_constant(entry: TensorEntry, expected: float) -> None:
+    """CheckpointError where a kept constant of an activation has another value than the one that is computed with."""
+    with mapped(entry, DTYPES) as kept:
+        agrees = kept.size == 1 and np.allclose(kept.astype(np.float64), expected, rtol=0.01, atol=0)
+    if not agrees:
+        raise CheckpointError(
+            f"{entry.path}: {entry.name} is not {expected:g}, the only value that is supported. Check that config.json "
+            "belongs to these weights."
         )
 
 

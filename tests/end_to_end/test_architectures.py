@@ -36,9 +36,28 @@ NAMES = (
     "deepseek_v3",
     "llama4",
     "lfm2_moe",
+    "apertus",
+    "mistral4",
 )
 # They have nothing that one of those has not.
-OTHERS = ("lfm2", "qwen3_moe", "glm4", "olmo2", "granite", "seed_oss", "exaone4", "deepseek_v2")
+OTHERS = (
+    "lfm2",
+    "qwen3_moe",
+    "glm4",
+    "olmo2",
+    "granite",
+    "seed_oss",
+    "exaone4",
+    "deepseek_v2",
+    "arcee",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "cohere2",
+    "hy_v3",
+    "glm4_moe_lite",
+    "ministral3",
+    "minimax_m2",
+)
 ON_ONE_DEVICE = ("llama", "gemma3", "qwen2_moe", "lfm2_moe")
 WITH_EXPERTS = (
     "mixtral",

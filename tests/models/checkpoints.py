@@ -319,6 +319,94 @@ LFM2_MOE = {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
 }
 
+ARCEE = {**BASE, "architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "relu2"}
+APERTUS = {**BASE, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
+ERNIE4_5 = {**BASE, "architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
+ERNIE4_5_MOE = {
+    **{name: value for name, value in BASE.items() if name != "head_dim"},
+    "architectures": ["Ernie4_5_MoeForCausalLM"],
+    "model_type": "ernie4_5_moe",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+    "moe_num_experts": 8,
+    "moe_k": 3,
+    "moe_num_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "moe_layer_start_index": 1,
+}
+COHERE2 = {
+    **{name: value for name, value in COHERE.items() if name != "head_dim"},
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
+    "hidden_size": 64,
+    "sliding_window": 9,
+    "sliding_window_pattern": 2,
+}
+MINIMAX_M2 = {
+    **BASE,
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "intermediate_size": 40,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 6,
+    "rope_theta": 5000.0,
+}
+HY_V3 = {
+    **BASE,
+    "architectures": ["HYV3ForCausalLM"],
+    "model_type": "hy_v3",
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "router_scaling_factor": 1.7,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+MINISTRAL3 = {
+    **BASE,
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 300.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 64,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.7,
+    },
+}
+GLM4_MOE_LITE = {
+    **DEEPSEEK_V3,
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rope_scaling": None,
+    "max_position_embeddings": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "v_head_dim": 16,
+}
+MISTRAL4 = {
+    **{name: value for name, value in DEEPSEEK_V3.items() if name not in ("topk_method", "scoring_func")},
+    "architectures": ["Mistral4ForCausalLM"],
+    "model_type": "mistral4",
+    "qk_nope_head_dim": 6,
+    "first_k_dense_replace": 0,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": {**MINISTRAL3["rope_parameters"], "partial_rotary_factor": 0.5},
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_mqa_bias_tied": {
@@ -456,6 +544,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
         "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
     },
+    "arcee": {**ARCEE, "attention_bias": True, "mlp_bias": True},
+    "apertus": APERTUS,
+    "ernie4_5": ERNIE4_5,
+    "ernie4_5_bias": {**ERNIE4_5, "use_bias": True, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "cohere2": COHERE2,
+    "minimax_m2": MINIMAX_M2,
+    "hy_v3": HY_V3,
+    "ministral3": MINISTRAL3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
+    "mistral4": MISTRAL4,
     "lfm2": LFM2,
     "lfm2_bias": {
         **{name: value for name, value in LFM2.items() if name not in ("layer_types", "rope_theta")},
@@ -493,7 +592,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """Name of a checkpoint -> its config.json, in the spellings of transformers 4 and 5."""
 
 
-SALTS = {"lfm2_moe_plain": 1, "deepseek_v3_all": 1, "qwen2_window": 1, "gemma3": 1, "gemma3_new_spelling": 1}
+SALTS = {
+    "lfm2_moe_plain": 1,
+    "ernie4_5_bias": 1,
+    "deepseek_v3_all": 1,
+    "qwen2_window": 1,
+    "gemma3": 1,
+    "gemma3_new_spelling": 1,
+}
 """Where the greedy continuation was nearly a tie with the first seed."""
 
 
@@ -523,14 +629,16 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], hf: dict[str, Any], seed:
     rng, tensors = np.random.default_rng(seed), {}
     for tensor, shape in shapes.items():
         noise = rng.standard_normal(shape, dtype=np.float32)
-        if "norm" in tensor or ".ln_" in tensor:
+        if tensor.endswith(("act_fn.beta", "act_fn.eps")):
+            noise = np.full(shape, 0.5 if tensor.endswith("beta") else -1e-6)
+        elif "norm" in tensor or ".ln_" in tensor:
             noise = noise * 0.2 + (0.0 if "gemma" in hf["model_type"] else 1.0)
-        elif tensor.endswith("bias"):
+        elif tensor.endswith("bias") or ".act_fn." in tensor:
             noise = noise * 0.3
         elif tensor.endswith("sinks"):
             noise = noise * 2.0
         elif tensor.endswith(("gate_up_proj", "down_proj")):
-            noise = noise / np.float32(shape[1] ** 0.5)
+            noise = noise / np.float32(shape[2 if hf["model_type"] == "mistral4" else 1] ** 0.5)
             noise = rounded_to_mxfp4(noise) if hf["model_type"] == "gpt_oss" else noise
         elif "embed" in tensor:
             # A tied table that is large would make every token predict itself.

@@ -8,9 +8,19 @@ NORMS = {
     **dict.fromkeys(("gemma2", "gemma3_text"), (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), POST_NORMS),
     "glm4": (*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
-    "cohere": ("input_layernorm",),
+    **dict.fromkeys(("cohere", "cohere2"), ("input_layernorm",)),
+    "apertus": ("attention_layernorm", "feedforward_layernorm"),
 }
 """The norms of a layer, where they are not those of Llama."""
+
+
+CORRECTIONS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite"), ("gate.e_score_correction_bias",)),
+    "ernie4_5_moe": ("moe_statics.e_score_correction_bias", 1),
+    "minimax_m2": ("e_score_correction_bias",),
+    "hy_v3": ("expert_bias",),
+}
+"""The name of what is added to scores where experts are chosen, and its axes before that of experts."""
 
 
 def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -29,7 +39,7 @@ def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    if hf["model_type"].startswith("deepseek"):
+    if "kv_lora_rank" in hf:
         return latent_shapes(hf)
     width, heads, kv_heads = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
     kind = hf["model_type"]
@@ -42,15 +52,17 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
     shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
     shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
-    if hf.get("attention_bias") or kind in ("qwen2", "qwen2_moe"):
+    if hf.get("attention_bias") or hf.get("use_bias") or kind in ("qwen2", "qwen2_moe"):
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
-    if hf.get("attention_bias") and not kind.startswith(("glm4", "seed")):
+    if (hf.get("attention_bias") and not kind.startswith(("glm4", "seed"))) or hf.get("use_bias"):
         shapes["self_attn.o_proj.bias"] = (width,)
     if kind == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
-    if kind in ("olmo2", "olmo3"):
+    if kind in ("olmo2", "olmo3", "minimax_m2"):
         shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
-    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4") or (hf.get("use_qk_norm") and kind != "llama4_text"):
+    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "apertus", "hy_v3") or (
+        hf.get("use_qk_norm") and kind != "llama4_text"
+    ):
         shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return shapes
 
@@ -91,7 +103,11 @@ def mlp_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, width),
         "mlp.down_proj.weight": (width, inner),
     }
-    if hf.get("mlp_bias"):
+    if hf["model_type"] in ("arcee", "apertus"):
+        del shapes["mlp.gate_proj.weight"]
+    if hf["model_type"] == "apertus":
+        shapes |= {"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,), "mlp.act_fn.beta": (), "mlp.act_fn.eps": ()}
+    if hf.get("mlp_bias") or hf.get("use_bias"):
         shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in shapes.items()}
     return shapes
 
@@ -101,9 +117,14 @@ def sparse_layers(hf: dict[str, Any]) -> set[int]:
     if hf["model_type"] == "llama4_text":
         step = hf["interleave_moe_layer_step"]
         return set(range(step - 1, hf["num_hidden_layers"], step))
-    if not hf["model_type"].endswith(("moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3")):
+    if "mlp_layer_types" in hf:
+        return {i for i, kind in enumerate(hf["mlp_layer_types"]) if kind == "sparse"}
+    if not hf["model_type"].endswith(
+        ("moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "minimax_m2", "mistral4", "moe_lite")
+    ):
         return set()
-    first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
+    first = hf.get("first_k_dense_replace", hf.get("moe_layer_start_index", 0))
+    step = hf.get("decoder_sparse_step", 1)
     return set(range(first, hf["num_hidden_layers"])[step - 1 :: step]) - {*hf.get("mlp_only_layers", ())}
 
 
@@ -115,20 +136,30 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         merged = merged_expert_shapes(width, hf["num_local_experts"], hf["intermediate_size"]).items()
         routed = {name.replace("mlp", "feed_forward"): shape for name, shape in merged if not name.endswith("bias")}
         return {**routed, **llama4_mlp_shapes("feed_forward.shared_expert", width, hf["intermediate_size"])}
-    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    block = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    num_experts, inner = hf.get("num_experts") or hf.get("n_routed_experts"), hf.get("moe_intermediate_size")
-    if kind == "mixtral":
+    like_mixtral = kind in ("mixtral", "minimax_m2")
+    names = ("w1", "w3", "w2") if like_mixtral else ("gate_proj", "up_proj", "down_proj")
+    block = "block_sparse_moe" if like_mixtral else "mlp"
+    num_experts, inner = (
+        next((hf[name] for name in ("num_experts", "n_routed_experts", "moe_num_experts") if name in hf), None),
+        hf.get("moe_intermediate_size"),
+    )
+    if like_mixtral:
         num_experts, inner = hf["num_local_experts"], hf["intermediate_size"]
     blocks = {f"experts.{i}": inner for i in range(num_experts)}
-    shapes = {f"{block}.gate.weight": (num_experts, width)}
+    shapes = {f"{block}.{'router.gate' if kind == 'hy_v3' else 'gate'}.weight": (num_experts, width)}
     if kind == "qwen2_moe":
         blocks["shared_expert"] = hf["shared_expert_intermediate_size"]
         shapes[f"{block}.shared_expert_gate.weight"] = (1, width)
-    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
-        blocks["shared_experts"] = hf["n_shared_experts"] * inner
-    if kind in ("glm4_moe", "deepseek_v3"):
-        shapes[f"{block}.gate.e_score_correction_bias"] = (num_experts,)
+    for field in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"):
+        if field in hf:
+            blocks["shared_mlp" if kind == "hy_v3" else "shared_experts"] = hf[field] * inner
+    if kind == "mistral4":
+        blocks = {"shared_experts": blocks["shared_experts"]}
+        shapes["mlp.experts.gate_up_proj"] = (num_experts, 2 * inner, width)
+        shapes["mlp.experts.down_proj"] = (num_experts, width, inner)
+    if kind in CORRECTIONS:
+        name, *axes = CORRECTIONS[kind]
+        shapes[f"{block}.{name}"] = (*axes, num_experts)
     for name, columns in blocks.items():
         gate, up, down = (f"{block}.{name}.{projection}.weight" for projection in names)
         shapes |= {gate: (columns, width), up: (columns, width), down: (width, columns)}

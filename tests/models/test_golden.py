@@ -16,7 +16,21 @@ GREEDY_NAMES = [name for name in NAMES if name != "llama_dynamic"]
 
 # One, two or eight key heads, vocabularies that eight does not divide, experts, joined matrices, latents, sinks.
 # Nothing of the others is split in another way; `end_to_end/test_architectures.py` splits all architectures in four.
-OTHERS = ("qwen2_window", "qwen3_bias", "mixtral_window_top1", "qwen3_moe", "deepseek_v2_groups_top1", "gemma2")
+OTHERS = (
+    "qwen2_window",
+    "qwen3_bias",
+    "mixtral_window_top1",
+    "qwen3_moe",
+    "deepseek_v2_groups_top1",
+    "gemma2",
+    "apertus",
+    "arcee",
+    "ernie4_5_moe",
+    "cohere2",
+    "hy_v3",
+    "ministral3",
+    "mistral4",
+)
 SHARDED_NAMES = [
     "llama_mqa_bias_tied",
     "mistral_full",
@@ -28,6 +42,7 @@ SHARDED_NAMES = [
     "gpt_oss",
     "llama4",
     "lfm2_bias",
+    "minimax_m2",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS),
 ]
 
