@@ -9,7 +9,8 @@ from jaxpaged.params.formats.compressed_tensors import integers, packed_integers
 from jaxpaged.params.formats.float4 import mxfp4, nvfp4
 from jaxpaged.params.formats.float8 import float8
 from jaxpaged.params.formats.gptq import gptq
-from jaxpaged.params.formats.stored_weight import StoredWeight, as_float32
+from jaxpaged.params.formats.packing import fields_of_words, turned
+from jaxpaged.params.formats.stored_weight import WORKED_ON, StoredWeight, as_float32
 
 RANDOM = np.random.default_rng(0)
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -42,6 +43,18 @@ def gptq_tensors(bits=4, inputs=64, outputs=24, groups=2):
 def test_looking_floats_up_is_converting_them(dtype, columns):
     values = np.arange(42, dtype=np.uint8).reshape(-1, columns).view(dtype)
     np.testing.assert_array_equal(as_float32(values), values.astype(np.float32))
+
+
+def test_large_matrices_are_unpacked_in_pieces_without_a_seam():
+    tall, wide = words(1300, 130), words(130, 1300)
+    np.testing.assert_array_equal(turned(tall), tall.T)
+    np.testing.assert_array_equal(turned(wide), wide.T)
+    assert 4 * tall.size > 5 * WORKED_ON
+    expected = tall.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    np.testing.assert_array_equal(fields_of_words(tall, 4), expected.reshape(1300, -1))
+    values = RANDOM.integers(-8, 8, (1300, 520), dtype=np.int8)
+    weight = StoredWeight(values, np.arange(1, 1301, dtype=np.float32)[:, None], None, 520)
+    np.testing.assert_array_equal(weight.dequantized(np.float32), values * np.arange(1, 1301)[:, None])
 
 
 def test_a_weight_is_value_less_zero_times_scale_in_the_model_s_order_of_inputs():
