@@ -36,6 +36,7 @@ from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
 from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.models.seeing import without_decoder, without_encoder
+from jaxpaged.params.checkpoint import settled_quantization
 from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
 
 if TYPE_CHECKING:
@@ -253,11 +254,19 @@ def read_model(
 
             processor = load_processor(folder, hf_config, processor_options or {})
             model = dataclasses.replace(model, vision=dataclasses.replace(model.vision, processor=processor))
-        return model, decoder
+        return model, with_settled_quantization(model, decoder, folder)
     except CheckpointError as error:
         if not overrides:
             raise
         raise ConfigError(f"hf_overrides sets {', '.join(overrides)}. With that, {error}") from error
+
+
+def with_settled_quantization(model: Model, decoder: DecoderConfig, folder: Path) -> DecoderConfig:
+    """The description of a quantised checkpoint with what only its files say of single modules."""
+    if decoder.quantization is None:
+        return decoder
+    settled = settled_quantization(decoder.quantization, model.param_specs(decoder, 1), folder)
+    return dataclasses.replace(decoder, quantization=settled)
 
 
 def with_draft_model(

@@ -18,9 +18,10 @@ from jaxpaged.layers.linear import XLA
 from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
-from jaxpaged.models.unsupported import quantisation_error, refuse_quantised_folder
 from jaxpaged.models.vision.interface import VisionConfig
 from jaxpaged.params.other_formats import refuse_adapter, refuse_other_folder, refuse_part_of_pipeline
+from jaxpaged.params.schemes import reading
+from jaxpaged.params.schemes.scheme import Quantization
 
 NAMED, LATER = "named", "later"
 """Metadata of fields, for `facts_text`: the name under which a field began, and that it came later."""
@@ -68,8 +69,8 @@ class LatentConfig:
 class ExpertsConfig:
     """Feed-forward blocks of `num_experts` experts, each of `width` columns, in the layers that `layers` names.
 
-    `shared_width`: columns of the experts that all tokens share, 0 where there are none. `encoding`: how the checkpoint
-    packs the weights of experts, if it does (`Spec.encoding`). `num_redundant`: so many more places than experts there
+    `shared_width`: columns of the experts that all tokens share, 0 where there are none. `encoding`: what config.json
+    calls the way in which the weights of experts are packed. `num_redundant`: so many more places than experts there
     are at least, which the engine's options say (`expert_balance.py`). `has_correction`: of an architecture that may do
     without, the checkpoint has numbers that are added to scores where experts are chosen.
     """
@@ -114,7 +115,7 @@ class DecoderConfig:
     and the logits. `latents`: there are latents in place of keys and values; then `head_dim` is that of queries.
     `short_conv`: what the convolutions are of layers that have one.
     `vision`: what the tower is that makes embeddings of pictures, where there is one.
-    `weight_block`: rows and columns that have a scale in common in a checkpoint of 8 bits (`params/block_scaled.py`).
+    `quantization`: how the checkpoint stores weights in fewer bits, if it does (`params/schemes`).
     """
 
     architecture: str
@@ -153,7 +154,7 @@ class DecoderConfig:
     residual_scale: float | None = None
     logit_scale: float | None = None
     latents: LatentConfig | None = None
-    weight_block: tuple[int, int] | None = None
+    quantization: Quantization | None = field(default=None, metadata={NAMED: "weight_block"})
     deterministic: bool = False
     matmul_backend: str = field(default=XLA, metadata={NAMED: "few_rows"})
     short_conv: ShortConvConfig | None = field(default=None, metadata={LATER: True})
@@ -320,8 +321,7 @@ def load_hf_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds a {type(hf).__name__}, not a JSON object. Download the model again.")
     refuse_part_of_pipeline(Path(folder), hf)
     refuse_adapter(Path(folder))
-    refuse_quantised_folder(Path(folder), hf)
-    return hf
+    return reading.with_description_beside(Path(folder), hf)
 
 
 def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float = 1e-6) -> dict[str, Any]:
@@ -349,26 +349,17 @@ def common_fields(fields: HfFields, tie_default: bool = False, norm_eps: float =
         "tie_embeddings": fields.flag("tie_word_embeddings", tie_default),
         "query_scale": head_dim**-0.5,
         "dtype": dtype_of(fields.hf),
-        "weight_block": weight_block(fields),
+        "quantization": quantization_of(fields),
         **token_ids(fields),
     }
 
 
-BLOCK_FIELDS = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
-"""What `quantization_config` must say of weights that have a scale for every block."""
-
-
-def weight_block(fields: HfFields) -> tuple[int, int] | None:
-    """Rows and columns of a block of 8-bit weights; None where the checkpoint is not quantised. Which weights are so is
-    seen in the files. How activations are rounded is no part of the model: here they are not."""
-    given = fields.value("quantization_config") or fields.value("quantization")
-    if given is None:
-        return None
-    block = given.get("weight_block_size") if isinstance(given, dict) else None
-    well_formed = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    if not well_formed or any(given.get(name) not in values for name, values in BLOCK_FIELDS.items()):
-        raise quantisation_error(given)
-    return block[0], block[1]
+def quantization_of(fields: HfFields) -> Quantization | None:
+    """How weights are stored, which a field of config.json says, or a file beside it. CheckpointError for what is not
+    read."""
+    found = {name: fields.value(name) for name in reading.FIELDS}
+    place = next((name for name, given in found.items() if given), reading.FIELDS[0])
+    return reading.quantization_of(found[place], place)
 
 
 def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
@@ -435,9 +426,11 @@ def short(value: Any) -> str:
 def facts_text(value: Any) -> str:
     """A description as a text that stays the same from version to version, to name what was computed with it.
 
-    It is the `repr` of frozen dataclasses, with two exceptions. A renamed field keeps its first name (`NAMED`).
-    A field that came later (`LATER`) is left out while it has its default.
+    It is the `repr` of frozen dataclasses, with exceptions. A renamed field keeps its first name (`NAMED`).
+    A field that came later (`LATER`) is left out while it has its default. A quantization says what names it.
     """
+    if isinstance(value, Quantization):
+        return value.facts
     if isinstance(value, tuple):
         return f"({', '.join(map(facts_text, value))}{',' if len(value) == 1 else ''})"
     if not is_dataclass(value) or isinstance(value, type):

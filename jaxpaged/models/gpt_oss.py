@@ -16,9 +16,10 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, layer_windows
 from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts
-from jaxpaged.params.mxfp4 import GROUP
-from jaxpaged.params.spec import MXFP4, Spec
+from jaxpaged.params.formats.float4 import MX_GROUP as GROUP
+from jaxpaged.params.spec import Spec
 
+MXFP4 = "mxfp4"
 PUBLISHED_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -37,11 +38,10 @@ DEFAULTS = {
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """GPT-OSS's config.json. Layers with a window come first. Experts are as wide as `intermediate_size` says."""
     encoding = encoding_of(hf)
-    given = {name: value for name, value in hf.items() if not (encoding and name == "quantization_config")}
     defaults = {name: value for name, value in DEFAULTS.items() if name != "dtype" or "torch_dtype" not in hf}
     if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
         defaults["rope_scaling"] = PUBLISHED_ROPE
-    fields = HfFields({**defaults, **given})
+    fields = HfFields({**defaults, **hf})
     fields.read.add("initial_context_length")  # the rope's own original length, once more
     experts = ExpertsConfig(
         num_experts=fields.count("num_local_experts", 128),
@@ -76,16 +76,14 @@ def encoding_of(hf: dict[str, Any]) -> str | None:
 
 
 def feed_forward(config: DecoderConfig, name: str, layer: int) -> Experts:
-    """Specs of a block. Gate and up take turns in one tensor, which packed weights have the usual way round."""
+    """Specs of a block. Gate and up take turns in one tensor."""
     assert config.experts is not None
     name = f"{name}.mlp"
-    encoding = config.experts.encoding
-    how: dict[str, Any] = {"encoding": encoding, "transposed": encoding is None}
 
     def gate_or_up(part: int) -> Linear:
         of_both: dict[str, Any] = {"fused": ("Q", "Q"), "part": part, "fused_axis": 1, "alternating": True}
         return Linear(
-            Spec("eQD", "E Q D", f"{name}.experts.gate_up_proj", **of_both, **how),
+            Spec("eQD", "E Q D", f"{name}.experts.gate_up_proj", **of_both, transposed=True),
             Spec("eQ", "E Q", f"{name}.experts.gate_up_proj_bias", dtype="float32", **of_both),
         )
 
@@ -97,7 +95,7 @@ def feed_forward(config: DecoderConfig, name: str, layer: int) -> Experts:
         gate_proj=gate_or_up(0),
         up_proj=gate_or_up(1),
         down_proj=Linear(
-            Spec("eDQ", "E D Q", f"{name}.experts.down_proj", **how),
+            Spec("eDQ", "E D Q", f"{name}.experts.down_proj", transposed=True),
             Spec("eD", "E D", f"{name}.experts.down_proj_bias", dtype="float32"),
         ),
     )

@@ -40,6 +40,8 @@ from jaxpaged.models.seed_oss import SEED_OSS
 from jaxpaged.models.seeing import seeing_model
 from jaxpaged.models.smollm3 import SMOLLM3
 from jaxpaged.models.unsupported import architecture_error, tower_error
+from jaxpaged.params.encoded import encoded_specs
+from jaxpaged.params.schemes import reading
 
 MODELS: dict[str, Model] = {
     name: model
@@ -106,6 +108,20 @@ def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
 
     CheckpointError saying what it is and what would serve when there is none.
     """
+    model = plain_model_for(hf, language_model_only)
+    if not reading.is_described(hf):
+        return model
+    mtp = model.mtp and replace(model.mtp, param_specs=partial(stored_specs, model.mtp.param_specs))
+    return replace(model, param_specs=partial(stored_specs, model.param_specs), mtp=mtp)
+
+
+def stored_specs(param_specs: Callable[[DecoderConfig, int], Any], config: DecoderConfig, num_model_shards: int) -> Any:
+    """Specs of parameters with the schemes by which a quantised checkpoint stores them."""
+    return encoded_specs(param_specs(config, num_model_shards), config.quantization)
+
+
+def plain_model_for(hf: dict[str, Any], language_model_only: bool) -> Model:
+    """The same for a checkpoint that nobody quantised."""
     name = architecture_of(hf)
     model = WRAPPED.get((name, text_type(hf))) or MODELS.get(generating_name(name))
     if model is None or (model is PIXTRAL and not is_pixtral(hf)):

@@ -13,36 +13,33 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.config import EMBEDDED_MODEL
-from jaxpaged.errors import CheckpointError, ConfigError, did_you_mean
+from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params import orbax_format
-from jaxpaged.params.block_scaled import SCALES, scaled, without_scales
+from jaxpaged.params.encoded import matrices, settled
+from jaxpaged.params.expected import check_entries, dtypes_of, tensors_of
 from jaxpaged.params.hub import ASSETS
-from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers, refuse_quantised_tensors
-from jaxpaged.params.placing import place, stored_shapes
+from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
+from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.safetensors_reader import (
-    BYTE_DTYPES,
-    DTYPES,
-    WHOLE_DTYPES,
     TensorEntry,
     mapped,
     once_each,
     read_header,
 )
+from jaxpaged.params.schemes.scheme import Quantization
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
-from jaxpaged.params.unused import check_copies, check_unused
+from jaxpaged.params.unused import check_copies
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +91,20 @@ def load_params(
     folder, progress = Path(folder), progress or (lambda done, total: None)
     if load_format == "orbax" or (load_format == "auto" and orbax_format.is_orbax(folder)):
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
-    entries, scales = checked_entries(specs, config, folder, is_whole)
+    entries = checked_entries(specs, config, folder, is_whole)
     total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
     rooms = Rooms()
 
     def load(spec: Spec) -> jax.Array | QuantizedArray | PackedArray:
         nonlocal done
-        with ExitStack() as maps:
-            stored = [
-                scaled(entries[name], scales[name], config.weight_block, spec.dtype or dtype)
-                if name in scales
-                else maps.enter_context(mapped(entries[name], dtypes_of(spec)))
-                for name in spec.tensor_names(sizes)
-            ]
-            array = place(spec, stored, sizes, mesh, dtype, rooms)
+        if spec.scheme is not None:
+            shape, rows = stored_shape(spec, sizes), own_rows(spec, sizes)
+            array = place_encoded(spec, matrices(spec, entries, sizes, shape, rows), sizes, mesh, dtype, rooms)
+        else:
+            with ExitStack() as maps:
+                names = spec.tensor_names(sizes)
+                stored = [maps.enter_context(mapped(entries[name], dtypes_of(spec))) for name in names]
+                array = place(spec, stored, sizes, mesh, dtype, rooms)
         done += array.nbytes
         progress(done, total)
         return array
@@ -115,18 +112,23 @@ def load_params(
     return jax.tree.map(load, specs)
 
 
-def checked_entries(
-    specs: Any, config: Any, folder: Path, is_whole: bool
-) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """(tensor name -> where it lies, and the same of scales), of what `specs` name. Raises what `load_params` does."""
+def checked_entries(specs: Any, config: Any, folder: Path, is_whole: bool) -> dict[str, TensorEntry]:
+    """Tensor name -> where it lies, of what `specs` name. Raises what `load_params` does."""
     entries = entries_of_folder(folder)
     if not is_whole:
         wanted = tensors_of(jax.tree.leaves(specs), config.dim_sizes())
-        entries = {name: entry for name, entry in entries.items() if name.removesuffix(SCALES) in wanted}
+        entries = {name: entry for name, entry in entries.items() if name in wanted}
     entries = without_further_layers(entries, config)
-    entries, scales = without_scales(entries, config.weight_block)
     check_entries(jax.tree.leaves(specs), entries, config, folder)
-    return entries, scales
+    return entries
+
+
+def settled_quantization(quantization: Quantization, specs: Any, folder: Path) -> Quantization:
+    """What is known once the files have been asked of modules of which config.json says nothing. Without files it is
+    as it was."""
+    if orbax_format.is_orbax(folder) or not any(folder.glob("*.safetensors")):
+        return quantization
+    return settled(quantization, specs, entries_of_folder(folder))
 
 
 def check_folder(specs: Any, config: Any, folder: Path) -> None:
@@ -138,13 +140,6 @@ def check_folder(specs: Any, config: Any, folder: Path) -> None:
             "for stages. Use the folder that it was made of, or leave the option out."
         )
     checked_entries(specs, config, folder, is_whole=True)
-
-
-def dtypes_of(spec: Spec) -> Mapping[str, np.dtype]:
-    """The types that the tensors of a parameter may have."""
-    if spec.encoding:
-        return BYTE_DTYPES
-    return WHOLE_DTYPES if spec.dtype in WHOLE_DTYPES.values() else DTYPES
 
 
 def without_further_layers(entries: Mapping[str, TensorEntry], config: Any) -> dict[str, TensorEntry]:
@@ -257,38 +252,6 @@ def read_index(index: Path) -> dict[str, str]:
 def is_embedded(folder: Path, name: str) -> bool:
     """Whether an embedded model takes this file from the folder of another one: the same weights are there once."""
     return folder.parent == ASSETS and name == f"../{EMBEDDED_MODEL}/model.safetensors"
-
-
-def tensors_of(specs: list[Spec], sizes: Mapping[str, int]) -> dict[str, Spec]:
-    """Tensor name -> the parameter that it is, or belongs to."""
-    return {name: spec for spec in specs for name in spec.tensor_names(sizes)}
-
-
-def check_entries(specs: list[Spec], entries: Mapping[str, TensorEntry], config: Any, folder: Path) -> None:
-    """CheckpointError unless the tensors are exactly those of the specs, in their shapes, and others that have a reason
-    (`unused.py`)."""
-    sizes = config.dim_sizes()
-    wanted = tensors_of(specs, sizes)
-    extra = check_unused((name for name in entries if name not in wanted), entries, config)
-    missing = [name for name in wanted if name not in entries]
-    if missing:
-        refuse_quantised_tensors(extra)
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}."
-            f"{did_you_mean(missing[0], extra)} Download the model again, or check that config.json belongs to it."
-        )
-    if extra:
-        raise CheckpointError(
-            f"{entries[extra[0]].path}: {len(extra)} tensors are not part of the model that config.json describes, "
-            f"the first is {extra[0]}. Check that config.json belongs to these weights."
-        )
-    shapes = [zip(spec.tensor_names(sizes), stored_shapes(spec, sizes), strict=True) for spec in specs]
-    for name, shape in chain.from_iterable(shapes):
-        if entries[name].shape != shape:
-            raise CheckpointError(
-                f"{entries[name].path}: tensor {name} has shape {entries[name].shape}, but config.json makes it "
-                f"{shape}. Check that config.json belongs to these weights."
-            )
 
 
 class DummyParams:

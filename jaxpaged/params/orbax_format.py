@@ -21,6 +21,7 @@ from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.params.placing import place_part
 from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.schemes.reading import BESIDE, without_description
 from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
 
@@ -74,13 +75,14 @@ def make_folder(folder: Path) -> None:
 
 
 def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:
-    """Configuration, with the type that the arrays have now, and whatever the tokenizer needs."""
+    """Configuration, with the type that the arrays have now and no word of quantisation, and what the tokenizer needs."""
     for path in (path for pattern in SIDE_FILES for path in model_folder.glob(pattern)):
-        if path.name != "model.safetensors.index.json":
+        if path.name not in {"model.safetensors.index.json", *BESIDE}:
             shutil.copyfile(path, out_folder / path.name)
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-    if config.get("dtype", config.get("torch_dtype")) != dtype:
-        text = json.dumps({**config, "dtype": dtype}, indent=2) + "\n"
+    plain = without_description(config)
+    if plain != config or config.get("dtype", config.get("torch_dtype")) != dtype:
+        text = json.dumps({**plain, "dtype": dtype}, indent=2) + "\n"
         (out_folder / "config.json").write_text(text, encoding="utf-8")
 
 

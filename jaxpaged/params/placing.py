@@ -1,9 +1,8 @@
 """One tensor, as a checkpoint stores it, or a stack of them -> one sharded array, as the model uses it.
 
 Axes are split and cut, key heads and experts repeated, the vocabulary padded with zeros; only what a spec marks is
-transposed, or decoded as a whole on the host. Every device gets a copy of its own part only; of a stack it is made
-tensor by tensor. A quantized parameter is rounded before it is cut: its scales are those of whole rows. Knows letters,
-and neither files nor models.
+transposed. Every device gets a copy of its own part only; of a stack it is made tensor by tensor. A quantized parameter
+is rounded before it is cut: its scales are those of whole rows. Knows letters, and neither files nor models.
 """
 
 import math
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpaged.params import mxfp4
+from jaxpaged.params.encoded import Decoded, EncodedMatrix
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, packed_sizes, quantize, scales_spec
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.sharding import sharding_of, sizes_on
@@ -36,34 +35,36 @@ def stored_shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(extents)
 
 
-def stored_shapes(spec: Spec, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """The shapes of its tensors, in the order of their names."""
-    if spec.encoding:
-        return list(mxfp4.encoded_shapes(stored_shape(spec, sizes)))
-    return [stored_shape(spec, sizes)] * len(spec.tensor_names(sizes))
-
-
 def extent(letters: str, sizes: Mapping[str, int]) -> int:
     """Size of one axis that several letters share, or that is spelled 1."""
     return math.prod(1 if letter == "1" else sizes[letter] for letter in letters)
 
 
 def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int]) -> Part:
-    """A view of this parameter in its only tensor, with one axis per letter, or the tensors that it is a stack of. What
-    is encoded is decoded: one array more."""
+    """A view of this parameter in its only tensor, with one axis per letter, or the tensors that it is a stack of."""
     if spec.is_stacked:
         return stored
-    straight, axis = [tensor.swapaxes(-2, -1) if spec.transposed else tensor for tensor in stored], spec.fused_axis
+    (tensor,), axis = stored, spec.fused_axis
+    tensor = tensor.swapaxes(-2, -1) if spec.transposed else tensor
     if spec.within:
-        straight, axis = [tensor.reshape(extent(spec.within, sizes), -1, *tensor.shape[1:]) for tensor in straight], 1
-    start = sum(extent(letters, sizes) for letters in spec.fused[: spec.part])
-    letters = spec.fused[spec.part] if spec.fused else spec.hf_dims.split(" ")[axis]
-    own = slice(start, start + extent(letters, sizes))
-    if spec.alternating:
-        own = slice(spec.part, None, len(spec.fused))
-    parts = [tensor[(slice(None),) * axis + (own,)] for tensor in straight]
-    tensor = mxfp4.decoded(*parts) if spec.encoding else parts[0]
+        tensor, axis = tensor.reshape(extent(spec.within, sizes), -1, *tensor.shape[1:]), 1
+    tensor = tensor[(slice(None),) * axis + (own_places(spec, sizes),)]
     return tensor.reshape([sizes[letter] for letter in spec.stored_dims])
+
+
+def own_places(spec: Spec, sizes: Mapping[str, int]) -> slice:
+    """Where this parameter is on the axis that it shares with others; all of it where it shares none."""
+    if spec.alternating:
+        return slice(spec.part, None, len(spec.fused))
+    start = sum(extent(letters, sizes) for letters in spec.fused[: spec.part])
+    return slice(start, start + extent(spec.fused[spec.part], sizes)) if spec.fused else slice(None)
+
+
+def own_rows(spec: Spec, sizes: Mapping[str, int]) -> np.ndarray:
+    """The numbers of the outputs, in a matrix of the checkpoint, that are those of this parameter."""
+    rows = np.arange(stored_shape(spec, sizes)[-2])
+    rows = rows.reshape(extent(spec.within, sizes), -1) if spec.within else rows
+    return rows[..., own_places(spec, sizes)].reshape(-1)
 
 
 def place(
@@ -71,6 +72,18 @@ def place(
 ) -> Any:
     """The parameter on its devices, in `dtype`. Tensors have `stored_shape(spec, sizes)` and may be a file's map."""
     return place_part(spec, own_part(spec, stored, sizes), sizes, mesh, dtype, rooms)
+
+
+def place_encoded(
+    spec: Spec, matrices: Sequence[EncodedMatrix], sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms
+) -> Any:
+    """Like `place`, for matrices that are decoded as they are read."""
+    shape = tuple(sizes[letter] for letter in spec.stored_dims)
+    dtype_on_host = np.float32 if spec.quantized else spec.dtype or dtype
+    if spec.stored_dims.startswith("E"):
+        return place_part(spec, Decoded(matrices, shape[1:], dtype_on_host), sizes, mesh, dtype, rooms)
+    (matrix,) = matrices
+    return place_part(spec, matrix.dequantized(dtype_on_host).reshape(shape), sizes, mesh, dtype, rooms)
 
 
 def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms) -> Any:
@@ -92,9 +105,10 @@ def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dty
 
 def quantized_stack(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(int8 values, float32 scales) of a stack, whose tensors are rounded one after the other."""
-    values = np.empty((len(tensors), *tensors[0].shape), np.int8)
-    scales = np.empty(values.shape[:-1], np.float32)
     for i, tensor in enumerate(tensors):
+        if i == 0:
+            values = np.empty((len(tensors), *tensor.shape), np.int8)
+            scales = np.empty(values.shape[:-1], np.float32)
         values[i], scales[i] = quantize(tensor, tensor.ndim - 1)
     return values, scales
 
@@ -112,16 +126,31 @@ def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dt
         return piece
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
-        if isinstance(part, np.ndarray):
-            piece = cut_all(part, 0, index)
-            np.copyto(room := rooms.room(piece.shape, dtype), piece, casting="unsafe")
-            return room
-        places = range(*index[0].indices(shape[0]))
-        own = [cut_all(part[place % len(part)], 1, index) for place in places]
-        return np.stack(own, out=rooms.room((len(own), *own[0].shape), dtype), casting="unsafe")
+        piece = cut_all(part, 0, index)
+        np.copyto(room := rooms.room(piece.shape, dtype), piece, casting="unsafe")
+        return room
 
+    def shards_of_stack() -> dict[str, np.ndarray]:
+        """What each index names, of tensors each of which is looked at once."""
+        filled = {}
+        indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
+        for i, tensor in enumerate(part):
+            for name, index in indices.items():
+                places = range(*index[0].indices(shape[0]))
+                for place in places:
+                    if place % len(part) == i:
+                        piece = cut_all(tensor, 1, index)
+                        if name not in filled:
+                            filled[name] = rooms.room((len(places), *piece.shape), dtype)
+                        np.copyto(filled[name][place - places.start], piece, casting="unsafe")
+        return filled
+
+    sharding = sharding_of(spec, mesh)
+    if not isinstance(part, np.ndarray):
+        filled = shards_of_stack()
+        shard = lambda index: filled[str(index)]
     # Waiting keeps the promise of one tensor at a time: transfers would otherwise queue up.
-    return jax.make_array_from_callback(shape, sharding_of(spec, mesh), shard).block_until_ready()
+    return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()
 
 
 def cut(piece: np.ndarray, axis: int, letter: str, wanted: range, full: int, stored: int) -> np.ndarray:

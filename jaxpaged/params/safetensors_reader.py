@@ -30,8 +30,15 @@ BYTE_DTYPES = {"U8": np.dtype(np.uint8)}
 """Those of weights that are packed (mxfp4.py)."""
 BOOL_DTYPES = {"BOOL": np.dtype(np.bool_)}
 """That of tables which say yes or no of every token."""
-EIGHT_BITS = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
-"""The types of weights that are numbers only together with their scales (`block_scaled.py`)."""
+EIGHT_BITS = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+}
+"""The types of weights that are numbers only together with their scales, and of such scales."""
+STORED_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS}
+"""Those of the tensors that a quantised checkpoint has in place of a weight (`schemes`)."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the format's own implementation; a larger number means a damaged file."""

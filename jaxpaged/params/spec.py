@@ -11,11 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpaged.params.dims import ALPHABET
-
-MXFP4 = "mxfp4"
-"""An encoding of weights in checkpoints."""
-MXFP4_TENSORS = ("_blocks", "_scales")
-"""The ends of the names of a weight's two tensors."""
+from jaxpaged.params.schemes.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,8 @@ class Spec:
         k_proj = Spec("KHD", "KH D", "....qkv_proj.weight", fused=("NH", "KH", "KH"), part=1)
 
     They may also lie on another axis, `fused_axis`, and take turns there (`alternating`) instead of lying end to end.
-    `transposed`: the tensor has the last two of `hf_dims` in the other order. `encoding` MXFP4: there are two tensors
-    in place of one, see `mxfp4.py`.
+    `transposed`: the tensor has the last two of `hf_dims` in the other order. `scheme`: the checkpoint was quantised,
+    and has other tensors in place of each one that `hf_name` names (`encoded.py`).
 
         up_proj = Spec("eQD", "E Q D", "....gate_up_proj", fused=("Q", "Q"), part=1, fused_axis=1, alternating=True)
 
@@ -63,7 +59,7 @@ class Spec:
     fused_axis: int = 0
     alternating: bool = False
     transposed: bool = False
-    encoding: str | None = None
+    scheme: Scheme | None = None
     whole: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +69,7 @@ class Spec:
         assert not self.is_stacked or self.hf_dims.split(" ")[0] == self.stored_dims[0], f"{self} is no stack"
         own_axis = self.hf_dims.split(" ")[self.fused_axis]
         assert not self.fused or self.within + self.fused[self.part] == own_axis, f"{self} is not its own part"
-        assert not (self.is_stacked and (self.transposed or self.encoding)), f"{self} has several tensors already"
+        assert not (self.is_stacked and self.transposed), f"{self} has several tensors already"
 
     @property
     def stored_dims(self) -> str:
@@ -86,9 +82,7 @@ class Spec:
         return "{}" in self.hf_name
 
     def tensor_names(self, sizes: Mapping[str, int]) -> list[str]:
-        """The names of its tensors in the checkpoint."""
-        if self.encoding:
-            return [self.hf_name + end for end in MXFP4_TENSORS]
+        """The names of its tensors in the checkpoint, or of those in place of which there are others."""
         return (
             [self.hf_name.format(i) for i in range(sizes[self.stored_dims[0]])] if self.is_stacked else [self.hf_name]
         )

@@ -14,8 +14,10 @@ from safetensors.numpy import load_file, save_file
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import LatentSpec
+from jaxpaged.models.config import facts_text
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.schemes.fp8 import Float8
 from jaxpaged.params.quantized import is_quantized
 from tests.models.checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
@@ -114,7 +116,8 @@ def test_published_descriptions_are_understood():
     assert kimi.experts.num_experts == 384
     assert (v3.max_position_embeddings, kimi.max_position_embeddings) == (163840, 131072)
     assert v3.layers[0].rope.attention_factor == 1.0
-    assert (v3.weight_block, v3.num_mtp_layers) == ((128, 128), 1)
+    assert (v3.quantization.default, v3.num_mtp_layers) == (Float8((128, 128)), 1)
+    assert "weight_block=(128, 128)" in facts_text(v3)  # as pages on disks were first named
     # 576 numbers a token and layer, however many devices split the 128 heads.
     assert model_for(PUBLISHED_V3).attention_specs(v3, 64, 2, 64) == [LatentSpec(64, 576, 2, latent_dim=512)] * 61
 
@@ -132,10 +135,10 @@ def test_experts_are_in_every_nth_layer_behind_the_dense_ones():
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({**DEEPSEEK_V3, "num_experts_per_tok": 9}, "the groups of a token have 8"),
         ({**DEEPSEEK_V3, "qk_rope_head_dim": 7, "qk_nope_head_dim": 9}, "rotates 7 of head_dim 7"),
-        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "awq"}}, "quantised with AWQ"),
+        ({**DEEPSEEK_V3, "quantization_config": {"quant_method": "hqq"}}, "quantised with HQQ"),
         (
             {**DEEPSEEK_V3, "quantization_config": {**QUANTIZATION, "weight_block_size": [128]}},
-            "without a scale for every block",
+            r"weight_block_size is \[128\]; it must be two positive whole numbers",
         ),
     ],
 )
@@ -197,13 +200,16 @@ def test_weights_with_a_scale_for_every_block_are_their_values_times_the_scales(
 def test_scales_that_do_not_belong_to_their_weights_are_refused(tmp_path):
     tensors, hf = write_in_blocks(tmp_path), {**DEEPSEEK_V3, "quantization_config": QUANTIZATION}
     name = "model.layers.1.self_attn.o_proj.weight"
-    with pytest.raises(CheckpointError, match=r"scales of .* have shape .*blocks of \(16, 16\)"):
+    with pytest.raises(CheckpointError, match="weight_scale_inv has shape .*blocks of 16 x 16"):
         load(tmp_path, {**hf, "quantization_config": {**QUANTIZATION, "weight_block_size": [16, 16]}})
     with pytest.raises(CheckpointError, match="are not part of the model"):
         load(tmp_path, DEEPSEEK_V3)
+    listed = {**QUANTIZATION, "ignored_layers": ["model.layers.0.self_attn.o_proj"]}
+    with pytest.raises(CheckpointError, match=r"not say that .*0.self_attn.o_proj is quantised, but .* holds"):
+        load(tmp_path, {**hf, "quantization_config": listed})
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"do not belong together, first at {name}"):
+    with pytest.raises(CheckpointError, match=f"{name}_scale is missing"):
         load(tmp_path, hf)
 
 
