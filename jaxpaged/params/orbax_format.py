@@ -75,7 +75,8 @@ def make_folder(folder: Path) -> None:
 
 
 def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:
-    """Configuration, with the type that the arrays have now and no word of quantisation, and what the tokenizer needs."""
+    """Configuration, with the type that the arrays have now and without a word of quantisation, and whatever the
+    tokenizer needs."""
     for path in (path for pattern in SIDE_FILES for path in model_folder.glob(pattern)):
         if path.name not in {"model.safetensors.index.json", *BESIDE}:
             shutil.copyfile(path, out_folder / path.name)

@@ -17,8 +17,8 @@ from jaxpaged.kv_cache_spec import LatentSpec
 from jaxpaged.models.config import facts_text
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
-from jaxpaged.params.schemes.fp8 import Float8
 from jaxpaged.params.quantized import is_quantized
+from jaxpaged.params.schemes.fp8 import Float8
 from tests.models.checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
 from tests.models.test_quantized import written_out
