@@ -17,6 +17,7 @@ from pallas_kernels import grouped_matmul as gm
 from pallas_kernels import kv_copy, top_k, top_k_top_p
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import quantized_matmul as qm
+from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.kv_copy import cases as copy_cases
 from pallas_kernels.mla_paged_attention import cases as latent_cases
@@ -48,11 +49,23 @@ def tuned_products() -> Iterator[tuple[str, Program]]:
     from pallas_kernels.few_rows_matmul import gpu  # Pallas takes a quarter of a second to import
 
     for key, tiles in gpu.tuned().items():
-        rows, outputs, inputs, gated = re.search(r"(\d+) rows, (\d+) x (\d+)(, gated)?$", key).groups()
+        rows, outputs, inputs, gated, kind = re.search(
+            r"(\d+) rows, (\d+) x (\d+)(, gated)?(?:, (\w+))?$", key
+        ).groups()
         T, F, D = int(rows), int(outputs), int(inputs)
         multiply, weight = (gpu.gated_product, (F // 2, 2, D)) if gated else (gpu.product, (F, D))
         function = partial(multiply, dtype="bfloat16", tiles=tiles)
-        yield key, Program(function, (_struct((T, D), "bfloat16"), _struct(weight, "bfloat16")))
+        yield key, Program(function, (_struct((T, D), "bfloat16"), _weight(weight, kind)))
+
+
+def _weight(shape: tuple[int, ...], kind: str | None) -> Any:
+    """A weight of a kind in `tuned.json`; those of 4 bits in groups of 32, without zeros."""
+    if kind is None:
+        return _struct(shape, "bfloat16")
+    *outputs, D = shape
+    if kind == "int4":
+        return ScaledWeight(_struct((*outputs, D // 2), "uint8"), _struct((*outputs, D // 32), "bfloat16"))
+    return ScaledWeight(_struct(shape, kind), _struct((*outputs, 1), "float32"))
 
 
 def program_of(op: str, case: Any, backend: str) -> Program | None:

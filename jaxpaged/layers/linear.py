@@ -1,7 +1,8 @@
 """A product with a weight, by letters, and an optional bias: of plain weights, and of weights of 8 and 4 bits.
 
 A `Linear` says which kernel multiplies (`backend`), so no layer of a model needs to know it. On a CPU our own kernels
-are faster than XLA. On a GPU ours multiplies bfloat16 where it was timed and found faster. Elsewhere XLA multiplies.
+are faster than XLA. On a GPU ours multiplies where it was timed and found faster, and reads weights of 8 and 4 bits as
+they are. Elsewhere XLA multiplies.
 
 With 8-bit weights on a CPU the activations are split into two planes of 8 bits, so that both factors are integers
 (AVX512 VNNI, AMX): x = step * (high + low / 254), step = largest |x| of the row / 127, |x - its planes| <= step / 508.
@@ -38,11 +39,12 @@ from pallas_kernels.few_rows_matmul import (
     two_plane_matmul,
 )
 from pallas_kernels.few_rows_matmul.reference import in_steps
+from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
 from pallas_kernels.int4_matmul import GROUP, int4_matmul
 from pallas_kernels.int4_matmul import backends as int4_backends
 
-XLA, CPU = "reference", "cpu"
-"""The backend that is everywhere, and one for weights of any number of bits."""
+XLA, CPU, GPU = "reference", "cpu", "gpu"
+"""The backend that is everywhere, and those for weights of any number of bits."""
 
 
 def choose_matmul_backend(platform: str, num_devices: int, deterministic: bool) -> str:
@@ -98,9 +100,9 @@ def apply_linear(letters: str, x: jax.Array, p: Linear, added: jax.Array | None 
 
 def sum_with_product(x_TI: jax.Array, p: Linear, added: jax.Array) -> jax.Array | None:
     """added + x_TI times the weight [T, O] as one kernel; None where there is none for it."""
-    if isinstance(p.weight, QuantizedArray | PackedArray):
+    if p.backend != GPU:
         return None
-    weight_OI = p.weight.reshape(-1, x_TI.shape[1])
+    weight_OI = few_rows_weight(p.weight, -1, x_TI.shape[1])
     if not adds(p.backend, x_TI, weight_OI):
         return None
     return added_matmul(x_TI, weight_OI, added.reshape(len(x_TI), -1), backend=p.backend)
@@ -116,7 +118,20 @@ def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any, backend: str 
     return jnp.einsum("ti,oi->to", x_TI, weight_OI, preferred_element_type=dtype, precision=precision)
 
 
-def few_rows_product(x_TI: jax.Array, weight_OI: jax.Array, backend: str, dtype: Any = None) -> jax.Array | None:
+def few_rows_weight(weight: Any, *shape: int) -> jax.Array | ScaledWeight:
+    """A weight whose axes are merged to `shape`, as `few_rows_matmul` takes it."""
+    *outputs, num_inputs = shape
+    if isinstance(weight, QuantizedArray):
+        return ScaledWeight(weight.values.reshape(shape), weight.scales.reshape(*outputs, 1))
+    if isinstance(weight, PackedArray):
+        packed = weight.packed.reshape(*outputs, num_inputs // 2)
+        return ScaledWeight(packed, weight.scales.reshape(*outputs, num_inputs // GROUP))
+    return weight.reshape(shape)
+
+
+def few_rows_product(
+    x_TI: jax.Array, weight_OI: jax.Array | ScaledWeight, backend: str, dtype: Any = None
+) -> jax.Array | None:
     """Sums [T, O] of the products, in float32 or, of int8, in int32, or rounded to `dtype`; None where XLA is to
     multiply."""
     if backend == XLA or backends(backend, x_TI, weight_OI)[backend] is not None:
@@ -126,14 +141,23 @@ def few_rows_product(x_TI: jax.Array, weight_OI: jax.Array, backend: str, dtype:
 
 def silu_product(x_TI: jax.Array, p: Linear) -> jax.Array | None:
     """silu(gate) * up [T, O] of a weight [O, 2, I] that has both, as one kernel; None where there is none for it."""
-    is_plain = p.bias is None and not isinstance(p.weight, QuantizedArray | PackedArray)
-    if not is_plain or not gates(p.backend, x_TI, p.weight):
+    if p.bias is not None or p.backend != GPU:
         return None
-    return gated_matmul(x_TI, p.weight, backend=p.backend)
+    weight_O2I = few_rows_weight(p.weight, -1, 2, x_TI.shape[1])
+    return gated_matmul(x_TI, weight_O2I, backend=p.backend) if gates(p.backend, x_TI, weight_O2I) else None
+
+
+def scaled_product(x_TI: jax.Array, weight: Any, dtype: Any, backend: str) -> jax.Array | None:
+    """[T, O] in `dtype` of a weight of 8 or 4 bits, read as it is; None where there is no kernel for that."""
+    if backend != GPU:
+        return None
+    return few_rows_product(x_TI, few_rows_weight(weight, -1, x_TI.shape[1]), backend, dtype)
 
 
 def int8_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any, backend: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
+    if (sums_TO := scaled_product(x_TI, weight, dtype, backend)) is not None:
+        return sums_TO
     value_OI, scale_O = weight.values.reshape(-1, x_TI.shape[1]), weight.scales.reshape(-1)
     on_cpu = partial(whole_product, dtype=dtype, backend=CPU if backend == CPU else XLA)
     default = lambda x_TI, value_OI, scale_O: (converted_product(x_TI, value_OI) * scale_O).astype(dtype)
@@ -162,6 +186,8 @@ def converted_product(x_TI: jax.Array, value_OI: jax.Array) -> jax.Array:
 
 def int4_product(x_TI: jax.Array, weight: PackedArray, dtype: Any, backend: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
+    if (sums_TO := scaled_product(x_TI, weight, dtype, backend)) is not None:
+        return sums_TO
     num_inputs = x_TI.shape[1]
     packed_OB, scale_OC = weight.packed.reshape(-1, num_inputs // 2), weight.scales.reshape(-1, num_inputs // GROUP)
     takes = backend == CPU and int4_backends(backend, x_TI, packed_OB, scale_OC)[backend] is None

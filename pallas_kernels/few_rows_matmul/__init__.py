@@ -4,6 +4,7 @@ Validates, picks a backend, and says why others were refused. `reference` is XLA
 `gpu` is faster for some shapes.
 On a CPU XLA reads the weights of such products at half the speed of memory; `cpu` reads each once, as fast as it comes.
 Where a CPU multiplies bfloat16 or bytes by itself, `cpu` takes any number of rows.
+Weights of 8 and 4 bits with scales (`scaled.ScaledWeight`) are multiplied with bfloat16 rows, on a GPU as they are.
 Letters: T rows (tokens), D inputs, F outputs.
 """
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
+from pallas_kernels.few_rows_matmul.scaled import ScaledWeight, check
 
 _OP, _BACKENDS = "few_rows_matmul", ("reference", "cpu", "gpu")
 SUMS = {"bfloat16": "float32", "int8": "int32", "int16": "float32"}
@@ -45,19 +47,23 @@ def most_of_int16(num_inputs: int) -> int:
     return min(2**15 - 1, (2**31 - 1) // (128 * -(-num_inputs // 8)))
 
 
-def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, *, backend: str, dtype: Any = None) -> jax.Array:
+def few_rows_matmul(
+    x_TD: jax.Array, weight_FD: jax.Array | ScaledWeight, *, backend: str, dtype: Any = None
+) -> jax.Array:
     """x times the transposed weight: float32 sums_TF of bfloat16 operands, or of int16 rows and an int8 weight; int32
-    sums of int8 ones, which are exact. Rows of int16 are at most `most_of_int16` large. `dtype`: bfloat16 for sums of
-    bfloat16 operands that are rounded once.
+    sums of int8 ones, which are exact. Rows of int16 are at most `most_of_int16` large. Rows of a `ScaledWeight` are
+    bfloat16. `dtype`: bfloat16 for sums of bfloat16 rows that are rounded once.
 
     Raises ValueError for other operands, and for another type.
     """
-    wanted = WEIGHTS.get(str(x_TD.dtype))
+    if isinstance(weight_FD, ScaledWeight):
+        check(weight_FD)
+    wanted = str(weight_FD.dtype) if isinstance(weight_FD, ScaledWeight) else WEIGHTS.get(str(x_TD.dtype))
     for name, x, fits in (
         ("x_TD", x_TD, wanted is not None),
         ("weight_FD", weight_FD, str(weight_FD.dtype) == wanted),
     ):
-        if x.ndim != 2 or not fits or x.shape[1] != x_TD.shape[1]:
+        if len(x.shape) != 2 or not fits or x.shape[1] != x_TD.shape[1]:
             accepted = " or ".join(
                 f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items()
             )
@@ -74,7 +80,9 @@ def adds(backend: str, x_TD: Any, weight_FD: Any) -> bool:
     return backend == "gpu" and choosing.require(_OP, _BACKENDS, backend).cannot_take(x_TD, weight_FD) is None
 
 
-def added_matmul(x_TD: jax.Array, weight_FD: jax.Array, added_TF: jax.Array, *, backend: str) -> jax.Array:
+def added_matmul(
+    x_TD: jax.Array, weight_FD: jax.Array | ScaledWeight, added_TF: jax.Array, *, backend: str
+) -> jax.Array:
     """added + x times the transposed weight, in added's type. Sums are float32, and rounded once. For operands that the
     backend takes (`adds`)."""
     return choosing.require(_OP, _BACKENDS, backend).added_matmul(x_TD, weight_FD, added_TF)
@@ -85,7 +93,7 @@ def gates(backend: str, x_TD: Any, weight_F2D: Any) -> bool:
     return backend == "gpu" and choosing.require(_OP, _BACKENDS, backend).cannot_gate(x_TD, weight_F2D) is None
 
 
-def gated_matmul(x_TD: jax.Array, weight_F2D: jax.Array, *, backend: str) -> jax.Array:
+def gated_matmul(x_TD: jax.Array, weight_F2D: jax.Array | ScaledWeight, *, backend: str) -> jax.Array:
     """silu(gate) * up, in x's type, where a weight has a gate and an up for each of F outputs. Sums are float32, and
     rounded once. For operands that the backend takes (`gates`)."""
     return choosing.require(_OP, _BACKENDS, backend).gated_matmul(x_TD, weight_F2D, str(x_TD.dtype))

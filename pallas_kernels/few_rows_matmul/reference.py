@@ -1,7 +1,7 @@
 """Products of few rows in XLA: the definition.
 
 Numerics: products of bfloat16 are exact in float32, and summed there; sums of int8 are exact; whole numbers of 16 bits
-become float32.
+become float32. Weights with scales are dequantised in float32, and products with them summed there.
 
 Knows nothing of backends.
 """
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import few_rows_matmul as op
+from pallas_kernels.few_rows_matmul.scaled import ScaledWeight, dequantized
 
 
 def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
@@ -19,8 +20,11 @@ def cannot_take(x_TD: Any, weight_FD: Any) -> str | None:
     return None
 
 
-def few_rows_matmul(x_TD: jax.Array, weight_FD: jax.Array, dtype: str) -> jax.Array:
+def few_rows_matmul(x_TD: jax.Array, weight_FD: Any, dtype: str) -> jax.Array:
     """See `few_rows_matmul.few_rows_matmul`."""
+    if isinstance(weight_FD, ScaledWeight):
+        x_TD, weight_FD = x_TD.astype(jnp.float32), dequantized(weight_FD)
+        return jnp.einsum("TD,FD->TF", x_TD, weight_FD, precision=jax.lax.Precision.HIGHEST).astype(dtype)
     if x_TD.dtype == jnp.int16:
         x_TD, weight_FD = x_TD.astype(jnp.float32), weight_FD.astype(jnp.float32)
         return jnp.einsum("TD,FD->TF", x_TD, weight_FD, precision=jax.lax.Precision.HIGHEST)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxpaged.layers.embedding import embed, vocabulary_logits
-from jaxpaged.layers.linear import Linear, apply_linear, converted_product, int8_product
-from jaxpaged.params.quantized import QuantizedArray, quantize
-from pallas_kernels.few_rows_matmul import two_plane_matmul
+from jaxpaged.layers.linear import Linear, apply_linear, converted_product, int8_product, silu_product
+from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, quantize
+from pallas_kernels.few_rows_matmul import gpu, two_plane_matmul
+from pallas_kernels.int4_matmul import unpack
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((40, 96)).astype(np.float32)
@@ -99,3 +100,32 @@ def test_a_quantized_table_serves_as_embedding_and_as_head():
     assert logits.dtype == jnp.float32 and np.isneginf(logits[:, 38:]).all()
     exact = np.asarray(jnp.asarray(X[1:3], jnp.bfloat16), np.float64) @ (VALUES * SCALES[:, None]).T
     np.testing.assert_allclose(logits[:, :38], exact[:, :38], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_on_a_gpu_layers_multiply_with_weights_as_they_are(monkeypatch, bits):
+    """Products, gates and what is added are the kernel's where it has tiles, with scales of the right outputs."""
+    rng = np.random.default_rng(3)
+    kind, call = jax.devices()[0].device_kind, gpu.call
+    names = [f"{kind}, 8 rows, 48 x 96{gated}, {name}" for name in ("int8", "int4") for gated in ("", ", gated")]
+    monkeypatch.setattr(gpu, "tuned", lambda: dict.fromkeys(names, gpu.Tiles(16, 32)))
+    interpret, taken = jax.default_backend() != "gpu", []
+    monkeypatch.setattr(gpu, "call", lambda *given: taken.append(given) or call(*given[:-1], interpret))
+    weight_O2I = rng.normal(size=(24, 2, 96)).astype(np.float32)
+    if bits == 8:
+        weight = quantized(weight_O2I, 2, "bfloat16")
+        exact_O2I = np.asarray(weight.values, np.float64) * np.asarray(weight.scales)[..., None]
+    else:
+        weight = PackedArray(*map(jnp.asarray, pack(weight_O2I)), "bfloat16")
+        exact_O2I = np.asarray(unpack(weight.packed.reshape(48, -1), weight.scales.reshape(48, -1))).reshape(24, 2, 96)
+    x = jnp.asarray(rng.normal(size=(5, 96)), jnp.bfloat16)
+    both_TO2 = np.einsum("ti,oji->toj", np.asarray(x, np.float64), exact_O2I)
+    p = Linear(weight, backend="gpu")
+    near = dict(rtol=0.02, atol=0.2)
+    np.testing.assert_allclose(apply_linear("TI,OJI->TOJ", x, p).astype(np.float32), both_TO2, **near)
+    added = apply_linear("TI,OJI->TOJ", x, p, jnp.full((5, 24, 2), 100, jnp.bfloat16))
+    np.testing.assert_allclose(added.astype(np.float32), both_TO2 + 100, atol=0.5)
+    gate_TO, up_TO = both_TO2[..., 0], both_TO2[..., 1]
+    silu_TO = silu_product(x, p).astype(np.float32)
+    np.testing.assert_allclose(silu_TO, gate_TO / (1 + np.exp(-gate_TO)) * up_TO, **near)
+    assert len(taken) == 3 and silu_product(jnp.tile(x, (2, 1)), p) is None

@@ -266,13 +266,30 @@ MUTANTS = (
         ("all groups have the first one's step", "steps_at(num_groups) + 4 * LANES * group", "steps_at(num_groups)"),
     ),
     *_of(
-        "pallas_kernels/few_rows_matmul/gpu.py",
-        "test_gpu",
+        "pallas_kernels/few_rows_matmul/gpu_kernel.py",
+        "test_gpu or test_scaled",
         ("parts of other inputs are added", "jnp.where(part_wu(0) == part_wu(1), sum_wu, jnp.float32(0))", "sum_wu"),
         ("gates and what they multiply change places", "gate_ft * jax.nn.sigmoid(gate_ft) * up_ft", "up_ft * gate_ft"),
-        ("inputs beyond the last are read", "None if D % tiles.inputs == 0 else start", "None if True else start"),
+        ("inputs beyond the last are read", "D % inputs > 0", "False"),
         ("all tiles of outputs have the first weights", "pl.ds(first_f * of_output,", "pl.ds(first_f * 0,"),
         ("nothing is added", "result_tf += load", "result_tf + load"),
+        ("both halves of bytes meet the first half's inputs", "half * width", "0 * width"),
+        ("zeros of 4 bits are forgotten", "zero + jnp.bfloat16(128)", "jnp.bfloat16(128)"),
+        ("zeros of 8 bits are forgotten", "values if zero is None else values - zero", "values"),
+        (
+            "groups of a piece have the first one's scale",
+            "first, count = lax.div(start, group)",
+            "first, count = 0 * start",
+        ),
+        (
+            "all outputs have the first scales",
+            "scales.at[pl.ds(first_x, num_x)]",
+            "scales.at[pl.ds(0 * first_x, num_x)]",
+        ),
+    ),
+    *_of(
+        "pallas_kernels/few_rows_matmul/gpu.py",
+        "test_gpu",
         ("more rows have the tiles of fewer", "if num_rows <= rows)", "if num_rows >= rows)"),
     ),
     *_of(

@@ -1,0 +1,94 @@
+"""Weights of 8 and 4 bits with scales, as products of few rows take them. Knows neither checkpoints nor backends."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+KINDS = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
+"""Type of the values -> what such weights are called."""
+SCALES = ("float32", "bfloat16")
+ZERO = 8
+"""The value of 4 bits that stands for zero where there are no zeros."""
+PACKED_GROUP = 32
+"""Inputs whose values lie in 16 bytes: a byte's lower four bits are one of its first half, the upper four the value 16
+inputs later, as `int4_matmul` has them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScaledWeight:
+    """A weight of F outputs and D inputs: `(values - zeros) * scales`, input d being in group d // (D / C).
+
+    values: int8 or float8_e4m3fn [F, D], or uint8 [F, D / 2], two of 4 bits to a byte. With a gate and an up for each
+    output [F, 2, ...], and so are the others. scales: float32 or bfloat16 [F, C]; C = 1 is a scale per output. zeros:
+    [F, C] of bfloat16, whole numbers; None is 0, or `ZERO` of 4 bits.
+    """
+
+    values: Any
+    scales: Any
+    zeros: Any = None
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @property
+    def kind(self) -> str:
+        return KINDS[str(self.values.dtype)]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.kind == "int4"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight, as if each value were a number."""
+        return (*self.values.shape[:-1], self.values.shape[-1] * (1 + self.is_packed))
+
+
+def check(weight: ScaledWeight) -> None:
+    """Raises ValueError for what is no such weight."""
+    values, scales = weight.values, weight.scales
+    if str(values.dtype) not in KINDS or values.ndim not in (2, 3):
+        raise ValueError(f"values is {spelled(values)}; accepted are {', '.join(KINDS)} of two or three axes.")
+    D = weight.shape[-1]
+    if weight.is_packed and D % PACKED_GROUP:
+        raise ValueError(f"values is {spelled(values)}; accepted is a multiple of {PACKED_GROUP // 2} bytes an output.")
+    for name, x, types in (("scales", scales, SCALES), ("zeros", weight.zeros, ("bfloat16",))):
+        if x is None:
+            continue
+        C = x.shape[-1] if x.ndim else 0
+        if str(x.dtype) not in types or x.shape[:-1] != values.shape[:-1] or not C or D % C or scales.shape[-1] != C:
+            accepted = f"{' or '.join(types)}{[*values.shape[:-1], 'C']} where C divides {D} inputs"
+            raise ValueError(f"{name} is {spelled(x)}; accepted is {accepted}.")
+
+
+def dequantized(weight: ScaledWeight) -> jax.Array:
+    """The weight in float32."""
+    *outputs, D = weight.shape
+    values = unpacked(weight.values) if weight.is_packed else weight.values
+    values = values.astype(jnp.float32).reshape(*outputs, weight.scales.shape[-1], -1)
+    if weight.zeros is not None:
+        values -= weight.zeros.astype(jnp.float32)[..., None]
+    elif weight.is_packed:
+        values -= ZERO
+    return (values * weight.scales.astype(jnp.float32)[..., None]).reshape(*outputs, D)
+
+
+def unpacked(values: jax.Array) -> jax.Array:
+    """uint8 values of 4 bits, one a byte, in order of their inputs."""
+    groups = values.reshape(*values.shape[:-1], -1, PACKED_GROUP // 2)
+    return jnp.concatenate([groups & 15, groups >> 4], axis=-1).reshape(*values.shape[:-1], -1)
+
+
+def packed(values: Any, xp: Any = jnp) -> Any:
+    """Values of 4 bits, one a number, two to a byte."""
+    groups = values.astype(xp.uint8).reshape(*values.shape[:-1], -1, PACKED_GROUP)
+    half = PACKED_GROUP // 2
+    return (groups[..., :half] | (groups[..., half:] << 4)).reshape(*values.shape[:-1], -1)
+
+
+def spelled(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
