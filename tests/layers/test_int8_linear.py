@@ -121,7 +121,7 @@ def test_on_a_gpu_layers_multiply_with_weights_as_they_are(monkeypatch, bits):
     x = jnp.asarray(rng.normal(size=(5, 96)), jnp.bfloat16)
     both_TO2 = np.einsum("ti,oji->toj", np.asarray(x, np.float64), exact_O2I)
     p = Linear(weight, backend="gpu")
-    near = dict(rtol=0.02, atol=0.2)
+    near = {"rtol": 0.02, "atol": 0.2}
     np.testing.assert_allclose(apply_linear("TI,OJI->TOJ", x, p).astype(np.float32), both_TO2, **near)
     added = apply_linear("TI,OJI->TOJ", x, p, jnp.full((5, 24, 2), 100, jnp.bfloat16))
     np.testing.assert_allclose(added.astype(np.float32), both_TO2 + 100, atol=0.5)
