@@ -33,6 +33,7 @@ PACKAGES = [
     "ml_dtypes",
     "sentencepiece",
     "protobuf",
+    "xllamacpp==2026.10.11549",
 ]
 SOURCES = ["auto-gptq==0.7.1", "autoawq==0.2.7"]
 """Of these only single files are imported: the packages themselves want CUDA and an old torch."""

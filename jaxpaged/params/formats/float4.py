@@ -87,10 +87,20 @@ def e2m1_numbers(packed_RB: np.ndarray) -> np.ndarray:
     return fours.view(ml_dtypes.float8_e4m3fn)
 
 
+def e2m1_of_codes(codes: np.ndarray) -> np.ndarray:
+    """float8_e4m3fn of codes, one in a byte."""
+    return np.take(numbers_of_codes(), codes, mode="clip").view(ml_dtypes.float8_e4m3fn)
+
+
+@functools.cache
+def numbers_of_codes() -> np.ndarray:
+    """[16]: the byte of float8_e4m3fn that each code of E2M1 is."""
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    return codes.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
 @functools.cache
 def fours_of_numbers() -> np.ndarray:
     """[65536]: the four float8_e4m3fn of two bytes, as one number of 32 bits."""
-    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
-    numbers = codes.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     fields = np.arange(2**16)[:, None] >> np.array([0, 4, 8, 12]) & 15
-    return numbers[fields].view(np.uint32)[:, 0]
+    return numbers_of_codes()[fields].view(np.uint32)[:, 0]

@@ -54,4 +54,21 @@ MUTANTS = (
         ("groups that do not exist are taken", "highest >= num_groups", "False"),
         ("unequal groups are taken", "sizes.min() != sizes.max()", "False"),
     ),
+    *_of(
+        f"{_FORMATS}/gguf/blocks.py",
+        "gguf",
+        ("halves change places", "np.bitwise_and(packed, np.uint8(15)", "np.bitwise_xor(packed, np.uint8(15)"),
+        ("scales of 6 bits lose their upper ones", "third & 15 | first >> 2 & 48", "third & 15"),
+        ("minima are those of the first inputs", "third >> 4 | second >> 2 & 48", "third >> 4 | first >> 2 & 48"),
+        ("a group that is its minimum is zero", "flat.any()", "False"),
+        ("minima are added", "-half_floats(blocks, 2)", "half_floats(blocks, 2)"),
+        ("scales of IQ4_XS are not signed", "high << 4) - 32)", "high << 4) - 0)"),
+    ),
+    *_of(
+        f"{_FORMATS}/gguf/reader.py",
+        "gguf",
+        ("parts are read in any order", "!= (i, count)", "== ()"),
+        ("tensors may overlap", "before.num_bytes > after.begin", "before.num_bytes < 0"),
+        ("the fastest axis comes first", "for _ in range(num_dims))[::-1]", "for _ in range(num_dims))"),
+    ),
 )

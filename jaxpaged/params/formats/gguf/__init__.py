@@ -1,0 +1,1 @@
+"""GGUF files, as llama.cpp writes them: a header of facts and tensors, and blocks of quantised weights."""
