@@ -17,6 +17,10 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from jaxpaged.config.cache_types import CacheType
+
+SCALE_BYTES = 4
+
 
 class CacheSpec(Protocol):
     """What every kind of layer says of its cache.
@@ -28,7 +32,9 @@ class CacheSpec(Protocol):
     that a query sees at most; None: all. `device_slots`: tokens of a block that lie on one device, `context_shards`:
     devices that hold different ones. `storage` is equal for layers that can share a KV tensor.
 
-    Blocks leave the device as pages, of `page_dtype`; None: as they are cached. `has_one_scale`: in 8 bits, too.
+    Blocks leave the device as pages, of `page_dtype`; None: as the engine caches where layers have no type of their
+    own. `has_one_scale`: in 8 bits, too. `scales`: what cached numbers are multiplied with ("none", "head", "token");
+    those of tokens are in pages.
     `page_heads`: how many heads with keys and values a page has, and their size; None: it has no such heads.
     """
 
@@ -47,6 +53,7 @@ class CacheSpec(Protocol):
     storage: "CacheSpec"
     page_dtype: str | None
     has_one_scale: bool
+    scales: str
     page_heads: tuple[int, int] | None
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -54,6 +61,9 @@ class CacheSpec(Protocol):
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """Blocks that a request must have at most, while its first `num_tokens` are computed in such steps."""
+
+    def cached_as(self, cache_type: CacheType) -> "CacheSpec":
+        """The same in numbers of 8 bits, with scales; unchanged where a cache has no keys and values."""
 
     def with_drafts(self, num_drafts: int) -> "CacheSpec":
         """The same where so many of a row's newest tokens may be taken back."""
@@ -81,7 +91,9 @@ class AttentionSpec:
     `block_size`: a query at position p sees those from p - p % chunk on.
     `dtype_bytes` is the size of one cached number, `stored_dim` how many of them a kernel's layout keeps for a head
     of `head_dim`; the same if None. `head_copies`: how often each head of the model is there, its copies side by side;
-    `num_kv_heads` counts them all. `context_shards`: devices that have the same head, and different tokens of each
+    `num_kv_heads` counts them all. `dtype`: of layers with a type of their own, of 8 bits, whose `scales` are not
+    "none"; `stored_scales`: float32 numbers that lie in memory for a block of each head, of keys and values together;
+    if None, one for each of its tokens and each of both. `context_shards`: devices that have the same head, and different tokens of each
     block. Pages of a cache tell of neither: they have each head once, and whole blocks.
     """
 
@@ -89,7 +101,6 @@ class AttentionSpec:
     is_split: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = True
     is_attended: ClassVar[bool] = True
-    page_dtype: ClassVar[None] = None
     has_one_scale: ClassVar[bool] = True
 
     block_size: int
@@ -101,6 +112,13 @@ class AttentionSpec:
     chunk: int | None = None
     head_copies: int = field(default=1, repr=False)
     context_shards: int = field(default=1, repr=False)
+    dtype: str | None = field(default=None, repr=False)
+    scales: str = field(default="none", repr=False)
+    stored_scales: int | None = field(default=None, repr=False)
+
+    @property
+    def page_dtype(self) -> str | None:
+        return self.dtype
 
     @property
     def num_model_heads(self) -> int:
@@ -123,7 +141,9 @@ class AttentionSpec:
 
     @property
     def block_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * (self.stored_dim or self.head_dim) * self.dtype_bytes
+        numbers = 2 * self.block_size * (self.stored_dim or self.head_dim) * self.dtype_bytes
+        scales = (self.stored_scales or 2 * self.block_size) if self.scales == "token" else 0
+        return self.num_kv_heads * (numbers + SCALE_BYTES * scales)
 
     @property
     def storage(self) -> "AttentionSpec":
@@ -147,6 +167,9 @@ class AttentionSpec:
         seen = num_tokens if self.most_seen is None else min(num_tokens, self.most_seen - 1 + max_step_tokens)
         return blocks_for_tokens(seen, self.block_size) + (seen < num_tokens)
 
+    def cached_as(self, cache_type: CacheType) -> "AttentionSpec":
+        return replace(self, dtype_bytes=1, dtype=cache_type.dtype, scales=cache_type.scales)
+
     def with_drafts(self, num_drafts: int) -> "AttentionSpec":
         return self
 
@@ -167,7 +190,7 @@ class AttentionSpec:
 
     def in_pages(self, page_tokens: int) -> "AttentionSpec":
         heads = self.num_model_heads
-        whole = replace(self, num_kv_heads=heads, head_copies=1, context_shards=1, stored_dim=None)
+        whole = replace(self, num_kv_heads=heads, head_copies=1, context_shards=1, stored_dim=None, stored_scales=None)
         return replace(whole, block_size=page_tokens)
 
 
@@ -190,6 +213,7 @@ class LatentSpec:
     needs_blocks: ClassVar[bool] = True
     page_dtype: ClassVar[None] = None
     has_one_scale: ClassVar[bool] = False
+    scales: ClassVar[str] = "none"
     page_heads: ClassVar[None] = None
 
     block_size: int
@@ -221,6 +245,9 @@ class LatentSpec:
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return blocks_for_tokens(num_tokens, self.block_size)
+
+    def cached_as(self, cache_type: CacheType) -> "LatentSpec":
+        return self
 
     def with_drafts(self, num_drafts: int) -> "LatentSpec":
         return self
@@ -293,6 +320,7 @@ class StateSpec:
     is_attended: ClassVar[bool] = False
     page_dtype: ClassVar[str] = "uint8"
     has_one_scale: ClassVar[bool] = False
+    scales: ClassVar[str] = "none"
     page_heads: ClassVar[None] = None
 
     block_size: int
@@ -321,6 +349,9 @@ class StateSpec:
 
     def max_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         return 0
+
+    def cached_as(self, cache_type: CacheType) -> "StateSpec":
+        return self
 
     def with_drafts(self, num_drafts: int) -> "StateSpec":
         return replace(self, num_drafts=num_drafts)
@@ -390,10 +421,15 @@ def pool_layouts(groups: Sequence[KVCacheGroup]) -> tuple[PoolLayout, ...]:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The whole KV cache: `num_blocks[p]` blocks in every KV tensor of pool p. Block 0 of each is its null block."""
+    """The whole KV cache: `num_blocks[p]` blocks in every KV tensor of pool p. Block 0 of each is its null block.
+
+    `content` names what makes blocks of the same tokens others than those that the model's type has: a type of 8 bits,
+    and its scales. Empty: nothing does.
+    """
 
     num_blocks: tuple[int, ...]
     groups: tuple[KVCacheGroup, ...]
+    content: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.num_blocks) == len(self.pools), f"{self.num_blocks} blocks for {len(self.pools)} pools"
@@ -413,10 +449,16 @@ class KVCacheConfig:
         return [group.spec.device_slots for group in self.groups]
 
     @property
-    def tensors(self) -> list[tuple[CacheSpec, int]]:
-        """Of every KV tensor what its blocks look like, and how many they are."""
+    def tensors(self) -> list[tuple[CacheSpec, int, int]]:
+        """Of every KV tensor what its blocks look like, how many they are, and how many layers may share it."""
         pools = zip(self.pools, self.num_blocks, strict=True)
-        return [(pool.storage, num_blocks) for pool, num_blocks in pools for _ in range(pool.num_tensors)]
+        return [
+            (pool.storage, num_blocks, len(pool.groups)) for pool, num_blocks in pools for _ in range(pool.num_tensors)
+        ]
+
+    def place_in_pool(self, g: int) -> int:
+        """Of a group among those that share a pool."""
+        return next(pool.group_idxs.index(g) for pool in self.pools if g in pool.group_idxs)
 
     def num_bytes(self, num_shards: int) -> int:
         """Bytes per device of all blocks."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.config.cache_types import OTHER_NAMES
 from jaxpaged.config.sections import CacheConfig, CompileConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.options import EXACT
@@ -72,7 +73,7 @@ def resolved_cache(given: CacheConfig, model: ModelConfig, parallel: ParallelCon
     return dataclasses.replace(
         given,
         block_size=given.block_size or defaults_of(platform)[0] * shards,
-        kv_cache_dtype=model.dtype if given.kv_cache_dtype == "auto" else given.kv_cache_dtype,
+        kv_cache_dtype=model.dtype if (name := given.kv_cache_dtype) == "auto" else OTHER_NAMES.get(name, name),
     )
 
 

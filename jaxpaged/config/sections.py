@@ -8,6 +8,7 @@ and documentation are generated from it.
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.config.cache_types import CHOICES
 from jaxpaged.config.expert_balance import ExpertBalance, expert_balance_of
 from jaxpaged.config.option_checks import option
 from jaxpaged.config.speculation import checked_speculation
@@ -104,9 +105,16 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of cached keys and values; 'auto' means the model's",
-        choices=("auto", "bfloat16", "float16", "float32"),
+        "type of cached keys and values; 'auto' means the model's. 8 bits: fp8 (fp8_e4m3), fp8_e5m2 and int8 with scales "
+        "of layers and heads, int8_per_token_head and fp8_per_token_head. Guide: guides/kv_cache_dtype.md",
+        choices=CHOICES,
         foreign=VALUES["kv_cache_dtype"],
+    )
+    kv_cache_dtype_skip_layers: tuple[str, ...] = option(
+        (),
+        "layers that keep the model's type where kv_cache_dtype is of 8 bits: their numbers, or sliding_window, "
+        "full_attention",
+        several=True,
     )
     gpu_memory_utilization: float = option(
         0.9, "share of device memory for weights, temporaries and KV blocks", above=0.0, maximum=1.0

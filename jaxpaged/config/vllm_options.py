@@ -280,7 +280,6 @@ MEMORY = (
     pointless("swap_space", 4, NUMBER),  # vLLM ignores it too: what is preempted is computed again
     pointless("preemption_mode", "recompute", str, "a request that is preempted is always computed again"),
     absent("calculate_kv_scales", False, why="the KV cache has no scales"),
-    pointless("kv_cache_dtype_skip_layers", [], LIST, many=True),
     absent("kv_sharing_fast_prefill", False, why="every layer has a KV cache of its own"),
     absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
     pointless("prefix_cache_retention_interval", 0, int),
@@ -437,11 +436,9 @@ VALUES: dict[str, dict[str, str]] = {
         ),
     },
     "kv_cache_dtype": dict.fromkeys((
-        "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_per_token_head", "int4_per_token_head", "int8",
-        "int8_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "turboquant_3bit_nc", "turboquant_4bit_nc",
-        "turboquant_k3v4_nc", "turboquant_k8v4",
-    ), "keys and values are cached in 16 or 32 bits. Leave it out; kv_offload with pages=int8 halves those that leave "
-       "the device."),
+        "fp8_ds_mla", "fp8_inc", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "turboquant_3bit_nc",
+        "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_k8v4",
+    ), "keys and values are cached in 8 bits or more. Give 'int8_per_token_head' or 'fp8'."),
     "load_format": {
         **dict.fromkeys(
             ("bitsandbytes", "gguf", "hf", "mistral", "npcache", "pt", "sharded_state", "tensorizer"), ONLY_SAFETENSORS

@@ -8,7 +8,7 @@ too, and each device plans its own part of the metadata. This module knows neith
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -58,12 +58,19 @@ class AttentionContext:
         """The axes of `cache_mesh` over which query heads are split."""
         return MODEL_AXES if self.context_shards == 1 else CONTEXT_AXES
 
+    @property
+    def by_kv_head(self) -> tuple[str, ...] | str:
+        """Those over which key-value heads are."""
+        return MODEL_AXES if self.context_shards == 1 else GROUP_AXIS
+
 
 @struct.dataclass
 class AttentionBatch:
     """What attention knows of a step, for layers that share block tables and a window.
 
     `window` is the one with which `metadata` was made; a kernel must not be given another.
+
+    `scales_row`: of a KV tensor with scales for each head, those of the layers of this group.
 
     `masked_T`: which of the new tokens no query ever sees. The cache then has heads that are wider by `MASK_DIM`, and
     the probability of a masked token is 0 exactly. A query that sees no other token gets 0.
@@ -73,6 +80,7 @@ class AttentionBatch:
     context: AttentionContext = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
     masked_T: jax.Array | None = None
+    scales_row: int = struct.field(pytree_node=False, default=0)
 
     def rotates(self, kv: KVTensor) -> bool:
         """Whether `attend` takes queries and keys that are still to be rotated."""
@@ -187,11 +195,24 @@ def attend_heads(
         )
         return merged(parts, sinks_N, q_TNH.dtype), kv
 
-    by_head, cache = PartitionSpec(None, context.by_head, None), kv_spec(context)
+    cached = of_layer(kv, batch.scales_row)
+    by_head, cache = PartitionSpec(None, context.by_head, None), kv_specs(context, cached)
     of_step = metadata_specs(batch.metadata, context), PartitionSpec(context.by_head), PartitionSpec()
     sharded = on_devices(context, attend_here, (by_head, cache, *of_step), (by_head, cache))
-    out_TNH, kv = sharded(heads, kv, batch.metadata, sinks_N, rotation)
-    return out_TNH[..., :head_dim], kv
+    out_TNH, cached = sharded(heads, cached, batch.metadata, sinks_N, rotation)
+    return out_TNH[..., :head_dim], cached if has_token_scales(cached) else KVTensor(cached.arrays, kv.scales)
+
+
+def of_layer(kv: KVTensor, row: int) -> KVTensor:
+    """What kernels take: of scales for each head, those of one of the layers that share the tensor."""
+    if not kv.scales or has_token_scales(kv):
+        return kv
+    return KVTensor(kv.arrays, tuple(scales_GK[row] for scales_GK in kv.scales))
+
+
+def has_token_scales(kv: KVTensor) -> bool:
+    """Whether each token and head has scales. Those for each head have two axes at most, here [G, K]."""
+    return bool(kv.scales) and kv.scales[0].ndim > 2
 
 
 def mask_tokens(
@@ -228,6 +249,7 @@ def check_attention(
     block_size: int,
     dtype: Any,
     kv_dtype: Any,
+    kv_scales: str = "none",
 ) -> None:
     """Raise ValueError unless the mesh splits the heads and the kernel takes what each device gets. `num_kv_heads` and
     `block_size`: heads of all groups of devices that hold a context together, and slots of one device."""
@@ -242,38 +264,70 @@ def check_attention(
         block_size=block_size,
         q_dtype=dtype,
         kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
     )
 
 
 def kv_spec(context: AttentionContext) -> PartitionSpec:
     """How each array of a layer's cache is split: by kv head, and by slot if devices hold parts of contexts."""
     layout = rpa.kv_layout(context.backend)
-    if context.context_shards == 1:
-        return PartitionSpec(*[None] * layout.heads_axis, MODEL_AXES)
-    axes: dict[int, str] = {layout.heads_axis: GROUP_AXIS, layout.slots_axis: CONTEXT_AXIS}
+    axes: dict[int, Any] = {layout.heads_axis: context.by_kv_head}
+    if context.context_shards > 1:
+        axes[layout.slots_axis] = CONTEXT_AXIS
     return PartitionSpec(*[axes.get(axis) for axis in range(max(axes) + 1)])
 
 
-def kv_sharding(context: AttentionContext) -> KVTensor:
+def kv_specs(context: AttentionContext, kv: KVTensor) -> KVTensor:
+    """How a layer's cache, of which `kv` has as many arrays, is split: scales as what they belong to."""
+    layout = rpa.kv_layout(context.backend)
+    if has_token_scales(kv):
+        axes: dict[int, Any] = {layout.heads_axis: context.by_kv_head}
+        if context.context_shards > 1:
+            axes[layout.scale_slots_axis] = CONTEXT_AXIS
+        of_scales = PartitionSpec(*[axes.get(axis) for axis in range(max(axes) + 1)])
+    else:
+        of_scales = PartitionSpec(*[None] * (kv.scales[0].ndim - 1 if kv.scales else 0), context.by_kv_head)
+    return KVTensor((kv_spec(context),) * len(kv.arrays), (of_scales,) * len(kv.scales))
+
+
+def kv_sharding(context: AttentionContext, kv: KVTensor) -> KVTensor:
     """A `NamedSharding` for every array of a layer's cache, in the cache's own tree."""
-    return KVTensor((NamedSharding(context.cache_mesh, kv_spec(context)),) * rpa.num_kv_arrays(context.backend))
+    return jax.tree.map(partial(NamedSharding, context.cache_mesh), kv_specs(context, kv))
 
 
-def allocate_kv(
-    context: AttentionContext, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any
-) -> KVTensor:
-    """An empty cache of one layer, made in place on the devices that hold it."""
-    zeros = jax.jit(
-        lambda: rpa.kv_zeros(num_blocks, block_size, num_kv_heads, head_dim, dtype, context.backend),
-        out_shardings=kv_sharding(context),
-    )
-    return zeros()
+def allocate_kv(context: AttentionContext, *shape: Any, **scales: Any) -> KVTensor:
+    """An empty cache of one layer, `kv_struct` of the same arguments, made in place on the devices that hold it. Scales
+    for each head are 1."""
+    struct = kv_struct(context, *shape, **scales)
+
+    def made() -> KVTensor:
+        arrays = (jnp.zeros(each.shape, each.dtype) for each in struct.arrays)
+        return KVTensor(tuple(arrays), tuple(jnp.ones(each.shape, each.dtype) for each in struct.scales))
+
+    return jax.jit(made, out_shardings=jax.tree.map(lambda each: each.sharding, struct))()
 
 
 def kv_struct(
-    context: AttentionContext, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Any
+    context: AttentionContext,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    kv_scales: str = "none",
+    num_layers: int = 1,
 ) -> KVTensor:
-    """What `allocate_kv` would return, as shapes with shardings: for compiling ahead of time."""
-    shape = rpa.kv_shape(num_blocks, block_size, num_kv_heads, head_dim, context.backend)
-    shardings = kv_sharding(context)
-    return jax.tree.map(lambda sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), shardings)
+    """Shapes with shardings of the cache of one layer, or of so many that share a KV tensor and have scales of their
+    own, [G, K] where they are for each head."""
+    layout, shards = rpa.kv_layout(context.backend), context.context_shards
+    shape = layout.shape(num_blocks, block_size, num_kv_heads, head_dim)
+    scale_shapes: tuple[tuple[int, ...], ...] = ()
+    if kv_scales == "head":
+        scale_shapes = ((num_layers, num_kv_heads),) * 2
+    elif kv_scales == "token":
+        of_device, axis = layout.scale_shapes(num_blocks, block_size // shards, num_kv_heads), layout.scale_slots_axis
+        scale_shapes = tuple((*each[:axis], shards * each[axis], *each[axis + 1 :]) for each in of_device)
+    arrays = (jax.ShapeDtypeStruct(shape, dtype),) * layout.num_arrays
+    kv = KVTensor(arrays, tuple(jax.ShapeDtypeStruct(each, jnp.float32) for each in scale_shapes))
+    place = lambda each, sharding: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding)
+    return jax.tree.map(place, kv, kv_sharding(context, kv))

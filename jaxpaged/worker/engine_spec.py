@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.config import EngineConfig, settled
+from jaxpaged.config.cache_types import CACHE_TYPES, LAYER_KINDS, CacheType, of_draft
 from jaxpaged.config.speculation import Speculation, speculation_of
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, group_layers, groups_of_layers
@@ -40,6 +41,7 @@ from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import features_of
+from jaxpaged.worker.cache.head_scales import HeadScales
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, encoder_spec
@@ -114,7 +116,8 @@ class EngineSpec:
         self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)
-        self.kv_dtype = jnp.dtype(config.cache.kv_cache_dtype)
+        self.cache_type = CACHE_TYPES[config.cache.kv_cache_dtype]
+        self.kv_dtype = self.dtype if self.cache_type.is_scaled else jnp.dtype(self.cache_type.dtype)
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
         self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
@@ -176,6 +179,11 @@ class EngineSpec:
     def decoders(self) -> tuple[DecoderConfig, ...]:
         """The descriptions of all models, in the order of their layers."""
         return (self.decoder,) if self.draft is None else (self.decoder, self.draft.config)
+
+    @property
+    def first_layer(self) -> int:
+        """The number of the first layer that is here, in the whole model."""
+        return 0 if self.stage is None else self.stage.layers.start
 
     @property
     def is_last(self) -> bool:
@@ -268,6 +276,9 @@ class EngineSpec:
         """Of all layers, those of other stages included."""
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
         specs = self.model.attention_specs(self.whole, block_size, itemsize, self.num_shards)
+        if self.cache_type.is_scaled:
+            skipped, num_layers = self.config.cache.kv_cache_dtype_skip_layers, self.whole.num_layers
+            specs = in_eight_bits(specs, self.cache_type, skipped, num_layers)
         specs = [spec.with_drafts(self.num_drafts) for spec in specs]
         shards = self.config.parallel.decode_context_parallel_size
         return split_contexts(specs, shards, self.num_shards, (self.whole, *self.decoders[1:]))
@@ -373,6 +384,26 @@ class EngineSpec:
         return fingerprint(self.config, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
 
+def in_eight_bits(
+    specs: Sequence[CacheSpec], cache_type: CacheType, skipped: Sequence[str], num_layers: int
+) -> list[CacheSpec]:
+    """What layers cache, those of the decoder and of what drafts behind them, where the engine has a type of 8 bits.
+    `skipped`: numbers of layers, and kinds of them, that keep the model's. Raises ConfigError for what is neither."""
+    unknown = {*skipped} - {*LAYER_KINDS} - {str(i) for i in range(num_layers)}
+    if unknown:
+        raise ConfigError(
+            f"kv_cache_dtype_skip_layers names {', '.join(sorted(unknown))}; accepted are numbers of layers, 0 to "
+            f"{num_layers - 1}, and {', '.join(LAYER_KINDS)}."
+        )
+
+    def of_layer(i: int, spec: CacheSpec) -> CacheSpec:
+        if i >= num_layers:
+            return spec.cached_as(of_draft(cache_type))
+        return spec if str(i) in skipped or spec.kind in skipped else spec.cached_as(cache_type)
+
+    return [of_layer(i, spec) for i, spec in enumerate(specs)]
+
+
 def engine_specs(
     config: EngineConfig, model: Model, decoder: DecoderConfig, meshes: Sequence[Mesh | AbstractMesh]
 ) -> list[EngineSpec]:
@@ -381,6 +412,16 @@ def engine_specs(
     return [EngineSpec(config, model, decoder, *each) for each in zip(meshes, stages, strict=True)]
 
 
-def whole_kv_cache(engine_spec: EngineSpec, num_blocks: int) -> KVCacheConfig:
+def whole_kv_cache(engine_spec: EngineSpec, num_blocks: int, scales: HeadScales) -> KVCacheConfig:
     """The cache of all stages as one, whose first pool has `num_blocks`: a block id is a block on each of them."""
-    return Division(engine_spec.whole_groups, engine_spec.demand, engine_spec.num_shards).kv_cache(num_blocks)
+    division = Division(engine_spec.whole_groups, engine_spec.demand, engine_spec.num_shards)
+    return replace(division.kv_cache(num_blocks), content=content_of(engine_spec, scales))
+
+
+def content_of(engine_spec: EngineSpec, scales: HeadScales) -> str:
+    """Names a type of 8 bits, the layers that have it, and scales; empty where there is none."""
+    if not engine_spec.cache_type.is_scaled:
+        return ""
+    cache = engine_spec.config.cache
+    words = [cache.kv_cache_dtype, scales.identity, ",".join(sorted({*cache.kv_cache_dtype_skip_layers}))]
+    return " ".join(words).rstrip()

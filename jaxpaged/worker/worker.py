@@ -22,6 +22,7 @@ from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.worker.cache.head_scales import HeadScales, with_scales
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
 from jaxpaged.worker.drafters import LookupDrafter, ModelDrafter
@@ -87,7 +88,8 @@ class Worker:
         check_slice(config.parallel.num_cores, self.engine_spec.mesh)
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
-        self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks)
+        self.head_scales = HeadScales()
+        self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks, self.head_scales)
         offload = config.cache.offload and check_offload(config.cache.offload, self.engine_spec, self.kv_cache_config)
         programs = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
         self.step_programs = programs[-1]
@@ -243,7 +245,19 @@ class Worker:
     def new_state(self) -> DeviceState:
         """Device state of an engine that has computed nothing: all zeros."""
         zeros = self.programs[ProgramKey(ProgramKind.ZEROS)]
-        return DeviceState(*jax.block_until_ready(zeros()))  # or memory is missed later
+        state = DeviceState(*jax.block_until_ready(zeros()))  # or memory is missed later
+        if self.engine_spec.cache_type.scales == "head":
+            state.kv = self._with_scales(state.kv)
+        return state
+
+    def _with_scales(self, kv: Any) -> Any:
+        """The KV tensors, of every stage where there are several, with the scales of layers and heads."""
+        num_blocks = self.kv_cache_config.num_blocks[0]
+        filled = [
+            with_scales(each, stage.division.kv_cache(num_blocks), self.head_scales, stage.first_layer)
+            for each, stage in zip(kv if len(self.stages) > 1 else [kv], self.stages)
+        ]
+        return tuple(filled) if len(self.stages) > 1 else filled[0]
 
     def _renew_state(self) -> None:
         self.device.state = self.new_state()

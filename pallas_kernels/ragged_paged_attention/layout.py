@@ -11,10 +11,12 @@ import jax.numpy as jnp
 
 
 class KVLayout(Protocol):
-    """Arrays of equal shape, blocks on the first axis of each, kv heads and slots on `heads_axis` and `slots_axis`."""
+    """Arrays of equal shape, blocks on the first axis of each, kv heads and slots on `heads_axis` and `slots_axis`;
+    `scale_slots_axis`: slots of the arrays of scales, which may have some more behind those that there are."""
 
     heads_axis: int
     slots_axis: int
+    scale_slots_axis: int
     num_arrays: int
 
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -25,6 +27,9 @@ class KVLayout(Protocol):
 
     def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays that hold these scales."""
+
+    def unpack_scales(self, arrays: tuple[jax.Array, ...], block_size: int) -> tuple[jax.Array, jax.Array]:
+        """(k_BSK, v_BSK) of some blocks or all."""
 
     def stored_dim(self, head_dim: int) -> int:
         """Numbers that lie in memory for each key, and as many for each value."""
@@ -41,6 +46,7 @@ class SplitLayout:
 
     heads_axis = 1
     slots_axis = 2
+    scale_slots_axis = 2
     num_arrays = 2
 
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -51,6 +57,10 @@ class SplitLayout:
 
     def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.swapaxes(k_BSK, 1, 2), jnp.swapaxes(v_BSK, 1, 2)
+
+    def unpack_scales(self, arrays: tuple[jax.Array, ...], block_size: int) -> tuple[jax.Array, jax.Array]:
+        k_BKS, v_BKS = arrays
+        return jnp.swapaxes(k_BKS, 1, 2), jnp.swapaxes(v_BKS, 1, 2)
 
     def stored_dim(self, head_dim: int) -> int:
         return head_dim

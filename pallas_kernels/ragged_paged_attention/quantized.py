@@ -46,9 +46,10 @@ def quantize(x_TKH: jax.Array, scale_TK: jax.Array, dtype: Any) -> jax.Array:
 
 
 def token_scales(x_TKH: jax.Array, dtype: Any) -> jax.Array:
-    """scale_TK that brings the largest number of each token and head to the largest of `dtype`; 1 for zeros."""
+    """scale_TK that brings the largest number of each token and head to the largest of `dtype`; 1 for zeros. NaN where
+    any of them is, so that what is read is none either, though int8 has no such number."""
     top_TK = jnp.max(jnp.abs(x_TKH.astype(jnp.float32)), axis=-1)
-    return jnp.where(top_TK > 0, top_TK / LARGEST[jnp.dtype(dtype)], 1.0)
+    return jnp.where(top_TK == 0, 1.0, top_TK / LARGEST[jnp.dtype(dtype)])
 
 
 def quantize_new(x_TKH: jax.Array, scale: jax.Array | None, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -60,10 +61,3 @@ def quantize_new(x_TKH: jax.Array, scale: jax.Array | None, dtype: Any) -> tuple
     else:
         scale_TK = token_scales(x_TKH, dtype)
     return quantize(x_TKH, scale_TK, dtype), scale_TK
-
-
-def slot_scales(scale: jax.Array | None, shape_BKS: tuple[int, ...]) -> jax.Array:
-    """The scale of every slot and head of a cache with heads before slots."""
-    if scale is None:
-        return jnp.ones(shape_BKS, jnp.float32)
-    return jnp.broadcast_to(scale[:, None], shape_BKS) if scale.ndim == 1 else scale

@@ -32,7 +32,7 @@ from jax import lax
 from pallas_kernels.ragged_paged_attention import work_lists
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
 from pallas_kernels.ragged_paged_attention.numerics import PLAIN, Numerics, Softmax, nothing, packed, unpacked
-from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new, slot_scales
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of, quantize_new
 from pallas_kernels.ragged_paged_attention.work_lists import NOWHERE, Tile
 from pallas_kernels.token_places import first_visible
 
@@ -59,11 +59,12 @@ def cannot_take(**problem: Any) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What the loops of one call only read."""
+    """What the loops of one call only read. `scales`: those of a cache of 8 bits, for each slot or each head."""
 
     q_TKGH: jax.Array
     k_BKSH: jax.Array
     v_BKSH: jax.Array
+    scales: tuple[jax.Array, ...]
     sinks_KG: jax.Array | None
     metadata: Any
     scale: float
@@ -88,18 +89,8 @@ def attention(
     undivided: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
-    if is_quantized(kv[0].dtype):
-        settings = {
-            "scale": scale,
-            "window": window,
-            "soft_cap": soft_cap,
-            "sinks_N": sinks_N,
-            "numerics": numerics,
-            "undivided": undivided,
-        }
-        return _attend_dequantized(q_TNH, (k_TKH, v_TKH), kv, scales, metadata, settings)
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
-    k_BKSH, v_BKSH = written(kv, k_TKH, v_TKH, metadata.plan)
+    (k_BKSH, v_BKSH), scales = written(kv, scales, (k_TKH, v_TKH), metadata.plan)
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
     numerics = numerics or PLAIN
@@ -107,44 +98,30 @@ def attention(
     if undivided:
         numerics = numerics._replace(divide=lambda state, sinks: packed(state))
         out_TKGH = packed(nothing(q_TKGH.shape[:-1], H))
-    problem = Problem(q_TKGH, k_BKSH, v_BKSH, sinks_KG, metadata, scale, window, soft_cap, numerics)
+    problem = Problem(q_TKGH, k_BKSH, v_BKSH, scales, sinks_KG, metadata, scale, window, soft_cap, numerics)
     if metadata.plan.num_shared is not None:
         part_TKGP = packed(nothing(q_TKGH.shape[:-1], H))
     if part_TKGP is not None or not metadata.decodes_only:
         out_TKGH, part_TKGP = _attend_tiles(problem, out_TKGH, part_TKGP)
     out_TKGH = _attend_items(problem, out_TKGH, part_TKGP)
-    return out_TKGH.reshape(T, N, -1), (k_BKSH, v_BKSH), ()
+    return out_TKGH.reshape(T, N, -1), (k_BKSH, v_BKSH), scales
 
 
 def written(
-    kv: tuple[jax.Array, jax.Array], k_TKH: jax.Array, v_TKH: jax.Array, plan: work_lists.Plan
-) -> tuple[jax.Array, jax.Array]:
-    """The cache with new keys and values."""
-    slots = (plan.slot_block_T, slice(None), plan.slot_offset_T)
-    k_BKSH, v_BKSH = (x.at[slots].set(new.astype(x.dtype), mode="drop") for x, new in zip(kv, (k_TKH, v_TKH)))
-    return k_BKSH, v_BKSH
-
-
-def _attend_dequantized(
-    q_TNH: jax.Array,
-    new: tuple[jax.Array, jax.Array],
     kv: tuple[jax.Array, jax.Array],
     scales: tuple[jax.Array, ...],
-    metadata: Any,
-    settings: dict[str, Any],
-) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """`attention` over what a quantised cache means, in float32: a definition, not a way to save memory."""
-    slots = (metadata.plan.slot_block_T, slice(None), metadata.plan.slot_offset_T)
-    meant, meant_new, stored, stored_scales = [], [], [], []
-    for x_TKH, x_BKSH, scale in zip(new, kv, scales or (None, None)):
-        stored_TKH, scale_TK = quantize_new(x_TKH, scale, x_BKSH.dtype)
-        scale_BKS = slot_scales(scale, x_BKSH.shape[:3])
-        meant.append(x_BKSH.astype(jnp.float32) * scale_BKS[..., None])
-        meant_new.append(stored_TKH.astype(jnp.float32) * scale_TK[..., None])
-        stored.append(x_BKSH.at[slots].set(stored_TKH, mode="drop"))
-        stored_scales.append(scale_BKS.at[slots].set(scale_TK, mode="drop"))
-    out_TNH, _, _ = attention(q_TNH, *meant_new, tuple(meant), metadata, **settings)
-    return out_TNH, tuple(stored), tuple(stored_scales) if kind_of(scales) == "token" else scales
+    new: tuple[jax.Array, jax.Array],
+    plan: work_lists.Plan,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """The cache with new keys and values, and its scales with theirs where each slot has one."""
+    slots = (plan.slot_block_T, slice(None), plan.slot_offset_T)
+    if is_quantized(kv[0].dtype):
+        stored = [quantize_new(x, scale, kv[0].dtype) for x, scale in zip(new, scales or (None, None))]
+        new = stored[0][0], stored[1][0]
+        if kind_of(scales) == "token":
+            scales = tuple(x.at[slots].set(scale_TK, mode="drop") for x, (_, scale_TK) in zip(scales, stored))
+    k_BKSH, v_BKSH = (x.at[slots].set(each.astype(x.dtype), mode="drop") for x, each in zip(kv, new))
+    return (k_BKSH, v_BKSH), scales
 
 
 # ---- spans that rows share, and rows with many new tokens: tiles of queries -----------------------
@@ -281,14 +258,26 @@ def _last_visible(problem: Problem, token: jax.Array, position: jax.Array) -> ja
 
 
 def _gather_slots(problem: Problem, row: jax.Array, position: jax.Array, needed: jax.Array):
-    """Keys and values [..., K, C, H] of `row` at `position` [..., C], whole blocks; values 0 where not `needed`.
+    """Keys and values [..., K, C, H] of `row` at `position` [..., C], whole blocks; values 0 where not `needed`. Those of
+    8 bits become float32, times their scales.
 
     Ids of blocks of which nothing is needed may be anything: what they lead to is replaced here, or masked later.
     """
     _, K, S, H = problem.k_BKSH.shape
     block = problem.metadata.block_tables_RM.at[row, lax.div(position[..., ::S], S)].get(mode="clip")
     index = block[..., None, :] * K + jnp.arange(K)[:, None]  # into blocks of one head
-    shape = (*needed.shape[:-1], K, needed.shape[-1], H)
-    k = problem.k_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)
-    v = problem.v_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(shape)
+    shape = (*needed.shape[:-1], K, needed.shape[-1])
+
+    def gathered(cache_BKSH: jax.Array, scale: jax.Array | None) -> jax.Array:
+        x = cache_BKSH.reshape(-1, S, H).at[index].get(mode="clip").reshape(*shape, H)
+        if not is_quantized(x.dtype):
+            return x
+        x = x.astype(jnp.float32)
+        if scale is None:
+            return x
+        if scale.ndim > 1:
+            return x * scale.reshape(-1, S).at[index].get(mode="clip").reshape(*shape, 1)
+        return x * scale[:, None, None]
+
+    k, v = map(gathered, (problem.k_BKSH, problem.v_BKSH), problem.scales or (None, None))
     return k, jnp.where(needed[..., None, :, None], v, 0)

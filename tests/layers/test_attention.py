@@ -98,7 +98,7 @@ def test_the_cache_is_split_by_kv_head():
     for array in kv.arrays:
         assert array.shape == (BLOCKS, K, S, H)
         assert {shard.data.shape for shard in array.addressable_shards} == {(BLOCKS, 1, S, H)}
-        assert array.sharding.is_equivalent_to(kv_sharding(context(4)).arrays[0], array.ndim)
+        assert array.sharding.is_equivalent_to(kv_sharding(context(4), kv).arrays[0], array.ndim)
     struct = kv_struct(context(4), BLOCKS, S, K, H, jnp.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), kv) == jax.tree.map(lambda x: (x.shape, x.dtype), struct)
 

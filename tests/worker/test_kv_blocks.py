@@ -108,7 +108,7 @@ def test_layers_that_store_alike_share_a_pool_and_others_do_not():
     ]
     cache = KVCacheConfig((10, 20, 30), MIXED)
     assert [pool.group_idxs for pool in cache.pools] == [(0, 2), (1,), (3,)]
-    assert [n for _, n in cache.tensors] == [10, 20, 30, 30, 30, 30, 30, 30]
+    assert [n for _, n, _ in cache.tensors] == [10, 20, 30, 30, 30, 30, 30, 30]
     assert dict(enumerate(cache.layer_caches())) == {
         2: (0, 0),
         6: (2, 0),

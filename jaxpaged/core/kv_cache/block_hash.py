@@ -4,7 +4,8 @@
 
 The parent of block 0 is NONE_HASH, as long as the weights are those that the engine began with, which routers take for
 granted. Content of other weights has another root, SHA-256(CBOR([NONE_HASH, ["weights", their version]])), so that it
-never passes for content of these, here or wherever blocks are kept under their hashes. A store that outlives an engine
+never passes for content of these, here or wherever blocks are kept under their hashes. Blocks of a cache of 8 bits have
+a root of their own in place of NONE_HASH, SHA-256(CBOR([NONE_HASH, ["kv_cache", its type and scales]])). A store that outlives an engine
 must keep apart by itself what engines began with (`Executor.weights_version`).
 
 Extra keys are what changes the content besides the tokens; an array of
@@ -29,9 +30,15 @@ NONE_HASH = hashlib.sha256(encode_cbor("vllm-none-hash")).digest()
 """The parent of every first block: what vLLM uses when PYTHONHASHSEED is not set and the algorithm is sha256_cbor."""
 
 
-def root_of(weights_version: str) -> bytes:
-    """The parent of first blocks that were computed with weights other than the engine's first ones."""
-    return hashlib.sha256(encode_cbor((NONE_HASH, ("weights", weights_version)))).digest()
+def root_of(weights_version: str, first: bytes = NONE_HASH) -> bytes:
+    """The parent of first blocks that were computed with weights other than the engine's first ones, whose parent is
+    `first`."""
+    return hashlib.sha256(encode_cbor((first, ("weights", weights_version)))).digest()
+
+
+def first_root(content: str) -> bytes:
+    """The parent of first blocks in a cache with such content (`KVCacheConfig`)."""
+    return hashlib.sha256(encode_cbor((NONE_HASH, ("kv_cache", content)))).digest() if content else NONE_HASH
 
 
 NO_EXTRA_KEYS = encode_cbor(None)
@@ -48,9 +55,9 @@ class _EncodedTokens(dict):
 class BlockHasher:
     """Computes the hashes of a request's full blocks, each once. `root` is the parent of the first."""
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int, root: bytes = NONE_HASH):
         self.block_size = block_size
-        self.root = NONE_HASH
+        self.root = root
         self._encoded_tokens = _EncodedTokens()
         self._array_start = item_start(4, block_size)
 

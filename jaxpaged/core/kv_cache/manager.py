@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, root_of
+from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, first_root, root_of
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent
 from jaxpaged.core.kv_cache.groups import CacheGroup, CacheGroups
@@ -102,7 +102,8 @@ class KVCacheManager:
         self._needing_groups = [(pool, needing(pool)) for pool in self.pools]
         self.enable_prefix_caching = enable_prefix_caching
         self.records_events = enable_kv_cache_events
-        self.hasher = BlockHasher(self.groups.unit)
+        self.first_root = first_root(kv_cache_config.content)
+        self.hasher = BlockHasher(self.groups.unit, self.first_root)
         self._no_hit = CacheHit(tuple([] for _ in range(self.num_groups)), 0, 0)
         self._unconfirmed: deque[tuple[int, BlockPool, KVCacheBlock, bytes]] = deque()  # (step, block, its key)
         self.holds: list[Hold] = []
@@ -360,7 +361,7 @@ class KVCacheManager:
         self.lose_content()
         for request in requests:
             request.forget_hashes()
-        self.hasher.root = root_of(weights_version)
+        self.hasher.root = root_of(weights_version, self.first_root)
 
     def take_events(self) -> list[KVCacheEvent]:
         """The events since the last call, of all pools in the order in which they came."""

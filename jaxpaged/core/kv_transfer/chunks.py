@@ -8,7 +8,6 @@ computed, and those behind it as long as the prefix cache has the whole chunk.
 
 from collections.abc import Iterable
 
-from jaxpaged.core.kv_cache.block_hash import NONE_HASH
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.pieces import Pieces
@@ -57,7 +56,7 @@ class Chunks:
 
     def _is_plain(self, request: Request) -> bool:
         """Whether keys and values follow from the tokens and the first weights alone: names say nothing else."""
-        return request.has_only_tokens and self._manager.hasher.root == NONE_HASH
+        return request.has_only_tokens and self._manager.hasher.root == self._manager.first_root
 
 
 def windows_of(groups: Iterable[CacheGroup]) -> list[int]:

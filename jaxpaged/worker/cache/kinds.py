@@ -28,19 +28,22 @@ class CacheKind(Protocol):
     def check_heads(self, context: AttentionContext, num_heads: int, spec: Any, dtype: Any, kv_dtype: Any) -> None:
         """Raise ValueError unless the kernel takes the query heads of a layer that attends to such a cache."""
 
-    def tensor_of_rank(self, context: AttentionContext, spec: Any, num_blocks: int, dtype: Any, num_rows: int) -> Any:
-        """Shapes and shardings of one KV tensor of one attention rank, which has so many rows for requests."""
+    def tensor_of_rank(
+        self, context: AttentionContext, spec: Any, num_blocks: int, dtype: Any, num_rows: int, num_layers: int
+    ) -> Any:
+        """Shapes and shardings of one KV tensor of one attention rank, which has so many rows for requests. As many
+        layers share it."""
 
     def step_batch(
         self, context: AttentionContext, spec: Any, parts: StepParts, tables_RM: Any, **settings: Any
     ) -> AttentionBatch | StateBatch:
         """What a step tells the layers of a group. `settings`: num_tokens, decodes_only, shared_6R."""
 
-    def gather(self, tensor: Any, id_P: Any, spec: Any, backend: str) -> Any:
-        """Blocks of one layer, in the form of `spec.page_shape`."""
+    def gather(self, tensor: Any, id_P: Any, spec: Any, backend: str) -> tuple[Any, ...]:
+        """Blocks of one layer, in the form of `spec.page_shape`, and their scales where each token has some."""
 
-    def scatter(self, tensor: Any, id_P: Any, values: Any, spec: Any, backend: str) -> Any:
-        """One layer with blocks replaced by values of that form."""
+    def scatter(self, tensor: Any, id_P: Any, pages: tuple[Any, ...], spec: Any, backend: str) -> Any:
+        """One layer with blocks replaced by what has that form."""
 
 
 KINDS: dict[type, CacheKind] = {AttentionSpec: attention, LatentSpec: latent, StateSpec: state}
@@ -50,8 +53,12 @@ def kind_of(spec: CacheSpec) -> CacheKind:
     return KINDS[type(spec)]
 
 
-def tensor_struct(context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any, *, num_rows: int = 0) -> Any:
+def tensor_struct(
+    context: AttentionContext, spec: CacheSpec, num_blocks: int, dtype: Any, *, num_rows: int = 0, num_layers: int = 1
+) -> Any:
     """Shapes and shardings of one KV tensor, of all attention ranks together. `dtype` is that of cached keys and
-    values; states have their own, and `num_rows` of them besides blocks."""
-    tensor = kind_of(spec).tensor_of_rank(context.of_cache(spec.context_shards), spec, num_blocks, dtype, num_rows)
+    values whose layers have no other; states have their own, and `num_rows` of them besides blocks. `num_layers` share
+    the tensor."""
+    own = context.of_cache(spec.context_shards)
+    tensor = kind_of(spec).tensor_of_rank(own, spec, num_blocks, dtype, num_rows, num_layers)
     return jax.tree.map(partial(on_all_ranks, context.mesh), tensor)

@@ -29,7 +29,7 @@ def check_heads(context: AttentionContext, num_heads: int, spec: LatentSpec, dty
 
 
 def tensor_of_rank(
-    context: AttentionContext, spec: LatentSpec, num_blocks: int, dtype: Any, num_rows: int
+    context: AttentionContext, spec: LatentSpec, num_blocks: int, dtype: Any, num_rows: int, num_layers: int
 ) -> jax.ShapeDtypeStruct:
     place = NamedSharding(context.cache_mesh, latents_spec(context))
     width = spec.stored_width or spec.width
@@ -53,10 +53,10 @@ def step_batch(
     return AttentionBatch(metadata, context.of_cache(spec.context_shards), None)
 
 
-def gather(tensor: jax.Array, id_P: Any, spec: LatentSpec, backend: str) -> jax.Array:
+def gather(tensor: jax.Array, id_P: Any, spec: LatentSpec, backend: str) -> tuple[jax.Array, ...]:
     (blocks,) = kv_copy.gather_blocks((tensor,), id_P)
-    return blocks[:, None, :, None, :]
+    return (blocks[:, None, :, None, :],)
 
 
-def scatter(tensor: jax.Array, id_P: Any, values: Any, spec: LatentSpec, backend: str) -> jax.Array:
-    return kv_copy.scatter_blocks((tensor,), id_P, (values[:, 0, :, 0, :],))[0]
+def scatter(tensor: jax.Array, id_P: Any, pages: tuple[Any, ...], spec: LatentSpec, backend: str) -> jax.Array:
+    return kv_copy.scatter_blocks((tensor,), id_P, (pages[0][:, 0, :, 0, :],))[0]

@@ -26,7 +26,7 @@ def check_heads(context: AttentionContext, num_heads: int, spec: StateSpec, dtyp
 
 
 def tensor_of_rank(
-    context: AttentionContext, spec: StateSpec, num_blocks: int, dtype: Any, num_rows: int
+    context: AttentionContext, spec: StateSpec, num_blocks: int, dtype: Any, num_rows: int, num_layers: int
 ) -> StateTensor:
     def struct(array: StateArray, count: int, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         split = [MODEL_AXES if axis == array.split_axis else None for axis in range(array.split_axis + 1)]
@@ -54,20 +54,20 @@ def step_batch(
     return StateBatch(metadata, context)
 
 
-def gather(tensor: StateTensor, id_P: Any, spec: StateSpec, backend: str) -> jax.Array:
+def gather(tensor: StateTensor, id_P: Any, spec: StateSpec, backend: str) -> tuple[jax.Array, ...]:
     """The bytes of snapshots: those of their arrays, one after the other."""
     arrays = kv_copy.gather_blocks(tuple(tensor.blocks), id_P)
     parts = [jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(len(id_P), -1) for array in arrays]
-    return jnp.concatenate(parts, axis=1)[:, None, None, None, :]
+    return (jnp.concatenate(parts, axis=1)[:, None, None, None, :],)
 
 
-def scatter(tensor: StateTensor, id_P: Any, values: Any, spec: StateSpec, backend: str) -> StateTensor:
+def scatter(tensor: StateTensor, id_P: Any, pages: tuple[Any, ...], spec: StateSpec, backend: str) -> StateTensor:
     arrays, start = [], 0
     for array in spec.arrays:
         end = start + array.num_bytes(array.shape)
         dtype = jnp.dtype(array.dtype)
         parts = (dtype.itemsize,) if dtype.itemsize > 1 else ()
-        cut = values[:, 0, 0, 0, start:end].reshape(len(id_P), *array.shape, *parts)
+        cut = pages[0][:, 0, 0, 0, start:end].reshape(len(id_P), *array.shape, *parts)
         arrays.append(jax.lax.bitcast_convert_type(cut, dtype))
         start = end
     return tensor.replace(blocks=list(kv_copy.scatter_blocks(tuple(tensor.blocks), id_P, tuple(arrays))))

@@ -7,11 +7,12 @@ not waited for; each is a link of the chain that the steps form.
 Letters: P blocks of a copy, with padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxpaged.errors import UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_connector.base import KVCacheLayout, KVGroupLayout, KVPoolLayout
 from jaxpaged.kv_store.buffers import aligned_empty
@@ -47,7 +48,7 @@ class Copies:
                 group.spec.most_seen,
                 self.shape(g),
                 self.form.of(group.spec).page_dtype.name,
-                self.form.is_scaled,
+                self.form.of(group.spec).is_scaled,
             )
             for g, group in enumerate(self._kv_cache.groups)
         )
@@ -56,6 +57,17 @@ class Copies:
             for p, (pool, sizes) in enumerate(zip(self._kv_cache.pools, self._sizes))
         )
         return KVCacheLayout(namespace, model, self.form.page_tokens, groups, pools)
+
+    def form_of(self, groups: Collection[int]) -> PageForm:
+        """That pages of all these groups have. Raises UsageError where they differ."""
+        forms = {self.form.of(self._kv_cache.groups[g].spec) for g in groups}
+        if len(forms) > 1:
+            types = ", ".join(sorted({form.page_dtype.name for form in forms}))
+            raise UsageError(
+                f"a file of a beginning has pages of one type, but layers are cached in {types}. Leave out "
+                "kv_cache_dtype_skip_layers."
+            )
+        return forms.pop()
 
     def shape(self, g: int) -> tuple[int, ...]:
         """Of the values in a page of group `g`: [layers, 2 or 1, tokens, heads, head dim]; [layers, 1, 1, 1, bytes]."""

@@ -1,6 +1,6 @@
 """In which form keys and values are in pages: so many tokens each, as they are cached or rounded to 8 bits with scales.
 
-They are rounded on the devices, by the copies that take blocks out and bring them back: half the bytes leave the
+A cache with scales for each token and head has pages with them. Others are rounded on the devices, by the copies that take blocks out and bring them back: half the bytes leave the
 device, and even on a CPU that takes no more time than in the threads that move pages (int8; half of it for fp8). A
 vector of `head_dim` numbers, of one token and head, has one scale: its largest number becomes the largest of the type.
 So it does not matter which tokens are in a page together.
@@ -27,15 +27,20 @@ DTYPES = {"int8": np.dtype(jnp.int8), "fp8": np.dtype(jnp.float8_e4m3fn)}
 @dataclass(frozen=True)
 class PageForm:
     """The form called `name`, of a cache of `dtype`, with `page_tokens` in a page. Its pages are arrays: the values,
-    and behind them their scales where there are any."""
+    and behind them their scales where there are any. `has_scales`: the cache has them, of each token."""
 
     name: str
     dtype: np.dtype
     page_tokens: int
+    has_scales: bool = False
+
+    @property
+    def rounds(self) -> bool:
+        return self.name in DTYPES
 
     @property
     def is_scaled(self) -> bool:
-        return self.name in DTYPES
+        return self.rounds or self.has_scales
 
     @property
     def page_dtype(self) -> np.dtype:
@@ -44,7 +49,9 @@ class PageForm:
 
     def of(self, spec: CacheSpec) -> "PageForm":
         """The form of the pages of layers that cache so: snapshots of states are bytes."""
-        return self if spec.page_dtype is None else replace(self, dtype=np.dtype(spec.page_dtype))
+        if spec.page_dtype is None:
+            return self
+        return replace(self, dtype=np.dtype(spec.page_dtype), has_scales=spec.scales == "token")
 
     @property
     def version(self) -> int:
@@ -54,7 +61,7 @@ class PageForm:
     @property
     def facts(self) -> dict[str, str]:
         """What namespaces and people are told of it; nothing where pages are exact. Of tokens shapes tell."""
-        return {"pages": self.name} if self.is_scaled else {}
+        return {"pages": self.name} if self.rounds else {}
 
     def layout(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], np.dtype]]:
         """(shape, dtype) of the arrays of pages whose values have this shape."""
@@ -66,19 +73,20 @@ class PageForm:
         numbers = int(np.prod(shape))
         return numbers * self.page_dtype.itemsize + (numbers // shape[-1] * SCALE_BYTES if self.is_scaled else 0)
 
-    def leaving(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Pages of cached values [..., head dim]."""
-        if not self.is_scaled:
-            return (values,)
+    def leaving(self, cached: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Pages of cached values [..., head dim], and of their scales where they have some."""
+        if not self.rounds:
+            return tuple(cached)
+        (values,) = cached
         scales = token_scales(values, self.page_dtype)
         return quantize(values, scales, self.page_dtype), scales
 
-    def coming(self, pages: Sequence[Any]) -> jax.Array:
-        """The values of pages, as they are cached."""
-        if not self.is_scaled:
-            return pages[0]
+    def coming(self, pages: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """What is cached, from pages."""
+        if not self.rounds:
+            return tuple(pages)
         values, scales = pages
-        return (values.astype(jnp.float32) * scales[..., None]).astype(self.dtype)
+        return ((values.astype(jnp.float32) * scales[..., None]).astype(self.dtype),)
 
 
 def form_of(

@@ -194,6 +194,7 @@ def namespace_of(engine_spec: EngineSpec, kv_cache: KVCacheConfig, weights_versi
         groups=tuple(str((group.spec.in_pages(form.page_tokens), group.layer_idxs)) for group in kv_cache.groups),
         dtype=engine_spec.kv_dtype.name,
         speculation=str(engine_spec.speculation),
+        **({"kv_cache": kv_cache.content} if kv_cache.content else {}),
         **form.facts,
     )
 

@@ -94,15 +94,17 @@ class BlockCopy:
     def gather(self, tensors: Any, id_P: Any) -> Any:
         """Pages of the blocks."""
         kind = kind_of(self.spec)
-        blocks = jnp.stack([kind.gather(tensor, id_P, self.spec, self.backend) for tensor in tensors], axis=1)
-        return self.form.leaving(recut(blocks, self._length(self.form.page_tokens)))
+        layers = [kind.gather(tensor, id_P, self.spec, self.backend) for tensor in tensors]
+        length = self._length(self.form.page_tokens)
+        return self.form.leaving([recut(jnp.stack(arrays, axis=1), length, 3) for arrays in zip(*layers)])
 
     def scatter(self, tensors: Any, id_P: Any, pages: Any) -> Any:
         """The tensors with pages in these blocks."""
         kind = kind_of(self.spec)
         layers = [self.form.coming([array[:, i] for array in pages]) for i in range(len(tensors))]
-        blocks = [recut(layer, self._length(self.spec.block_size)) for layer in layers]
-        return [kind.scatter(each, id_P, values, self.spec, self.backend) for each, values in zip(tensors, blocks)]
+        length = self._length(self.spec.block_size)
+        blocks = [tuple(recut(array, length, 2) for array in layer) for layer in layers]
+        return [kind.scatter(each, id_P, arrays, self.spec, self.backend) for each, arrays in zip(tensors, blocks)]
 
 
 def copies_of(kv_cache: KVCacheConfig, kv: Sequence[Any], backend: str, replicated: Any, form: PageForm) -> list[Any]:
@@ -117,14 +119,14 @@ def copies_of(kv_cache: KVCacheConfig, kv: Sequence[Any], backend: str, replicat
     return copies
 
 
-def recut(runs: Any, num_tokens: int) -> Any:
-    """Consecutive runs of tokens `[runs, ..., tokens, heads, head dim]` with `num_tokens` each instead, which a run has
-    a multiple of, or is one of several for."""
-    count, *middle, length, heads, dim = runs.shape
+def recut(runs: Any, num_tokens: int, axis: int) -> Any:
+    """Consecutive runs of tokens, along `axis`, with `num_tokens` each instead, which a run has a multiple of, or is one
+    of several for."""
+    (count, *middle), length, rest = runs.shape[:axis], runs.shape[axis], runs.shape[axis + 1 :]
     if length == num_tokens:
         return runs
     if length > num_tokens:
-        parts = runs.reshape(count, *middle, length // num_tokens, num_tokens, heads, dim)
-        return jnp.moveaxis(parts, -4, 1).reshape(-1, *middle, num_tokens, heads, dim)
-    each = runs.reshape(-1, num_tokens // length, *middle, length, heads, dim)
-    return jnp.moveaxis(each, 1, -4).reshape(-1, *middle, num_tokens, heads, dim)
+        parts = runs.reshape(count, *middle, length // num_tokens, num_tokens, *rest)
+        return jnp.moveaxis(parts, axis, 1).reshape(-1, *middle, num_tokens, *rest)
+    each = runs.reshape(-1, num_tokens // length, *middle, length, *rest)
+    return jnp.moveaxis(each, 1, axis).reshape(-1, *middle, num_tokens, *rest)

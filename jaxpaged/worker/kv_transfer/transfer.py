@@ -277,14 +277,15 @@ class KVTransferWorker:
         """Write pieces, each its pages and the ids of its blocks, which nobody overwrites meanwhile, to a file. Raises
         UsageError."""
         pages = [page for some, _ in pieces for page in some]
+        form = self._copies.form_of({page.content.key.group for page in pages})
         header = PrefixHeader(
             self.layout.namespace,
             self.layout.model,
             tuple(token_ids),
-            self._form.page_dtype.name,
+            form.page_dtype.name,
             tuple(pages),
             tuple(self._copies.shape(page.content.key.group) for page in pages),
-            is_scaled=self._form.is_scaled,
+            is_scaled=form.is_scaled,
         )
         return write_prefix(path, header, self._read_pages(pieces), self._secret)
 

@@ -147,7 +147,7 @@ class EnginePrograms:
         engine_spec = self.engine_spec
         num_rows = engine_spec.config.scheduler.max_num_seqs + 1
         place = partial(tensor_struct, engine_spec.attention, num_rows=num_rows)
-        kv = [place(*each, engine_spec.kv_dtype) for each in self.kv_cache.tensors]
+        kv = [place(spec, n, engine_spec.kv_dtype, num_layers=layers) for spec, n, layers in self.kv_cache.tensors]
         kv += load_structs(engine_spec.param_shapes, engine_spec.mesh)
         max_model_len = engine_spec.config.model.max_model_len
         return Shapes(

@@ -193,7 +193,7 @@ class StepFunctions:
             visible = {"visible_end_T": jnp.maximum(parts.visible_ends_T, positions_T + 1)}
 
         def of_group(g: int, spec: CacheSpec) -> AttentionBatch | StateBatch:
-            return kind_of(spec).step_batch(
+            batch = kind_of(spec).step_batch(
                 self.attention,
                 spec,
                 parts,
@@ -203,6 +203,7 @@ class StepFunctions:
                 shared_6R=None if shared_G6R is None else shared_G6R[g],
                 **visible,
             )
+            return batch if spec.scales != "head" else batch.replace(scales_row=self.kv_cache.place_in_pool(g))
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 

@@ -74,6 +74,7 @@ class LanesLayout:
 
     heads_axis = 1
     slots_axis = 2
+    scale_slots_axis = 3
     num_arrays = 1
 
     def shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -85,6 +86,10 @@ class LanesLayout:
     def pack_scales(self, k_BSK: jax.Array, v_BSK: jax.Array) -> tuple[jax.Array, ...]:
         scales_BK2S = jnp.stack([jnp.swapaxes(x, 1, 2) for x in (k_BSK, v_BSK)], axis=2)
         return (pad_lanes(scales_BK2S, round_up(scales_BK2S.shape[-1], NUM_LANES)),)
+
+    def unpack_scales(self, arrays: tuple[jax.Array, ...], block_size: int) -> tuple[jax.Array, jax.Array]:
+        k_BSK, v_BSK = (jnp.swapaxes(arrays[0][:, :, which, :block_size], 1, 2) for which in range(2))
+        return k_BSK, v_BSK
 
     def stored_dim(self, head_dim: int) -> int:
         return Lanes(head_dim).padded
