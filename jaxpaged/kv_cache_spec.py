@@ -93,8 +93,8 @@ class AttentionSpec:
     of `head_dim`; the same if None. `head_copies`: how often each head of the model is there, its copies side by side;
     `num_kv_heads` counts them all. `dtype`: of layers with a type of their own, of 8 bits, whose `scales` are not
     "none"; `stored_scales`: float32 numbers that lie in memory for a block of each head, of keys and values together;
-    if None, one for each of its tokens and each of both. `context_shards`: devices that have the same head, and different tokens of each
-    block. Pages of a cache tell of neither: they have each head once, and whole blocks.
+    if None, one for each of its tokens and each of both. `context_shards`: devices that have the same head, and
+    different tokens of each block. Pages of a cache tell of neither: they have each head once, and whole blocks.
     """
 
     row_bytes: ClassVar[int] = 0

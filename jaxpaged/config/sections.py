@@ -105,8 +105,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of cached keys and values; 'auto' means the model's. 8 bits: fp8 (fp8_e4m3), fp8_e5m2 and int8 with scales "
-        "of layers and heads, int8_per_token_head and fp8_per_token_head. Guide: guides/kv_cache_dtype.md",
+        "type of cached keys and values; 'auto' means the model's. 8 bits: fp8 (fp8_e4m3), fp8_e5m2 and int8, with "
+        "scales of layers and heads; int8_per_token_head and fp8_per_token_head. Guide: guides/kv_cache_dtype.md",
         choices=CHOICES,
         foreign=VALUES["kv_cache_dtype"],
     )

@@ -283,6 +283,12 @@ class EngineSpec:
         shards = self.config.parallel.decode_context_parallel_size
         return split_contexts(specs, shards, self.num_shards, (self.whole, *self.decoders[1:]))
 
+    @property
+    def scaled_layers(self) -> list[int]:
+        """Layers of the whole decoder whose keys and values have a scale for each head."""
+        specs = list(self._cache_specs)[: self.whole.num_layers]
+        return [i for i, spec in enumerate(specs) if spec.scales == "head"]
+
     @cached_property
     def sampling_layout(self) -> StateLayout:
         """Sizes of the sampling state. Logits are as wide as the vocabulary is once it is split over devices."""

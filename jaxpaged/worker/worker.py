@@ -88,7 +88,7 @@ class Worker:
         check_slice(config.parallel.num_cores, self.engine_spec.mesh)
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
-        self.head_scales = HeadScales()
+        self.head_scales = self._find_scales()
         self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks, self.head_scales)
         offload = config.cache.offload and check_offload(config.cache.offload, self.engine_spec, self.kv_cache_config)
         programs = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
@@ -132,6 +132,13 @@ class Worker:
         if self.bundle:
             return compiled_kv_cache(self.bundle.num_blocks, cache, engine_spec.division, *place)
         return size_kv_cache(cache, engine_spec.division, engine_spec.demand, *place)
+
+    def _find_scales(self) -> HeadScales:
+        """What keys and values of 8 bits are multiplied with. Raises ConfigError."""
+        spec, scales = self.engine_spec, HeadScales()
+        if spec.cache_type.is_scaled:
+            scales.check(self.config.cache.kv_cache_dtype, spec.cache_type, spec.scaled_layers)
+        return scales
 
     def _open_bundle(self) -> Bundle | None:
         """The bundle that was asked for. Raises ConfigError when it is damaged or for another engine."""

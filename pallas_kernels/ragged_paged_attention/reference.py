@@ -258,8 +258,8 @@ def _last_visible(problem: Problem, token: jax.Array, position: jax.Array) -> ja
 
 
 def _gather_slots(problem: Problem, row: jax.Array, position: jax.Array, needed: jax.Array):
-    """Keys and values [..., K, C, H] of `row` at `position` [..., C], whole blocks; values 0 where not `needed`. Those of
-    8 bits become float32, times their scales.
+    """Keys and values [..., K, C, H] of `row` at `position` [..., C], whole blocks; values 0 where not `needed`. What
+    has 8 bits becomes float32, times its scales.
 
     Ids of blocks of which nothing is needed may be anything: what they lead to is replaced here, or masked later.
     """

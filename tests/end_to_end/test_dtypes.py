@@ -48,7 +48,7 @@ KINDS = {
     **{
         f"cache of {kv}": ("wide", {"kv_cache_dtype": kv})
         for kv in choices(CacheConfig, "kv_cache_dtype")
-        if kv != "auto"
+        if kv in ("bfloat16", "float16", "float32", "fp8_e4m3", "int8_per_token_head")
     },
     "small heads": ("llama", {}),
     "experts": ("mixtral", {}),

@@ -5,8 +5,8 @@
 The parent of block 0 is NONE_HASH, as long as the weights are those that the engine began with, which routers take for
 granted. Content of other weights has another root, SHA-256(CBOR([NONE_HASH, ["weights", their version]])), so that it
 never passes for content of these, here or wherever blocks are kept under their hashes. Blocks of a cache of 8 bits have
-a root of their own in place of NONE_HASH, SHA-256(CBOR([NONE_HASH, ["kv_cache", its type and scales]])). A store that outlives an engine
-must keep apart by itself what engines began with (`Executor.weights_version`).
+a root of their own in place of NONE_HASH, SHA-256(CBOR([NONE_HASH, ["kv_cache", its type and scales]])). A store that
+outlives an engine must keep apart by itself what engines began with (`Executor.weights_version`).
 
 Extra keys are what changes the content besides the tokens; an array of
     ["lora", adapter name]

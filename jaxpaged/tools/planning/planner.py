@@ -35,8 +35,8 @@ from jaxpaged.tools.planning.roofline import (
 )
 from jaxpaged.tools.planning.step_time import decode_seconds, prefill_seconds, rates_of
 from jaxpaged.tools.planning.targets import Target, shapes_mesh
-from jaxpaged.worker.costs import Work, encode_flops, work_of
 from jaxpaged.worker.cache.head_scales import HeadScales
+from jaxpaged.worker.costs import Work, encode_flops, work_of
 from jaxpaged.worker.engine_spec import EngineSpec, engine_specs, whole_kv_cache
 from jaxpaged.worker.kv_transfer.programs import token_bytes
 from jaxpaged.worker.memory import reserve_of

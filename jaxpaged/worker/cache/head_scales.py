@@ -7,15 +7,26 @@ Letters: K kv heads of the model, G layers that share a KV tensor.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpaged.config.cache_types import CacheType
+from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
 from pallas_kernels.ragged_paged_attention import KVTensor
+
+logger = logging.getLogger(__name__)
+
+
+SATURATES = (
+    "kv_cache_dtype is %s, and no scales of keys and values are known: numbers beyond %g become %g. Give "
+    "kv_cache_dtype fp8_per_token_head or int8_per_token_head, which need none."
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,19 @@ class HeadScales:
             digest.update(f"{i} {[each.astype('<f4').tobytes().hex() for each in pair]}\n".encode())
         return digest.hexdigest()[:32]
 
+    def check(self, name: str, cache_type: CacheType, layers: Collection[int]) -> None:
+        """Raise ConfigError where `layers`, which are cached as the type called `name` says, need scales and have none;
+        warn where numbers are cut off without."""
+        missing = sorted({*layers} - self.of_layers.keys())
+        if not missing or cache_type.scales != "head":
+            return
+        if cache_type.dtype == "int8":
+            raise ConfigError(
+                f"kv_cache_dtype is {name!r}, but the scales of {len(missing)} layers are not known (first: "
+                f"{missing[0]}). Give int8_per_token_head, which needs none."
+            )
+        logger.warning(SATURATES, name, cache_type.largest, cache_type.largest)
+
     def rows(self, layer: int | None, spec: Any) -> list[np.ndarray]:
         """Of keys and of values of a layer, a number for each of the heads that the devices have of the model's; None:
         no layer."""
@@ -43,9 +67,7 @@ class HeadScales:
         return [np.repeat(np.broadcast_to(each, spec.num_model_heads), spec.head_copies) for each in pair]
 
 
-def with_scales(
-    kv: Sequence[Any], kv_cache: KVCacheConfig, scales: HeadScales, first_layer: int = 0
-) -> list[Any]:
+def with_scales(kv: Sequence[Any], kv_cache: KVCacheConfig, scales: HeadScales, first_layer: int = 0) -> list[Any]:
     """The KV tensors of an engine, or of the stage of it whose layers begin with `first_layer`, with scales in those
     that have some for each head."""
     tensors, i = list(kv), 0

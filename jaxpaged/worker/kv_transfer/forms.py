@@ -1,9 +1,9 @@
 """In which form keys and values are in pages: so many tokens each, as they are cached or rounded to 8 bits with scales.
 
-A cache with scales for each token and head has pages with them. Others are rounded on the devices, by the copies that take blocks out and bring them back: half the bytes leave the
-device, and even on a CPU that takes no more time than in the threads that move pages (int8; half of it for fp8). A
-vector of `head_dim` numbers, of one token and head, has one scale: its largest number becomes the largest of the type.
-So it does not matter which tokens are in a page together.
+A cache with scales for each token and head has pages with them. Others are rounded on the devices, by the copies that
+take blocks out and bring them back: half the bytes leave the device, and even on a CPU that takes no more time than in
+the threads that move pages (int8; half of it for fp8). A vector of `head_dim` numbers, of one token and head, has one
+scale: its largest number becomes the largest of the type. So it does not matter which tokens are in a page together.
 """
 
 from collections.abc import Collection, Sequence

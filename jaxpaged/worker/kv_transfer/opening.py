@@ -54,6 +54,11 @@ def check_offload(offload: KVOffload, engine_spec: EngineSpec, kv_cache: KVCache
             f"kv_offload has pages={offload.pages}, but this model caches latents or recurrent states, whose parts "
             f"differ too much in size for one scale. Leave it out: pages={EXACT}."
         )
+    if offload.pages != EXACT and kv_cache.content:
+        raise ConfigError(
+            f"kv_offload has pages={offload.pages}, but kv_cache_dtype is {engine_spec.config.cache.kv_cache_dtype}: "
+            "pages of such a cache have 8 bits already. Leave pages out."
+        )
     for wish in offload.tiers:
         if wish.kind == "custom" and is_connector(made := load_class(wish.place, wish.module)):
             check_class(wish.place, made)

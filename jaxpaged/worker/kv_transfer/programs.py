@@ -120,8 +120,8 @@ def copies_of(kv_cache: KVCacheConfig, kv: Sequence[Any], backend: str, replicat
 
 
 def recut(runs: Any, num_tokens: int, axis: int) -> Any:
-    """Consecutive runs of tokens, along `axis`, with `num_tokens` each instead, which a run has a multiple of, or is one
-    of several for."""
+    """Consecutive runs of tokens, which lie along `axis`, with `num_tokens` each instead: a run has a multiple of it,
+    or is one of several for it."""
     (count, *middle), length, rest = runs.shape[:axis], runs.shape[axis], runs.shape[axis + 1 :]
     if length == num_tokens:
         return runs

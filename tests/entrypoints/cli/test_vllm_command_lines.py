@@ -55,7 +55,7 @@ REFUSED = {
     "serve MODEL -dp 4 --data-parallel-size-local 2": "data_parallel_size_local",
     """serve MODEL --kv-transfer-config '{"kv_connector": "P2pNcclConnector"}'""": "kv_transfer_config",
     "serve MODEL --quantization awq": "quantization is 'awq', but checkpoints in this format are not read yet",
-    "serve MODEL --kv-cache-dtype fp8": "kv_cache_dtype is 'fp8'",
+    "serve MODEL --kv-cache-dtype nvfp4": "kv_cache_dtype is 'nvfp4', but keys and values are cached in 8 bits or more",
     "serve MODEL --lora-modules a=/x b=/y": "lora_modules is ['a=/x', 'b=/y']",
     "serve MODEL --enable-lora": "LoRA adapters are not supported yet. Merge the adapter into its model",
     "serve MODEL --kv-offloading-backend lmcache": "Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'",
