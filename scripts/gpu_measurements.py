@@ -5,6 +5,8 @@ A measurement takes the options of that script and returns the lines of a table.
 """
 
 import argparse
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -12,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,14 @@ TINY_PROMPTS = (3, 24, 1)
 NUM_PROFILED = 24
 TIMED_CALLS = {True: 8, False: 2}  # of decodes and of others, in one program of several layers each
 NUM_CALLS = 20
+MOSAIC_S = 75
+MOSAIC_TILES = {
+    "128 slots": (128, 2, True),
+    "128 slots, no turns": (128, 2, False),
+    "64 slots": (64, 4, True),
+    "64 slots, no turns": (64, 4, False),
+}
+"""What tiles of Mosaic's kernel are called -> slots, stages and whether warp groups take turns."""
 
 
 class Lines(list[dict[str, Any]]):
@@ -360,6 +370,105 @@ def measure_attention(options: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
+def measure_mosaic(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Mosaic's kernel for prompts: its largest error in each of its cases, then microseconds of a layer with each of
+    its tiles beside those with Triton's kernel. What fails is told in its line."""
+    from pallas_kernels.ragged_paged_attention.cases import PROMPT_CASES, serving_step
+    from pallas_kernels.ragged_paged_attention.gpu.mosaic import MosaicTiles
+    from pallas_kernels.timing import measured_matmul
+
+    tiny, lines = options.model == "tiny", Lines(options.out)
+    end = time.monotonic() + (600 if tiny else MOSAIC_S)
+    tiles = {name: MosaicTiles(2 * 64, slots, 1, 1024, 12, *rest) for name, (slots, *rest) in MOSAIC_TILES.items()}
+    tiles = dict(itertools.islice(tiles.items(), 1 if tiny else None))
+    first, *others = tiles
+    attempts = [(case, first, 64) for case in PROMPT_CASES] + [(PROMPT_CASES[-1], name, 1024) for name in others]
+    for line in mosaic_errors(attempts[:1] if tiny else attempts, tiles, tiny):
+        lines.append(line)
+    speed = measured_matmul(64 if tiny else 8192, "bfloat16")
+    lines.append({"case": "measured on this device", "of the products": 1.0, "TFLOP/s": speed / 1e12})
+    heads = {"num_kv_heads": 1, "group_size": 4, "head_dim": 64} if tiny else {}
+    lengths = (40,) if tiny else (8192, 32_768, 2048)
+    steps = [serving_step(f"prefill, {length:,}", ((0, length),), **heads) for length in lengths]
+    for step in steps:
+        for name, calls, chain in mosaic_chains(step, {"Triton": None} | tiles, tiny):
+            if time.monotonic() > end or isinstance(calls, Exception):
+                why = f"{type(calls).__name__}: {calls}"[-500:] if isinstance(calls, Exception) else "no time"
+                lines.append({"case": step.name, "tiles": name, "error": why})
+                continue
+            lines.append({"case": step.name, "tiles": name, **timed_layer(step, calls, chain, speed)})
+    return lines
+
+
+def mosaic_errors(
+    attempts: list[tuple[Any, str, int]], tiles: dict[str, Any], interpret: bool
+) -> Iterator[dict[str, Any]]:
+    """Of cases, with tiles and shortest parts of contexts: the largest error and what is allowed, or why there is
+    none."""
+    import jax.numpy as jnp
+
+    from pallas_kernels import ragged_paged_attention as rpa
+    from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+    from pallas_kernels.testing import make_step
+    from tests.pallas_kernels.ragged_paged_attention.one_step import case_tolerance, error, run
+
+    def attempt(number: int) -> dict[str, Any]:
+        (case, name, least), backend = attempts[number], f"mosaic {number}"
+        chosen = dataclasses.replace(tiles[name], min_slots=max(least, tiles[name].slots))
+        rpa._BACKENDS[backend] = GpuBackend(interpret, choose_mosaic=lambda *_: chosen)
+        line = {"case": case.name, "tiles": name, "least part": chosen.min_slots}
+        try:
+            step = make_step(case, jnp.bfloat16)
+            out_TNH, _ = run(case, step, jnp.bfloat16, backend)
+            return line | {"error": error(case, out_TNH, step), "allowed": case_tolerance(case, jnp.bfloat16)}
+        except Exception as failure:
+            return line | {"error": f"{type(failure).__name__}: {failure}"[-500:]}
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        yield from threads.map(attempt, range(len(attempts)))
+
+
+def mosaic_chains(step: Any, tiles: dict[str, Any], interpret: bool) -> Iterator[tuple[str, Any, Callable]]:
+    """(tiles, calls or why there are none, what makes their chain) of a step with each of these tiles for prompts."""
+    from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+    from pallas_kernels.serving import attention_chain, layer_with
+    from pallas_kernels.timing import compiled
+
+    def chain(name: str) -> Any:
+        backend = GpuBackend(interpret, choose_mosaic=lambda *_: tiles[name])
+        return attention_chain(step, "gpu-interpret" if interpret else "gpu", layer_with(backend, step))
+
+    def prepare(name: str) -> Any:
+        try:
+            return compiled(chain(name), 1 if interpret else TIMED_CALLS[False])
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for name, calls in zip(tiles, list(threads.map(prepare, tiles))):
+            yield name, calls, functools.partial(chain, name)
+
+
+def timed_layer(step: Any, calls: Any, chain: Callable[[], Any], speed: float) -> dict[str, Any]:
+    """Microseconds of a layer, its share of the products' speed, and what each of its kernels takes."""
+    import jax
+
+    try:
+        made = chain()
+        seconds, state = calls.seconds(made.state, made.operands)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(calls.program(state, *made.operands))
+            kernels = {
+                f"{name}, us": nanoseconds / 1e3 / calls.count
+                for name, (_, nanoseconds) in sorted(kernels_of(Path(folder)).items())
+                if name.startswith("paged_")
+            }
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[-500:]}
+    return {"us": 1e6 * seconds, "of the products": step.flops / seconds / speed, **kernels}
+
+
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "speed": measure_speed,
     "minute": measure_first_minute,
@@ -367,4 +476,5 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = 
     "sampler": measure_sampler,
     "sampler kernels": measure_sampler_kernels,
     "attention": measure_attention,
+    "mosaic": measure_mosaic,
 }

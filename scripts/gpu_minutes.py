@@ -17,6 +17,7 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
     sampler   the sampling program by each way to find limits, and its dearest kernels
     attention a layer's attention over steps of serving, and what each of its kernels takes of that
+    mosaic    Mosaic's kernel for prompts: whether it is right, and its time with several tiles beside Triton's
     tiles     scripts/tune_kernel.py --quick: FOLDER/tuned.json is the next pallas_kernels/.../gpu/tuned.json
 
 FOLDER/report.md has all tables, and is written anew after each measurement. A part that fails or takes too long is told
@@ -42,7 +43,7 @@ from gpu_measurements import MEASUREMENTS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-PARTS = ("tests", "products", "speed", "minute", "pictures", "profile", "sampler", "attention", "tiles")
+PARTS = ("tests", "products", "speed", "minute", "pictures", "profile", "sampler", "attention", "mosaic", "tiles")
 TESTS = (
     "tests/sampling/test_sampler.py",
     "tests/sampling/test_limits.py",
@@ -265,6 +266,8 @@ def main() -> None:
     left = lambda: end - time.monotonic()
     report = Report(options.out, f"{options.model}, {time.strftime('%Y-%m-%d')}")
     kept = {"XLA_FLAGS": "--xla_enable_command_buffers_during_profiling=true"} if options.model != "tiny" else {}
+    # Threads of Mosaic's interpreter wait for each other, and XLA has as many as devices.
+    threads = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     parts: dict[str, Callable[[], None]] = {
         "tests": lambda: report.add("tests", test_part(options, min(left(), 240))),
         "products": lambda: report.add("products", product_part(options, min(left(), 100))),
@@ -274,6 +277,7 @@ def main() -> None:
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
         "sampler": lambda: sampler_part(options, report, left, kept),
         "attention": lambda: report.add("attention", measured("attention", options, [], min(left(), 90), **kept)),
+        "mosaic": lambda: report.add("mosaic", measured("mosaic", options, [], min(left(), 90), **(kept or threads))),
         "tiles": lambda: report.add("tiles", tile_part(options, min(left(), 120))),
     }
     for part in PARTS:

@@ -125,6 +125,27 @@ BOTH_WAYS_CASES = (
     ),
 )
 
+# For kernels that take nothing but prompts, and heads of 64 and 128: whole tiles and short ones, iterations before the
+# window's end, within it and behind it, contexts in parts; decodes beside them are somebody else's.
+PROMPT_CASES = (
+    Case(
+        "prompts, window, soft cap and sinks",
+        ((300, 50), (30, 1), (0, 37)),
+        num_kv_heads=1,
+        group_size=4,
+        head_dim=64,
+        window=150,
+        soft_cap=1.5,
+        sinks=True,
+        empty_rows=1,
+    ),
+    Case("prompts, head_dim 128", ((0, 70), (333, 40), (7, 1)), group_size=4, head_dim=128),
+    Case("prompts, group of 7", ((100, 60), (0, 11)), num_kv_heads=1, group_size=7, head_dim=64, block_size=8),
+    Case("prompts, multi-head, window of one token", ((20, 150),), group_size=1, head_dim=64, window=1),
+    Case("prompts, blocks of 256", ((500, 30), (0, 9)), num_kv_heads=1, group_size=8, head_dim=64, block_size=256),
+    Case("prompts, long", ((1500, 600), (0, 333), (64, 64)), group_size=4, head_dim=128, block_size=32),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ServingShape:

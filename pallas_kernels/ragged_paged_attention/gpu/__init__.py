@@ -49,6 +49,8 @@ import jax.numpy as jnp
 from pallas_kernels.context_share import ContextShare, places_here
 from pallas_kernels.ragged_paged_attention import sharing
 from pallas_kernels.ragged_paged_attention.gpu.items import make_items, make_span_items
+from pallas_kernels.ragged_paged_attention.gpu.mosaic import MosaicTiles, choose_mosaic_tiles
+from pallas_kernels.ragged_paged_attention.gpu.mosaic import cannot_take as mosaic_cannot_take
 from pallas_kernels.ragged_paged_attention.gpu.statics import LOG2_E, LOWEST, LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import Tiles, choose_tiles, device_kind
 from pallas_kernels.ragged_paged_attention.layout import SplitLayout
@@ -104,13 +106,14 @@ class GpuBackend:
     """The backend's functions. `interpret` runs the kernels in an interpreter, anywhere and very slowly.
 
     `is_pallas`: the kernels are those in Pallas (kernels.py), else those in Triton itself (triton_kernels.py); both
-    take the same lists of work and the same cache. `choose` has the arguments and the result of `choose_tiles`;
-    scripts/tune_kernel.py tries others.
+    take the same lists of work and the same cache. `choose` and `choose_mosaic` have the arguments and results of
+    `choose_tiles` and `choose_mosaic_tiles`; scripts/tune_kernel.py tries others.
     """
 
     interpret: bool
     is_pallas: bool = True
     choose: Callable[..., Tiles] = choose_tiles
+    choose_mosaic: Callable[..., MosaicTiles | None] = choose_mosaic_tiles
 
     LAYOUT = SplitLayout()
 
@@ -239,12 +242,28 @@ class GpuBackend:
         if metadata.plan.shared_6R is not None:
             own_R = metadata.plan.shared_6R[sharing.OWN]
             begun = self.attend_spans(rule, metadata, sinks_N, q_TNH, kv, scales)
-        for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind):
+        mosaic = self.mosaic_tiles(rule, q_TNH, kv[0], bool(begun), kind)
+        for work in self.work_classes(metadata, T, N // K, H, kv[0].dtype, kind, mosaic):
             sizes = work.tiles.sizes(N // K, K, kind)
             items = make_items(metadata, work.wanted_R, work.num_tiles, sizes, window, own_R, metadata.visible_end_T)
             layer = (metadata, sinks_N, q_TNH, kv, scales)
-            q_TNH = calls.attend(rule, work.tiles, sizes, items, *layer, begun, self.interpret)
+            attend = calls.attend if work.tiles is not mosaic else mosaic_binding().attend
+            q_TNH = attend(rule, work.tiles, sizes, items, *layer, begun, self.interpret)
         return q_TNH, kv, scales
+
+    def mosaic_tiles(
+        self, rule: LayerRule, q_TNH: jax.Array, k_BKSH: jax.Array, begins: bool, kind: str
+    ) -> MosaicTiles | None:
+        """The tiles of prompts where Mosaic's kernel takes them: where it is known to be faster, and can."""
+        if not self.is_pallas:
+            return None
+        (_, N, H), (_, K, S, _) = q_TNH.shape, k_BKSH.shape
+        tiles = self.choose_mosaic(N // K, H, k_BKSH.dtype, kind)
+        if tiles is None:
+            return None
+        heads = {"group_size": N // K, "head_dim": H, "block_size": S}
+        types = {"q_dtype": q_TNH.dtype, "kv_dtype": k_BKSH.dtype}
+        return None if mosaic_cannot_take(tiles, rule, **heads, **types, shares=begins, kind=kind) else tiles
 
     def attend_spans(
         self, rule: LayerRule, metadata: Any, sinks_N: jax.Array, q_TNH: jax.Array, kv: Any, scales: Any
@@ -287,9 +306,17 @@ class GpuBackend:
         return jnp.concatenate([out_TNH, jnp.ones_like(top_TN)[..., None], top_TN[..., None]], axis=-1)
 
     def work_classes(
-        self, metadata: Any, num_tokens: int, group_size: int, head_dim: int, dtype: Any, kind: str
+        self,
+        metadata: Any,
+        num_tokens: int,
+        group_size: int,
+        head_dim: int,
+        dtype: Any,
+        kind: str,
+        mosaic: MosaicTiles | None = None,
     ) -> list[WorkClass]:
-        """Decodes and everything else, or all rows as decodes when the step is small."""
+        """Decodes and everything else, or all rows as decodes when the step is small. `mosaic`: everything else's, if
+        Mosaic's kernel takes that."""
         start_R1 = metadata.query_start_loc_R1
         num_queries_R = start_R1[1:] - start_R1[:-1]
         R, T = len(num_queries_R), num_tokens
@@ -297,7 +324,7 @@ class GpuBackend:
         most = few.queries(group_size)
         if T <= ALL_DECODE_TOKENS or metadata.decodes_only:
             return [WorkClass(few, num_queries_R > 0, min(T, T // most + R))]
-        many = self.choose("prefill", group_size, head_dim, dtype, kind)
+        many = mosaic or self.choose("prefill", group_size, head_dim, dtype, kind)
         num_others = min(R, T // (most + 1))  # a row that is no decode has more than `most` tokens
         num_tiles = min(T, T // many.queries(group_size) + num_others)
         return [
@@ -310,6 +337,11 @@ def binding_of(is_pallas: bool) -> ModuleType:
     """The module that launches kernels; what it needs is imported no earlier, and takes a third of a second."""
     name = "calls" if is_pallas else "triton_calls"
     return importlib.import_module(f"pallas_kernels.ragged_paged_attention.gpu.{name}")
+
+
+def mosaic_binding() -> ModuleType:
+    """The module that launches Mosaic's kernel."""
+    return importlib.import_module("pallas_kernels.ragged_paged_attention.gpu.mosaic_calls")
 
 
 def present_capability() -> str | None:

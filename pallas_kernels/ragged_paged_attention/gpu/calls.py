@@ -6,6 +6,7 @@ This is the only module that says how Pallas launches a kernel; triton_calls.py,
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,7 +65,8 @@ def attend(
     """`q_TNH` with outputs in place of the queries of the items' tokens, which nobody else reads. `begun` is what
     `attend_spans` has left, if it was asked."""
     K = kv[0].shape[1]
-    layer, settings = _layer(rule, tiles, sizes, q_TNH, K, bool(begun), interpret)
+    layer = layer_of(rule, tiles, sizes, q_TNH, K, interpret, begins=bool(begun))
+    settings = _settings(tiles, interpret)
     ends = (metadata.visible_end_T,) if rule.sees_ahead else ()
     out_struct = jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)
     out_TNH, *parts = pl.pallas_call(
@@ -75,11 +77,25 @@ def attend(
         name="paged_attend",
         **settings,
     )(items.items_I, metadata.block_tables_RM, sinks_N, q_TNH, *kv, *scales, *ends, *begun)
-    merger, grid, settings = _merger(layer, len(items.tiles_E), K, interpret)
+    return merge(layer, items, sinks_N, parts, out_TNH, K, interpret, begun)
+
+
+def merge(
+    layer: kernels.Layer,
+    items: Items,
+    sinks_N: jax.Array,
+    parts: Sequence[jax.Array],
+    out_TNH: jax.Array,
+    num_kv_heads: int,
+    interpret: bool,
+    begun: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """`out_TNH` with the outputs of tiles that were cut into parts."""
+    merger, grid, settings = _merger(layer, len(items.tiles_E), num_kv_heads, interpret)
     return pl.pallas_call(
         functools.partial(kernels.merge_kernel, layer=layer, merger=merger),
         grid=grid,
-        out_shape=out_struct,
+        out_shape=jax.ShapeDtypeStruct(out_TNH.shape, out_TNH.dtype),
         input_output_aliases={5: 0},
         name="paged_merge",
         **settings,
@@ -101,7 +117,7 @@ def attend_spans(
 ) -> tuple[jax.Array, ...]:
     """Attention to spans that rows share: (out_TNH, top_TN), float32, as `kernels.Begun` has it; of others anything."""
     K = kv[0].shape[1]
-    layer, settings = _layer(rule, tiles, sizes, q_TNH, K, False, interpret)
+    layer, settings = layer_of(rule, tiles, sizes, q_TNH, K, interpret), _settings(tiles, interpret)
     where = items.items_I, metadata.block_tables_RM, queries.token_Y, queries.position_Y
     ends = (queries.end_Y,) if rule.sees_ahead else ()
     parts = pl.pallas_call(
@@ -123,12 +139,18 @@ def attend_spans(
     )
 
 
-def _layer(
-    rule: LayerRule, tiles: Tiles, sizes: Sizes, q_TNH: jax.Array, num_kv_heads: int, begins: bool, interpret: bool
-) -> tuple[kernels.Layer, dict[str, Any]]:
-    """(what is static of the kernels, how they are launched)."""
+def layer_of(
+    rule: LayerRule,
+    tiles: Tiles,
+    sizes: Sizes,
+    q_TNH: jax.Array,
+    num_kv_heads: int,
+    interpret: bool,
+    begins: bool = False,
+) -> kernels.Layer:
+    """What is static of the kernels."""
     group_size, head_dim = q_TNH.shape[1] // num_kv_heads, q_TNH.shape[2]
-    layer = kernels.Layer(
+    return kernels.Layer(
         sizes.queries,
         tiles.rows_for(group_size),
         sizes.slots,
@@ -140,8 +162,12 @@ def _layer(
         begins=begins,
         interpreted=interpret,
     )
+
+
+def _settings(tiles: Tiles, interpret: bool) -> dict[str, Any]:
+    """How a kernel with these tiles is launched."""
     params = plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages)
-    return layer, {"compiler_params": params, "interpret": interpret}
+    return {"compiler_params": params, "interpret": interpret}
 
 
 def _merger(

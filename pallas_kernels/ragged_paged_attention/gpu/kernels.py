@@ -34,7 +34,8 @@ class Layer:
     queries: tokens of a query tile. rows: X, a power of two. slots: C, likewise. precision: of float32 products.
     kv_scales: what a cache of 8 bits is multiplied with, "none", "head" or "token". reads_float8: whether the device
     converts float8_e4m3fn by itself. begins: whether spans that rows share come before. sees_ahead: whether queries may
-    see positions behind their own. interpreted: whether there is no device that knows PTX.
+    see positions behind their own. interpreted: whether there is no device that knows PTX. in_halves: whether rows
+    are in the order of mosaic_kernels.py.
     """
 
     queries: int
@@ -52,6 +53,7 @@ class Layer:
     begins: bool = False
     sees_ahead: bool = False
     interpreted: bool = False
+    in_halves: bool = False
 
 
 # ---- attend --------------------------------------------------------------------------------------
@@ -70,13 +72,19 @@ class Tile:
 
 
 def query_tile(layer: Layer, head: jax.Array, token: jax.Array, num_queries: jax.Array, position: jax.Array) -> Tile:
-    """The rows of `num_queries` tokens from `token` on: all query heads of kv head `head`, token by token."""
+    """The rows of `num_queries` tokens from `token` on: all query heads of kv head `head`, token by token. In halves,
+    each is half of the tokens, head by head."""
     row_X1 = lax.broadcasted_iota(jnp.int32, (layer.rows, 1), 0)
-    query_X1 = lax.div(row_X1, jnp.int32(layer.group_size))
-    member_X1 = row_X1 - query_X1 * layer.group_size
-    return Tile(
-        head, token + query_X1, head * layer.group_size + member_X1, position + query_X1, query_X1 < num_queries
-    )
+    if layer.in_halves:
+        half, queries = jnp.int32(layer.rows // 2), jnp.int32(layer.queries // 2)
+        place_X1 = lax.rem(row_X1, half)
+        query_X1, member_X1 = lax.rem(place_X1, queries) + lax.div(row_X1, half) * queries, lax.div(place_X1, queries)
+        real_X1 = (query_X1 < num_queries) & (member_X1 < layer.group_size)
+    else:
+        query_X1 = lax.div(row_X1, jnp.int32(layer.group_size))
+        member_X1 = row_X1 - query_X1 * layer.group_size
+        real_X1 = query_X1 < num_queries
+    return Tile(head, token + query_X1, head * layer.group_size + member_X1, position + query_X1, real_X1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,7 +450,10 @@ def _merged(refs: tuple, fact: Any, tile: Tile, layer: Layer, at_a_time: int, pl
     def add(step, state):
         top_X1, total_X1, out_XP = state
         number_MX = step * at_a_time + lax.broadcasted_iota(jnp.int32, shape, 0)
-        real_MX = (number_MX < num_parts) & (row_MX < fact(at.NUM_QUERIES) * layer.group_size)
+        is_query_MX = row_MX < fact(at.NUM_QUERIES) * layer.group_size
+        if layer.in_halves:
+            is_query_MX = jnp.broadcast_to(tile.real[:, 0][None], shape)
+        real_MX = (number_MX < num_parts) & is_query_MX
         index = (first + number_MX, tile.head, row_MX)
         new_top_MX = plgpu.load(top_ref.at[index], mask=real_MX, other=LOWEST)
         new_total_MX = plgpu.load(total_ref.at[index], mask=real_MX, other=0.0)

@@ -1,0 +1,398 @@
+"""The body of the kernel for prompts on Hopper, in Pallas for Mosaic GPU.
+
+A program has three warp groups. One fetches: its first warp keys, its second values, block by block through TMA, as
+many iterations ahead as there are stages. The other two attend, each from half of a tile's queries. They take turns
+with the tensor cores: while one multiplies, the other takes powers.
+
+The rows of a warp group are its tokens for the first query head of the kv head, then those for the second, and so on,
+since TMA fetches the same columns of neighbouring tokens at once. A last tile's outputs are written token by token, as
+what lies behind them is somebody else's.
+
+What a tile's queries do not see of the blocks that it reads may be NaN. As keys it is masked; values are replaced by
+zeros in shared memory, which both groups do, with the same result.
+
+This module knows nothing of how the work was cut (items.py), nor of how a program is launched (mosaic_calls.py).
+
+Letters beside the package's: X the 64 rows of a warp group, C slots of one iteration, Q tokens of a warp group.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.gpu import items as at
+from pallas_kernels.ragged_paged_attention.gpu import kernels
+from pallas_kernels.ragged_paged_attention.gpu.mosaic import ROWS
+from pallas_kernels.ragged_paged_attention.gpu.statics import LOWEST
+from pallas_kernels.token_places import first_visible
+
+GROUPS, FETCHER = 2, 2  # those that attend, and the one that comes after them
+REGISTERS_TO_ATTEND, REGISTERS_TO_FETCH = 232, 40
+CLEARED = 64  # slots whose values are replaced at a time
+MATRIX, VECTOR = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What is static of a layer. slots: C. takes_turns: whether a warp group waits with its products until the other
+    one's are done. interpreted: whether products take both operands from shared memory."""
+
+    slots: int
+    stages: int
+    group_size: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    takes_turns: bool
+    interpreted: bool
+
+    @property
+    def queries(self) -> int:
+        """Tokens of a warp group."""
+        return ROWS // self.group_size
+
+    @property
+    def run(self) -> int:
+        """Slots that lie together: a block, or what an iteration needs of one."""
+        return min(self.block_size, self.slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """References to arrays: items [I, 11], tables [R, M], sinks [K, X] in powers of 2 or None, k and v
+    [B * K * S, H], out [T, N, H], which holds the queries, and partial results: part [parts, K, 2 * X, H], top and
+    total [parts, K, 2 * X]."""
+
+    items: Any
+    tables: Any
+    sinks: Any
+    k: Any
+    v: Any
+    out: Any
+    part: Any
+    top: Any
+    total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """References to shared memory and its barriers. rows [2, X, H]: queries as they come, outputs as they go. q, k, v:
+    as products want them, [2, X, H] and [stages, C, H]. weights [2, X, C], if products take nothing from registers.
+    turn: whose products are next."""
+
+    rows: Any
+    q: Any
+    k: Any
+    v: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+    weights: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Which iterations an item takes, [begin, end); those before `full_begin` and from `full_end` on are masked. Its
+    queries see slots [lowest, last] of row `row` at most."""
+
+    row: jax.Array
+    lowest: jax.Array
+    last: jax.Array
+    begin: jax.Array
+    full_begin: jax.Array
+    full_end: jax.Array
+    end: jax.Array
+
+    def stage(self, layer: Layer, iteration: jax.Array) -> jax.Array:
+        return lax.rem(iteration - self.begin, jnp.int32(layer.stages))
+
+
+def attend_kernel(arrays: Arrays, shared: Shared, layer: Layer) -> None:
+    """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
+
+    Grid (K, I), three threads.
+    """
+    head, item, group = (lax.axis_index(name) for name in ("head", "item", "group"))
+    fact = lambda column: arrays.items[item, column]
+
+    @pl.when(fact(at.NUM_QUERIES) > 0)
+    def _():
+        walk = walk_of(layer, fact)
+
+        @pl.when(group == FETCHER)
+        def _():
+            plgpu.set_max_registers(REGISTERS_TO_FETCH, action="decrease")
+            fetch(layer, walk, arrays, shared, head)
+
+        @pl.when(group < FETCHER)
+        def _():
+            plgpu.set_max_registers(REGISTERS_TO_ATTEND, action="increase")
+            load_queries(layer, fact, arrays, shared, head, group)
+            state = attend(layer, walk, fact, shared, group)
+
+            @pl.when(fact(at.PART) == at.NOT_SPLIT)
+            def _():
+                store_outputs(layer, fact, arrays, shared, head, group, state)
+
+            @pl.when(fact(at.PART) != at.NOT_SPLIT)
+            def _():
+                store_part(layer, fact, arrays, head, group, state)
+
+
+def walk_of(layer: Layer, fact: Any) -> Walk:
+    """As Triton's kernels walk: between the masked iterations every query of the tile sees every slot."""
+    slots, first, last = jnp.int32(layer.slots), fact(at.POSITION), fact(at.LAST)
+    above = lambda position: lax.div(position + (layer.slots - 1), slots)
+    begin = lax.div(fact(at.BEGIN), slots)
+    end = jnp.maximum(begin, above(fact(at.END)))
+    full_begin = jnp.clip(above(first_visible(last, layer.window)), begin, end)
+    full_end = jnp.clip(lax.div(first + 1, slots), full_begin, end)
+    return Walk(fact(at.ROW), first_visible(first, layer.window), last, begin, full_begin, full_end, end)
+
+
+# ---- fetch ---------------------------------------------------------------------------------------
+
+
+def fetch(layer: Layer, walk: Walk, arrays: Arrays, shared: Shared, head: jax.Array) -> None:
+    """Copy the slots of all iterations to shared memory, as stages become free. A warp for keys, one for values."""
+
+    def load(source: Any, target: Any, ready: Any, free: Any) -> None:
+        def step(iteration, places):
+            stage = walk.stage(layer, iteration)
+
+            @pl.when(iteration - walk.begin >= layer.stages)
+            def _():
+                plgpu.barrier_wait(free.at[stage])
+
+            for number, place in enumerate(places):
+                where = pl.ds(number * layer.run, layer.run)
+                plgpu.copy_gmem_to_smem(source.at[pl.ds(place, layer.run)], target.at[stage, where], ready.at[stage])
+            # Blocks are looked up an iteration ahead.
+            return places_of(layer, walk, arrays.tables, head, jnp.minimum(iteration + 1, walk.end - 1))
+
+        @pl.when(walk.begin < walk.end)
+        def _():
+            lax.fori_loop(walk.begin, walk.end, step, places_of(layer, walk, arrays.tables, head, walk.begin))
+
+    @plgpu.warp_map
+    def _(warp):
+        pl.when(warp == 0)(lambda: load(arrays.k, shared.k, shared.k_ready, shared.k_free))
+        pl.when(warp == 1)(lambda: load(arrays.v, shared.v, shared.v_ready, shared.v_free))
+
+
+def places_of(layer: Layer, walk: Walk, tables: Any, head: jax.Array, iteration: jax.Array) -> tuple[jax.Array, ...]:
+    """Where the runs of an iteration lie in the cache; of those that no query sees, where another one does."""
+    S, places = jnp.int32(layer.block_size), []
+    for number in range(layer.slots // layer.run):
+        position = iteration * layer.slots + number * layer.run
+        is_needed = (position + layer.run > walk.lowest) & (position <= walk.last)
+        position = jnp.where(is_needed, position, walk.lowest)
+        block = tables[walk.row, lax.div(position, S)]
+        offset = lax.div(lax.rem(position, S), jnp.int32(layer.run)) * layer.run
+        places.append((block * layer.num_kv_heads + head) * S + offset)
+    return tuple(places)
+
+
+# ---- attend --------------------------------------------------------------------------------------
+
+
+def load_queries(layer: Layer, fact: Any, arrays: Arrays, shared: Shared, head: jax.Array, group: jax.Array) -> None:
+    """Bring a warp group's queries to where products read them. What lies behind the tile's is loaded and ignored."""
+    token, Q = fact(at.TOKEN) + group * layer.queries, layer.queries
+    for member in range(layer.group_size):
+        source = arrays.out.at[pl.ds(token, Q), head * layer.group_size + member]
+        plgpu.copy_gmem_to_smem(source, shared.rows.at[group, pl.ds(member * Q, Q)], shared.q_ready.at[group])
+    plgpu.barrier_wait(shared.q_ready.at[group])
+    shared.q[group] = plgpu.load(shared.rows.at[group], layout=MATRIX, optimized=False)
+    plgpu.commit_smem()
+
+
+def attend(layer: Layer, walk: Walk, fact: Any, shared: Shared, group: jax.Array) -> tuple[jax.Array, ...]:
+    """(weighted values [X, H], top [X], total [X]) of one item; tops are scores as they come out of the product."""
+    state = (
+        plgpu.layout_cast(jnp.zeros((ROWS, layer.head_dim), jnp.float32), MATRIX),
+        plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), VECTOR),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), VECTOR),
+    )
+    first = fact(at.POSITION) + group * layer.queries
+    add = functools.partial(add_slots, layer, walk, first, shared, group)
+    pl.when(group == 1)(lambda: pass_turn(layer, shared))  # it begins when the other one is done with its first product
+    if layer.window is not None:
+        state = lax.fori_loop(walk.begin, walk.full_begin, functools.partial(add, masked=True), state)
+    state = lax.fori_loop(walk.full_begin, walk.full_end, functools.partial(add, masked=False), state)
+    state = lax.fori_loop(walk.full_end, walk.end, functools.partial(add, masked=True), state)
+    pl.when(group == 0)(lambda: pass_turn(layer, shared))
+    return state
+
+
+def pass_turn(layer: Layer, shared: Shared) -> None:
+    """Let the other warp group multiply, and wait until it does the same."""
+    give_turn(layer, shared)
+    await_turn(layer, shared)
+
+
+def give_turn(layer: Layer, shared: Shared) -> None:
+    if layer.takes_turns:
+        plgpu.barrier_arrive(shared.turn)
+
+
+def await_turn(layer: Layer, shared: Shared) -> None:
+    if layer.takes_turns:
+        plgpu.barrier_wait(shared.turn)
+
+
+def add_slots(
+    layer: Layer,
+    walk: Walk,
+    first: jax.Array,
+    shared: Shared,
+    group: jax.Array,
+    iteration: jax.Array,
+    state: tuple[jax.Array, ...],
+    *,
+    masked: bool,
+) -> tuple[jax.Array, ...]:
+    """The softmax state with the C slots of an iteration."""
+    out_XH, top_X, total_X = state
+    stage, factor = walk.stage(layer, iteration), kernels.factor(layer)
+    plgpu.barrier_wait(shared.k_ready.at[stage])
+
+    def multiply_keys(ref):
+        plgpu.wgmma(ref, shared.q.at[group], shared.k.at[stage].T)
+        pass_turn(layer, shared)
+        return ref[...]
+
+    score_XC = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, layer.slots), jnp.float32))
+    plgpu.barrier_arrive(shared.k_free.at[stage])
+    if layer.soft_cap is not None:
+        score_XC = kernels.soft_cap(score_XC * layer.scale, layer.soft_cap)
+    if masked:
+        score_XC = jnp.where(visible(layer, first, iteration), score_XC, -jnp.inf)
+    highest_X = jnp.maximum(top_X, jnp.max(score_XC, axis=1))
+    fade_X = jnp.exp2((top_X - highest_X) * factor)
+    weight_XC = jnp.exp2(score_XC * factor - wide(highest_X * factor, score_XC.shape))
+    total_X = total_X * fade_X + jnp.sum(weight_XC, axis=1)
+    # All of this is done before it is the other group's turn to do the same.
+    weight_XC, fade_X, highest_X, total_X = lax.optimization_barrier(
+        (weight_XC.astype(shared.v.dtype), fade_X, highest_X, total_X)
+    )
+    give_turn(layer, shared)
+    plgpu.barrier_wait(shared.v_ready.at[stage])
+    if masked:
+        clear_values(layer, walk, shared.v, stage, iteration)
+    if layer.interpreted:
+        shared.weights[group] = weight_XC
+        plgpu.commit_smem()
+    await_turn(layer, shared)
+
+    def multiply_values(ref):
+        plgpu.wgmma(ref, shared.weights.at[group] if layer.interpreted else weight_XC, shared.v.at[stage])
+        return ref[...]
+
+    more_XH = pl.run_scoped(multiply_values, plgpu.ACC((ROWS, layer.head_dim), jnp.float32))
+    plgpu.barrier_arrive(shared.v_free.at[stage])
+    return out_XH * wide(fade_X, out_XH.shape) + more_XH, highest_X, total_X
+
+
+def wide(x_X: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x_X, shape, [0])
+
+
+def visible(layer: Layer, first: jax.Array, iteration: jax.Array) -> jax.Array:
+    """Whether each query sees each slot, [X, C]; the first query's position is `first`."""
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, layer.slots), layout=MATRIX)
+    query_XC = lax.rem(iota(0), jnp.int32(layer.queries)) + (first - iteration * layer.slots)
+    slot_XC = iota(1)
+    visible_XC = slot_XC <= query_XC
+    return visible_XC if layer.window is None else visible_XC & (slot_XC > query_XC - layer.window)
+
+
+def clear_values(layer: Layer, walk: Walk, values: Any, stage: jax.Array, iteration: jax.Array) -> None:
+    """Have zeros for the values of slots that no query of the tile sees: zero times what they hold may be NaN."""
+    begin = iteration * layer.slots
+
+    @pl.when((begin < walk.lowest) | (begin + layer.slots > walk.last + 1))
+    def _():
+        for offset in range(0, layer.slots, CLEARED):
+            here = values.at[stage, pl.ds(offset, CLEARED)]
+            value_CH = plgpu.load(here, layout=MATRIX)
+            position_CH = plgpu.broadcasted_iota(jnp.int32, value_CH.shape, 0, layout=MATRIX) + (begin + offset)
+            is_seen_CH = (position_CH >= walk.lowest) & (position_CH <= walk.last)
+            here[...] = jnp.where(is_seen_CH, value_CH, jnp.zeros_like(value_CH))
+        plgpu.commit_smem()
+
+
+# ---- store ---------------------------------------------------------------------------------------
+
+
+def store_outputs(
+    layer: Layer,
+    fact: Any,
+    arrays: Arrays,
+    shared: Shared,
+    head: jax.Array,
+    group: jax.Array,
+    state: tuple[jax.Array, ...],
+) -> None:
+    """Write weighted values over the sum of weights, to which a sink adds."""
+    out_XH, top_X, total_X = state
+    if layer.has_sinks:
+        top_X = top_X * kernels.factor(layer)
+        sink_X = plgpu.load(arrays.sinks.at[head], layout=VECTOR, optimized=False)
+        highest_X = jnp.maximum(top_X, sink_X)
+        weight_X = jnp.exp2(top_X - highest_X)
+        scale_X = weight_X / (total_X * weight_X + jnp.exp2(sink_X - highest_X))
+    else:
+        scale_X = 1 / total_X
+    rows, Q = shared.rows.at[group], layer.queries
+    store(rows, (out_XH * wide(scale_X, out_XH.shape)).astype(shared.rows.dtype))
+    plgpu.commit_smem()
+    token, left = fact(at.TOKEN) + group * Q, fact(at.NUM_QUERIES) - group * Q
+    column = lambda member: head * layer.group_size + member
+
+    @pl.when(left >= Q)
+    def _():
+        for member in range(layer.group_size):
+            target = arrays.out.at[pl.ds(token, Q), column(member)]
+            plgpu.copy_smem_to_gmem(rows.at[pl.ds(member * Q, Q)], target)
+
+    @pl.when(left < Q)
+    def _():
+        @pl.loop(0, jnp.maximum(left, 0))
+        def _(query):
+            for member in range(layer.group_size):
+                plgpu.copy_smem_to_gmem(rows.at[member * Q + query], arrays.out.at[token + query, column(member)])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def store_part(
+    layer: Layer, fact: Any, arrays: Arrays, head: jax.Array, group: jax.Array, state: tuple[jax.Array, ...]
+) -> None:
+    """Keep a softmax state as a partial result; what it holds of rows without a query is ignored."""
+    out_XH, top_X, total_X = state
+    where = fact(at.PART), head, pl.ds(group * ROWS, ROWS)
+    store(arrays.part.at[where], out_XH)
+    store(arrays.top.at[where], jnp.where(total_X > 0, top_X * kernels.factor(layer), LOWEST))
+    store(arrays.total.at[where], total_X)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Store to where rows are not tiled. jax 0.11 has no function for it, and does not look for bank conflicts."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
