@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpaged.config.video_options import OF_VIDEOS, VideoOptions, video_options_of
 from jaxpaged.errors import ConfigError, RequestError, shown
+from jaxpaged.multimodal.embeddings import as_array
 
 MOST_FRAMES = 768
 """Of a video as a model is shown it."""
@@ -50,16 +51,14 @@ def frames_of[Picture](value: Any, field: str, source_of: Callable[[Any, str], P
         return Frames(frames_of(value[0], field, source_of).frames, metadata_of(value[1], field))
     if isinstance(value, str):
         value = jpegs_of(value, field)
-    if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor of torch
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray):
-        if value.ndim != 4 or value.dtype != np.uint8:
+    if (array := as_array(value)) is not None:
+        if array.ndim != 4 or array.dtype != np.uint8:
             raise RequestError(
-                f"{field} is an array of {value.dtype} with shape {list(value.shape)}, no video. Give uint8 [frames, "
+                f"{field} is an array of {array.dtype} with shape {list(array.shape)}, no video. Give uint8 [frames, "
                 "height, width, 3].",
                 field,
             )
-        value = list(value)
+        value = list(array)
     if not isinstance(value, list | tuple):
         raise RequestError(
             f"{field} is of type {type(value).__name__}, and files of videos are not decoded here. {WHAT_TO_DO}", field
@@ -73,8 +72,8 @@ def videos_in(value: Any) -> list[Any]:
     """The videos of a value under the key `video`: a list of pictures is one, and a list of anything else several."""
     if value is None:
         return []
-    if isinstance(value, np.ndarray) and value.ndim == 5:
-        return list(value)
+    if (array := as_array(value)) is not None and array.ndim == 5:
+        return list(array)
     if isinstance(value, list | tuple) and not is_pair(value) and (not value or any(map(is_video_in_list, value))):
         return list(value)
     return [value]

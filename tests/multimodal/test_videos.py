@@ -1,11 +1,14 @@
 """When the frames of a video were, as far as callers say it; and what is no video, nor a picture."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpaged.config.video_options import VideoOptions
 from jaxpaged.errors import RequestError
 from jaxpaged.multimodal.sources import source_of_part, sources_of_data
-from jaxpaged.multimodal.videos import Frames, clip_of, videos_in
+from jaxpaged.multimodal.videos import Frames, clip_of, frames_of, videos_in
+from tests.multimodal.test_embeddings import Tensor
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,17 @@ def test_a_list_of_pictures_is_one_video_and_a_list_of_videos_is_several():
     assert videos_in([["a"], pair, url]) == [["a"], pair, url]
     assert videos_in(pair) == [pair] and videos_in(url) == [url]
     assert videos_in([]) == [] == videos_in(None)
+
+
+@pytest.mark.parametrize("of_numpy", [jnp.asarray, lambda array: Tensor(array, str(array.dtype)), lambda array: array])
+def test_arrays_of_any_library_are_videos(of_numpy):
+    two_videos = np.arange(2 * 3 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 3, 4, 5, 3)
+    np.testing.assert_array_equal(videos_in(of_numpy(two_videos)), two_videos)
+    (video,) = videos_in(of_numpy(two_videos[1]))
+    frames = frames_of(video, "video", lambda frame, field: frame).frames
+    np.testing.assert_array_equal(frames, two_videos[1])
+    with pytest.raises(RequestError, match=r"video is an array of float32 with shape \[1, 4, 5, 3\], no video"):
+        frames_of(of_numpy(np.zeros((1, 4, 5, 3), np.float32)), "video", lambda frame, field: frame)
 
 
 @pytest.mark.parametrize("kind", ["input_video", "input_audio", "audio_url"])
