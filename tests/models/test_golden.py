@@ -15,7 +15,7 @@ from tests.models.paged import NAMES, PagedModel, golden_of, max_model_len_of
 GREEDY_NAMES = [name for name in NAMES if name != "llama_dynamic"]
 
 # One, two or eight key heads, vocabularies that eight does not divide, experts, joined matrices, latents, sinks.
-# Nothing of the others is split in another way; `end_to_end/test_architectures.py` splits all architectures in four.
+# Nothing of the others is split in another way, but for what `end_to_end/test_architectures.py` splits in four.
 OTHERS = (
     "qwen2_window",
     "qwen3_bias",
