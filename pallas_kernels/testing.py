@@ -80,6 +80,9 @@ def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
 
     num_tokens = case.num_tokens + case.padding
     contexts = [(normal(cached + new, K, H), normal(cached + new, K, H)) for cached, new in case.rows]
+    V = case.value_dim or H
+    for _, v_PKH in contexts:
+        v_PKH[..., V:] = 0
     for row, other, num_blocks in case.shared:
         for one_PKH, other_PKH in zip(contexts[row], contexts[other]):
             one_PKH[: num_blocks * S] = other_PKH[: num_blocks * S]
@@ -97,7 +100,7 @@ def make_step(case: Any, dtype: Any, seed: int = 0) -> Step:
     return Step(
         q_TNH=normal(num_tokens, N, H),
         k_TKH=k_TKH,
-        v_TKH=v_TKH,
+        v_TKH=v_TKH[..., :V],
         k_BKSH=k_BKSH,
         v_BKSH=v_BKSH,
         sinks_N=normal(N) if case.sinks else None,
@@ -151,7 +154,7 @@ def expected(case: Any, step: Step) -> np.ndarray:
             sinks_N=step.sinks_N,
             both_ways=tuple((begin, end) for of, begin, end in case.both_ways if of == row),
         )
-    return out_TNH
+    return out_TNH[..., : case.value_dim]
 
 
 def layer_of(

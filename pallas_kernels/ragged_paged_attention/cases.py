@@ -18,6 +18,7 @@ class Case:
     num_kv_heads: int = 2
     group_size: int = 2  # query heads per kv head
     head_dim: int = 16
+    value_dim: int | None = None  # of narrower values
     block_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
@@ -46,13 +47,23 @@ CASES = (
     Case("head_dim 128", ((70, 1), (0, 20), (200, 80)), head_dim=128),
     Case("head_dim 256, multi-query", ((70, 1), (0, 20)), num_kv_heads=1, group_size=2, head_dim=256),
     Case("group of 16, head_dim 72, block_size 256", _FEW, num_kv_heads=1, group_size=16, head_dim=72, block_size=256),
-    Case("group of 8, head_dim 192, block_size 128", _FEW, num_kv_heads=1, group_size=8, head_dim=192, block_size=128),
+    Case(
+        "group of 8, keys of 192 and values of 128, block_size 128",
+        _FEW,
+        num_kv_heads=1,
+        group_size=8,
+        head_dim=192,
+        value_dim=128,
+        block_size=128,
+        sinks=True,
+        soft_cap=1.5,
+    ),
     Case("head_dim 240, block_size 8", _FEW, num_kv_heads=1, head_dim=240, block_size=8),
     Case("head_dim 512", _FEW, num_kv_heads=1, head_dim=512),
     Case("block_size 48, which divides no tile", _MIXED, block_size=48),
     Case("window, no multiple of the block", _MIXED, window=37),
     Case("window of one token", ((0, 70), (33, 1), (20, 5)), window=1),
-    Case("window of one block", _MIXED, window=16, num_kv_heads=1),
+    Case("window of one block, head_dim 96", _MIXED, window=16, num_kv_heads=1, head_dim=96),
     Case("window longer than any context", ((0, 70), (33, 1)), window=1000),
     Case("soft cap", _MIXED, soft_cap=0.7),
     Case("sinks", _MIXED, sinks=True),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 # 2 KV heads, which 4 devices share.
 OPTIONS = {
     "max_model_len": 192,
-    "token_buckets": (8, 32),
+    "token_buckets": (32,),
     "max_num_seqs": 2,
     "num_gpu_blocks_override": 60,
     "num_scheduler_steps": 1,
@@ -33,8 +33,8 @@ KINDS = {
     "two": {"block_size": 32, "tensor_parallel_size": 2},
     "four": {"block_size": 16, "tensor_parallel_size": 4},
     "small": {"block_size": 16, "num_gpu_blocks_override": 24},
-    # The TPU's layout, in the simulator: each step of it takes long, so there is one program, for short prompts.
-    "tpu": {"block_size": 16, "attention_backend": "tpu-interpret", "token_buckets": (32,)},
+    # The TPU's layout, in the simulator: each step of it takes long.
+    "tpu": {"block_size": 16, "attention_backend": "tpu-interpret"},
 }
 PAIRS = [("one", "two"), ("two", "one"), ("two", "four"), ("four", "two"), ("one", "four"), ("four", "one")]
 TRANSPORTS = {"tcp": False, "shared_memory": True}

@@ -109,7 +109,7 @@ def test_generate_can_be_interrupted_anywhere(num_steps):
     check_generate(1, step=397, num_steps=num_steps)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", [1, 2])
 def test_generate_can_be_interrupted_at_many_lines(first):
     check_generate(first, step=211, num_steps=4 if first % 2 else 1)
@@ -169,7 +169,7 @@ def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt(num_steps):
     check_steps(3, step=401, num_steps=num_steps)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", [1, 2])
 def test_an_engine_that_is_stepped_loses_no_token_to_an_interrupt_at_many_lines(first):
     check_steps(first, step=223, num_steps=4 if first % 2 else 1)

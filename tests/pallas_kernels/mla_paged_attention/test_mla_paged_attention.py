@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.mla_paged_attention import gpu
 from pallas_kernels.mla_paged_attention.cases import CASES, Case
-from pallas_kernels.testing import dense_attention, is_simulated, run_once, tolerance
+from pallas_kernels.testing import QUICK_COMPILE, dense_attention, is_simulated, run_once, tolerance
 
 INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": is_simulated("gpu")}
 CASE = {case.name: case for case in CASES}
@@ -100,14 +102,14 @@ def run(step: Step, backend: str) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(out_TNC, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
 
 
-def run_part(step: Step, backend: str, nth: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a holder of the `nth` part of every block leaves undivided, and its cache afterwards."""
+def run_parts(step: Step, backend: str, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """What each holder of a part of every block leaves undivided, and its cache afterwards."""
     case, C, S = step.case, step.case.latent_dim, step.case.block_size // count
-    share = ContextShare(jnp.int32(nth), count, S)
     width = mla.cache_shape(1, S, C, case.rope_dim, backend)[2] - step.cache_BSW.shape[2]
-    cache_BSW = np.pad(step.cache_BSW[:, nth * S : (nth + 1) * S], ((0, 0), (0, 0), (0, width)))
 
-    def attend(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+    def attend(nth, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
+        share = ContextShare(nth, count, S)
         metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=S, share=share)
         return mla.mla_paged_attention(
             q_TNC,
@@ -122,10 +124,12 @@ def run_part(step: Step, backend: str, nth: int, count: int) -> tuple[np.ndarray
             undivided=True,
         )
 
-    arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
-    arrays = (x.astype(case.dtype) for x in arrays)
-    part_TNP, cache_BSW = run_once(attend, *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
-    return np.asarray(part_TNP, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
+    for nth in range(count):
+        cache_BSW = np.pad(step.cache_BSW[:, nth * S : (nth + 1) * S], ((0, 0), (0, 0), (0, width)))
+        arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
+        arrays = (jnp.asarray(x, case.dtype) for x in arrays)
+        part_TNP, cache_BSW = attend(jnp.int32(nth), *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
+        yield np.asarray(part_TNP, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
 
 
 @pytest.mark.parametrize("backend", INTERPRET)
@@ -133,7 +137,7 @@ def test_parts_of_contexts_that_lie_apart_become_the_whole(monkeypatch, backend)
     """Some tokens see nothing of a part, and padding nothing of any."""
     monkeypatch.setattr(gpu, "PROGRAMS", 80)
     step = Step(dataclasses.replace(CASE["block_size 48, which divides no chunk"], rows=((0, 20), (90, 1), (33, 3))))
-    parts, caches = zip(*(run_part(step, backend, nth, 3) for nth in range(3)))
+    parts, caches = zip(*run_parts(step, backend, 3))
     highest_TN = np.max([part_TNP[..., -1] for part_TNP in parts], axis=0)
     sums_TNP = sum(part_TNP[..., :-1] * np.exp(part_TNP[..., -1:] - highest_TN[..., None]) for part_TNP in parts)
     out_TNC = sums_TNP[..., :-1] / np.maximum(sums_TNP[..., -1:], 1e-30)
@@ -156,7 +160,22 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "case"), PAIRS, ids=[f"{backend}: {case.name}" for backend, case in PAIRS])
+# What a simulated kernel is asked in the suite; the others are the same code with other sizes.
+QUICK = ("decodes and prompts in any order", "float32", "latent of 512, rope of 64", "rows with no new token")
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        pytest.param(
+            backend,
+            case,
+            id=f"{backend}: {case.name}",
+            marks=() if backend == "reference" or case.name in QUICK else pytest.mark.exhaustive,
+        )
+        for backend, case in PAIRS
+    ],
+)
 def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(monkeypatch, backend, case):
     monkeypatch.setattr(gpu, "PROGRAMS", 80)  # the interpreter takes its time for each
     step = Step(case)

@@ -13,9 +13,9 @@ from pallas_kernels.ragged_paged_attention.cases import Case
 from pallas_kernels.testing import QUICK_COMPILE, Step, expected, make_step, tolerance
 
 
-def marks(number: int, is_quick: bool) -> Any:
-    """Of the tests that are not quick, every tenth is part of CI; the others are the same code with other sizes."""
-    return () if is_quick else pytest.mark.exhaustive if number % 10 else pytest.mark.slow
+def marks(is_quick: bool) -> Any:
+    """The tests that are not quick are the same code with other sizes."""
+    return () if is_quick else pytest.mark.exhaustive
 
 
 def run(case: Case, step: Step, dtype: Any, backend: str, **changes: Any) -> tuple[np.ndarray, rpa.KVTensor]:

@@ -6,6 +6,8 @@ import pytest
 
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.chunks import rows_of_chunks
+from pallas_kernels.testing import run_once
+from tests.pallas_kernels.ragged_paged_attention.one_step import packed
 
 BLOCK = 16
 # (cached, new) tokens of rows: borders before, within and behind what is new; a row that has nothing to do; decodes.
@@ -58,28 +60,26 @@ def test_attention_sees_its_chunk_and_nothing_before(backend):
     rows, chunk, heads, dim = ((30, 4), (64, 1), (5, 30)), 32, 2, 16
     num_tokens, rng = 40, np.random.default_rng(0)
     starts, lens, tables = step_of(rows, num_tokens, 4)
-    keys, values = rng.normal(size=(2, 3, 80, 1, dim)).astype(np.float32)  # of all positions of all rows
-    kv, out = rpa.kv_zeros(40, BLOCK, 1, dim, jnp.float32, backend), None
+    contexts = rng.normal(size=(2, 3, 80, 1, dim)).astype(np.float32)  # keys and values of all positions of all rows
     q = rng.normal(size=(num_tokens, heads, dim)).astype(np.float32)
-    for part in ("cached", "new"):
-        counts = [(0, cached) if part == "cached" else (cached, new) for cached, new in rows]
-        size = 128 if part == "cached" else num_tokens
-        starts, lens, tables = step_of(counts, size, 4)
-        new_kv = [np.zeros((size, 1, dim), np.float32) for _ in "kv"]
-        for r, (begin, count) in enumerate(counts):
-            for whole, step in zip((keys, values), new_kv):
-                step[starts[r] : starts[r] + count] = whole[r, begin : begin + count]
+    caches, new_kv = np.zeros((2, 40, 1, BLOCK, dim), np.float32), np.zeros((2, num_tokens, 1, dim), np.float32)
+    for r, (cached, new) in enumerate(rows):
+        position = np.arange(cached)
+        caches[:, tables[r, position // BLOCK], :, position % BLOCK] = contexts[:, r, :cached].swapaxes(0, 1)
+        new_kv[:, starts[r] : starts[r] + new] = contexts[:, r, cached : cached + new]
+
+    def attend(q, new_k, new_v, kv, *where):
         metadata = rpa.make_metadata(
-            3, starts, lens, tables, num_tokens=size, block_size=BLOCK, window=None, backend=backend, chunk=chunk
+            3, *where, num_tokens=num_tokens, block_size=BLOCK, window=None, backend=backend, chunk=chunk
         )
-        queries = q if part == "new" else np.zeros((size, heads, dim), np.float32)
-        out, kv = rpa.ragged_paged_attention(
-            jnp.asarray(queries), *map(jnp.asarray, new_kv), kv, metadata, scale=0.3, backend=backend
-        )
+        return rpa.ragged_paged_attention(q, new_k, new_v, kv, metadata, scale=0.3, backend=backend)
+
+    out, _ = run_once(attend, q, *new_kv, packed(*caches, jnp.float32, backend), starts, lens, tables)
     for r, (cached, new) in enumerate(rows):
         for i in range(new):
             position = cached + i
             seen = slice(position // chunk * chunk, position + 1)
-            weights = np.exp(0.3 * q[starts[r] + i].astype(np.float64) @ keys[r, seen, 0].T)
-            expected = weights @ values[r, seen, 0] / weights.sum(axis=1, keepdims=True)
+            keys, values = contexts[:, r, seen, 0]
+            weights = np.exp(0.3 * q[starts[r] + i].astype(np.float64) @ keys.T)
+            expected = weights @ values / weights.sum(axis=1, keepdims=True)
             np.testing.assert_allclose(out[starts[r] + i], expected, rtol=2e-4, atol=2e-5)

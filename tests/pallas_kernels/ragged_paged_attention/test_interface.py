@@ -91,6 +91,18 @@ def test_query_heads_that_cannot_share_the_kv_heads_are_refused():
         rpa.ragged_paged_attention(jnp.zeros((4, 3, 8)), x_T2H, x_T2H, kv, metadata, scale=1.0, backend="reference")
 
 
+def test_values_are_no_wider_than_keys_and_parts_of_contexts_are_as_wide():
+    kv = rpa.kv_zeros(2, 16, 2, 8, jnp.float32, "reference")
+    x_T2H = jnp.zeros((4, 2, 8))
+    attend = lambda width, **more: rpa.ragged_paged_attention(
+        x_T2H, x_T2H, jnp.zeros((4, 2, width)), kv, None, scale=1.0, backend="reference", **more
+    )
+    with pytest.raises(ValueError, match="heads of keys have 8 numbers and those of values 9; pad them"):
+        attend(9)
+    with pytest.raises(ValueError, match="heads of keys have 8 numbers and those of values 4, undivided; pad them"):
+        attend(4, undivided=True)
+
+
 def test_what_stands_behind_a_token_is_not_seen_in_chunks_in_parts_of_contexts_or_by_decodes():
     where = 0, jnp.zeros(2), jnp.zeros(1), jnp.zeros((1, 1))
     settings = {"num_tokens": 4, "block_size": 16, "window": None, "backend": "reference"}

@@ -107,8 +107,8 @@ QUICK = [*CASES[:3], CASES[3], CASES[7], CASES[-4]]
 @pytest.mark.parametrize(
     ("backend", "case", "dtype", "kv_dtype", "kind"),
     [
-        pytest.param(*x, id=f"{x[0]}, {x[3]}, {x[4]}{', both ways' * (x[1] is AHEAD)}", marks=marks(i, x in QUICK))
-        for i, x in enumerate(CASES)
+        pytest.param(*x, id=f"{x[0]}, {x[3]}, {x[4]}{', both ways' * (x[1] is AHEAD)}", marks=marks(x in QUICK))
+        for x in CASES
     ],
 )
 def test_attention_over_a_quantised_cache_equals_attention_over_what_it_means(

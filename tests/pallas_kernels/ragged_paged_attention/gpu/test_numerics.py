@@ -30,7 +30,7 @@ CASE = {case.name: case for case in (*CASES, *SHARED_CASES, *BOTH_WAYS_CASES)}
 BACKEND = "gpu-interpret" if is_simulated("gpu") else "gpu"
 # Every kind of mask and layout once; the others are the same code with other sizes.
 QUICK = (
-    ("one decode", jnp.float32),
+    ("group of 8, keys of 192 and values of 128, block_size 128", jnp.float32),
     ("multi-head, head_dim 80, block_size 64", jnp.bfloat16),
     ("window, soft cap and sinks", jnp.float32),
     ("long tail of windows", jnp.bfloat16),
@@ -44,12 +44,10 @@ QUICK = (
 
 
 def all_cases():
-    for number, (case, dtype) in enumerate(
-        zip(CASE.values(), itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16)))
-    ):
+    for case, dtype in zip(CASE.values(), itertools.cycle((jnp.bfloat16, jnp.float32, jnp.float16))):
         quick = dict(QUICK).get(case.name)
         name = f"{case.name}, {jnp.dtype(quick or dtype)}"
-        yield pytest.param(case, quick or dtype, id=name, marks=marks(number, quick is not None))
+        yield pytest.param(case, quick or dtype, id=name, marks=marks(quick is not None))
 
 
 @pytest.mark.parametrize(("case", "dtype"), list(all_cases()))
@@ -58,7 +56,7 @@ def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per_core", [1, 200])
+@pytest.mark.parametrize("per_core", [pytest.param(1, marks=pytest.mark.exhaustive), 200])
 def test_the_number_of_parts_changes_nothing(monkeypatch, per_core):
     few = tiles.Tiles(rows=16, slots=32, per_core=per_core, min_slots=32, warps=4, stages=1)
     monkeypatch.setattr(tiles, "default_tiles", lambda *_: few)
@@ -158,9 +156,10 @@ MUTANTS = {
     "a sink is forgotten": ("window, soft cap and sinks", kernels, "if not layer.has_sinks:", "if True:"),
     # No mutant without the bounds of written blocks: the interpreter drops what lies outside of an array by itself.
 }
+QUICK_MUTANTS = ("parts that are loaded later are forgotten", "what rows share is forgotten")
 
 
-@pytest.mark.parametrize("mutant", [pytest.param(x, marks=marks(i, False)) for i, x in enumerate(MUTANTS)])
+@pytest.mark.parametrize("mutant", [pytest.param(name, marks=marks(name in QUICK_MUTANTS)) for name in MUTANTS])
 def test_a_mutant_of_the_kernels_is_noticed(monkeypatch, mutant):
     name, module, original, wrong = MUTANTS[mutant]
     text = inspect.getsource(module)

@@ -181,7 +181,7 @@ def test_without_a_mutation_the_cases_pass(case):
     assert is_right(case)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(i, n in QUICK)) for i, n in enumerate(MUTANTS)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name in QUICK)) for name in MUTANTS])
 def test_a_mutant_is_noticed(monkeypatch, name):
     case, module, original, wrong = MUTANTS[name]
     apply_mutant(monkeypatch, module, original, wrong)

@@ -32,7 +32,7 @@ QUICK = (
     "padded far beyond the total",
     "nothing at all",
 )
-SOME_CASES = [pytest.param(case, id=case.name, marks=marks(i, case.name in QUICK)) for i, case in enumerate(CASES)]
+SOME_CASES = [pytest.param(case, id=case.name, marks=marks(case.name in QUICK)) for case in CASES]
 
 
 @functools.cache
