@@ -148,8 +148,9 @@ def test_every_architecture_generates_in_every_type(name, dtype, tmp_path):
     check_generates(name, tmp_path, dtype=dtype, block_size=8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ONE_TYPE)
+# `test_attention_backends.py` has such an engine in float32, and the kernels' own tests have all types.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name.endswith("-interpret")])
 def test_a_simulated_kernel_generates_in_every_type_that_it_does_not_refuse_at_the_start(backend, dtype, tmp_path):
     refused = dtype == "float16" and backend.startswith("tpu")

@@ -95,16 +95,19 @@ def run_heads(num_devices: int, shards: int, num_kv_heads: int, sinks_N, backend
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "shards", "num_kv_heads", "backend"),
+    ("num_devices", "shards", "num_kv_heads", "backend", "sinks"),
     [
-        (4, 2, 2, "reference"),
-        (8, 4, 1, "reference"),
-        (4, 4, 1, "cpu"),
-        (2, 2, 1, "tpu-interpret"),
-        (2, 2, 1, "gpu-interpret"),
+        (4, 2, 2, "reference", False),
+        (4, 2, 2, "reference", True),
+        (8, 4, 1, "reference", False),
+        (8, 4, 1, "reference", True),
+        (4, 4, 1, "cpu", False),
+        (4, 4, 1, "cpu", True),
+        # Sinks are added once parts are together, whoever made them.
+        (2, 2, 1, "tpu-interpret", True),
+        (2, 2, 1, "gpu-interpret", True),
     ],
 )
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_devices_that_hold_parts_of_contexts_give_what_one_gives(num_devices, shards, num_kv_heads, backend, sinks):
     sinks_N = jnp.linspace(-1, 1, N) if sinks else None
     one = run_heads(1, 1, num_kv_heads, sinks_N)
