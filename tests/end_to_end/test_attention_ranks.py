@@ -126,7 +126,13 @@ def test_two_ranks_give_the_tokens_of_one_device_and_hold_twice_as_many(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "devices"),
-    [("deepseek_v3", 4, 2), ("gpt_oss", 2, 2), ("qwen2_moe", 3, 1), ("mixtral_window_top1", 2, 1), ("llama4", 2, 2)],
+    [
+        ("deepseek_v3", 4, 2),
+        ("gpt_oss", 2, 2),
+        ("qwen2_moe", 3, 1),
+        ("llama4", 2, 2),
+        pytest.param("mixtral_window_top1", 2, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_ranks_go_with_any_experts_and_several_devices_each(name, ranks, devices, tmp_path):
     """Windows, shared experts, one expert a token, odd numbers of experts and of devices."""
@@ -155,7 +161,7 @@ def test_a_grammar_binds_a_request_of_one_rank_and_no_other(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pooling_type", ["MEAN", "LAST"])
+@pytest.mark.parametrize("pooling_type", ["MEAN", pytest.param("LAST", marks=pytest.mark.exhaustive)])
 def test_ranks_pool_as_one_device_does(tmp_path, pooling_type):
     """Prompts that take several steps, preemption, more prompts than rows, and a rank that has nothing to do."""
     folder, prompt = str(write_checkpoint("mixtral", tmp_path)), prompt_of("mixtral")

@@ -125,7 +125,9 @@ def alone(core, request):
     return joined(answers_of(core, [request])[request.request_id])
 
 
-@pytest.mark.parametrize(("seed", "asynchronous"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("seed", "asynchronous"), [(1, True), pytest.param(2, True, marks=pytest.mark.exhaustive), (3, False)]
+)
 def test_random_traffic_gets_the_tokens_and_log_probabilities_of_single_steps(engine, seed, asynchronous):
     core = core_of(engine, LONGEST, async_scheduling=asynchronous)
     requests, answers, aborted = serve(core, random.Random(seed), 40)

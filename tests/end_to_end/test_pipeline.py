@@ -79,7 +79,10 @@ def test_a_grammar_binds_a_request_and_no_other(tmp_path):
         assert llm.stats().number("recompiles") == 0
 
 
-@pytest.mark.parametrize(("name", "pooling_type"), [("llama_embed", "MEAN"), ("qwen3_embed", "LAST")])
+@pytest.mark.parametrize(
+    ("name", "pooling_type"),
+    [("llama_embed", "MEAN"), pytest.param("qwen3_embed", "LAST", marks=pytest.mark.exhaustive)],
+)
 def test_stages_pool(name, pooling_type, tmp_path):
     golden = [each[pooling_type] for each in json.loads((GOLDEN / "pooling.json").read_text())[name]]
     options = {"pipeline_parallel_size": 2, "pooler_config": {"pooling_type": pooling_type}}

@@ -42,7 +42,7 @@ def normalized(vector):
     ("name", "pooling_type"),
     [
         ("llama_embed", "MEAN"),
-        pytest.param("llama_embed", "LAST", marks=pytest.mark.slow),
+        pytest.param("llama_embed", "LAST", marks=pytest.mark.exhaustive),
         pytest.param("llama_embed", "CLS", marks=pytest.mark.slow),
         pytest.param("qwen3_embed", "LAST", marks=pytest.mark.slow),
         pytest.param("gemma3_embed", "MEAN", marks=pytest.mark.slow),
@@ -95,7 +95,7 @@ def test_a_cross_encoder_scores_pairs_of_texts(tmp_path):
     [
         ("llama_embed", "MEAN"),
         pytest.param("qwen3_embed", "LAST", marks=pytest.mark.slow),
-        pytest.param("qwen2_classify", "LAST", marks=pytest.mark.slow),
+        pytest.param("qwen2_classify", "LAST", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_model_split_over_devices_gives_what_one_device_gives(name, pooling_type, tmp_path):
@@ -109,7 +109,7 @@ def test_a_model_split_over_devices_gives_what_one_device_gives(name, pooling_ty
 
 @pytest.mark.parametrize(
     ("name", "num_devices"),
-    [("qwen2_classify", 2), pytest.param("llama_embed", 1, marks=pytest.mark.slow)],
+    [("qwen2_classify", 2), pytest.param("llama_embed", 1, marks=pytest.mark.exhaustive)],
 )
 def test_eight_bit_weights_change_the_result_by_their_rounding_only(name, num_devices, tmp_path):
     key = "logits" if name.endswith("classify") else "LAST"

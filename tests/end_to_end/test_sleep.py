@@ -64,7 +64,7 @@ def sleep_and_wake(llm, level):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param({"deterministic": True}, marks=pytest.mark.exhaustive),
         pytest.param({"quantization": "int8"}, marks=pytest.mark.slow),

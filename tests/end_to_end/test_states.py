@@ -81,7 +81,11 @@ RANKS = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_para
     [
         ("lfm2_moe", {"num_gpu_blocks_override": 14}),
         ("lfm2_moe", STAGES),
-        ("lfm2", {**STAGES, "tensor_parallel_size": 2, "num_gpu_blocks_override": 14}),
+        pytest.param(
+            "lfm2",
+            {**STAGES, "tensor_parallel_size": 2, "num_gpu_blocks_override": 14},
+            marks=pytest.mark.exhaustive,
+        ),
         ("lfm2", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "num_gpu_blocks_override": 14}),
         ("lfm2_moe", RANKS),
     ],
