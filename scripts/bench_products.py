@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.layers.linear import XLA, choose_matmul_backend, int4_product, int8_product, matrix_product
+from jaxpaged.layers.linear import XLA, choose_matmul_backend, int4_product, matrix_product, rows_product
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack
 
 CORES = os.cpu_count() or 1
@@ -52,7 +52,7 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "bfloat16, float32 out": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.float32)),
     "bfloat16, weight [in, out]": ("transposed", lambda x, w: jnp.einsum("TI,IO->TO", x, w)),
     "float32": ("float32", lambda x, w: matrix_product(x.astype(jnp.float32), w, jnp.float32)),
-    "int8, two planes": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16)),
+    "int8, two planes": ("int8", lambda x, w: rows_product(x, w, jnp.bfloat16)),
     "int8, one plane": ("int8", one_plane_product),
     "int8 -> bfloat16": ("int8", lambda x, w: converted_weight(x, w, "bfloat16")),
     "int8 -> float32": ("int8", lambda x, w: converted_weight(x, w, "float32")),
@@ -61,7 +61,7 @@ FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
 KERNEL = choose_matmul_backend("cpu", 1, deterministic=False)
 KERNEL_FORMS: dict[str, tuple[str, Callable[..., jax.Array]]] = {
     "bfloat16, our kernel": ("bfloat16", lambda x, w: matrix_product(x, w, jnp.bfloat16, KERNEL)),
-    "int8, our kernel": ("int8", lambda x, w: int8_product(x, w, jnp.bfloat16, KERNEL)),
+    "int8, our kernel": ("int8", lambda x, w: rows_product(x, w, jnp.bfloat16, KERNEL)),
     "int4, our kernel": ("int4", lambda x, w: int4_product(x, w, jnp.bfloat16, KERNEL)),
 }
 

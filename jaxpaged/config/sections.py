@@ -46,6 +46,13 @@ class ModelConfig:
         choices=("int8", "int4"),
         foreign=VALUES["quantization"],
     )
+    quantized_form: str = option(
+        "auto",
+        "what weights of a quantised checkpoint are on the devices: 'stored' as they lie in the file, 'rows' of 8 "
+        "bits with a scale for each output, or '16bit'; 'auto' means what the device multiplies best. Guide: "
+        "guides/quantization.md",
+        choices=("auto", "stored", "rows", "16bit"),
+    )
     max_model_len: int | None = option(
         None,
         "longest prompt plus output in tokens (default: 'auto', the model's own limit)",

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.layers.linear import XLA, int8_product, matrix_product
+from jaxpaged.layers.linear import XLA, matrix_product, rows_product
 from jaxpaged.params.quantized import QuantizedArray
 
 Table = jax.Array | QuantizedArray
@@ -32,7 +32,7 @@ def vocabulary_logits(
     With `soft_cap` c, logits are c * tanh(logits / c) (arXiv 2408.00118), behind a barrier: otherwise each of their
     readers may compute them again, with the product rounded or as part of a fused multiply-add.
     """
-    product = int8_product if isinstance(table_VD, QuantizedArray) else matrix_product
+    product = rows_product if isinstance(table_VD, QuantizedArray) else matrix_product
     logits_SV = product(hidden_SD, table_VD, jnp.float32, backend)
     if soft_cap is not None:
         logits_SV = jax.lax.optimization_barrier(soft_cap * jnp.tanh(logits_SV / soft_cap))

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
 from jaxpaged.layers.ranks import over_model_axes
-from jaxpaged.params.quantized import QuantizedArray
+from jaxpaged.params.quantized import QuantizedArray, Stored, StoredArray
 from jaxpaged.params.sharding import (
     DATA_AXIS,
     EXPERT_AXIS,
@@ -274,6 +274,8 @@ def group_product(x_CD: jax.Array, p: Linear, place_C: jax.Array, sizes_e: jax.A
     weights = ExpertWeights(p.weight)
     if isinstance(p.weight, QuantizedArray):
         weights = ExpertWeights(p.weight.values, p.weight.scales[:, None, :])
+    elif isinstance(p.weight, StoredArray):
+        weights = ExpertWeights(p.weight.values, p.weight.scales)
     backend = choose_backend("auto", platform, x_CD, weights)
     y = grouped_matmul(x_CD, weights, sizes_e, backend=backend).astype(jnp.float32)
     return y if p.bias is None else y + p.bias.at[place_C].get(mode="fill", fill_value=0)
@@ -326,5 +328,20 @@ def is_block(node: Any) -> bool:
 
 
 def split(p: Linear, axes: PartitionSpec) -> Any:
-    """How its arrays lie where its weight lies like `axes`: scales and biases have no input axis, the last one."""
-    return jax.tree.map(lambda x: PartitionSpec(*axes[: x.ndim]), p)
+    """How its arrays lie where its weight lies like `axes`: scales and biases have no input axis, the last one; scales
+    of groups of inputs have it before that of outputs."""
+    parts = jax.tree.map(lambda x: PartitionSpec(*axes[: x.ndim]), p)
+    if not isinstance(p.weight, StoredArray):
+        return parts
+    expert, outputs, inputs = (*axes, *[None] * (3 - len(axes)))
+    return parts.replace(weight=parts.weight.replace(scales=PartitionSpec(expert, inputs, outputs)))
+
+
+def expert_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:
+    """The kernel that multiplies with the experts' weights of a form; None: only XLA does, which writes them to memory
+    first."""
+    struct = jax.ShapeDtypeStruct
+    values = struct((1, outputs, inputs), jnp.dtype(form.values))
+    weights = ExpertWeights(values, struct((1, inputs // form.group, outputs), jnp.float32))
+    name = choose_backend("auto", platform, struct((LEAST_PAIRS, inputs), jnp.dtype(dtype)), weights)
+    return None if name == "reference" else name

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxpaged.params.quantized import PackedArray, QuantizedArray
+from jaxpaged.params.quantized import PackedArray, QuantizedArray, Stored, StoredArray
 from pallas_kernels.few_rows_matmul import (
     added_matmul,
     adds,
@@ -42,6 +42,8 @@ from pallas_kernels.few_rows_matmul.reference import in_steps
 from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
 from pallas_kernels.int4_matmul import GROUP, int4_matmul
 from pallas_kernels.int4_matmul import backends as int4_backends
+from pallas_kernels.quantized_matmul import QuantizedWeight, quantized_matmul
+from pallas_kernels.quantized_matmul import choose_backend as choose_stored
 
 XLA, CPU, GPU = "reference", "cpu", "gpu"
 """The backend that is everywhere, and those for weights of any number of bits."""
@@ -63,7 +65,7 @@ class Linear:
     """`weight` is [out..., in...], as checkpoints store it, or quantized; `bias` is [out...] or None. `backend` is the
     kernel that multiplies, where it takes the rows (`choose_matmul_backend`)."""
 
-    weight: jax.Array | QuantizedArray | PackedArray
+    weight: jax.Array | QuantizedArray | PackedArray | StoredArray
     bias: jax.Array | None = None
     backend: str = struct.field(pytree_node=False, default=XLA)
 
@@ -100,7 +102,7 @@ def apply_linear(letters: str, x: jax.Array, p: Linear, added: jax.Array | None 
 
 def sum_with_product(x_TI: jax.Array, p: Linear, added: jax.Array) -> jax.Array | None:
     """added + x_TI times the weight [T, O] as one kernel; None where there is none for it."""
-    if p.backend != GPU:
+    if p.backend != GPU or isinstance(p.weight, StoredArray):
         return None
     weight_OI = few_rows_weight(p.weight, -1, x_TI.shape[1])
     if not adds(p.backend, x_TI, weight_OI):
@@ -141,7 +143,7 @@ def few_rows_product(
 
 def silu_product(x_TI: jax.Array, p: Linear) -> jax.Array | None:
     """silu(gate) * up [T, O] of a weight [O, 2, I] that has both, as one kernel; None where there is none for it."""
-    if p.bias is not None or p.backend != GPU:
+    if p.bias is not None or p.backend != GPU or isinstance(p.weight, StoredArray):
         return None
     weight_O2I = few_rows_weight(p.weight, -1, 2, x_TI.shape[1])
     return gated_matmul(x_TI, weight_O2I, backend=p.backend) if gates(p.backend, x_TI, weight_O2I) else None
@@ -154,11 +156,13 @@ def scaled_product(x_TI: jax.Array, weight: Any, dtype: Any, backend: str) -> ja
     return few_rows_product(x_TI, few_rows_weight(weight, -1, x_TI.shape[1]), backend, dtype)
 
 
-def int8_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any, backend: str = XLA) -> jax.Array:
+def rows_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any, backend: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`."""
     if (sums_TO := scaled_product(x_TI, weight, dtype, backend)) is not None:
         return sums_TO
     value_OI, scale_O = weight.values.reshape(-1, x_TI.shape[1]), weight.scales.reshape(-1)
+    if value_OI.dtype != jnp.int8:
+        return (converted_product(x_TI, value_OI) * scale_O).astype(dtype)
     on_cpu = partial(whole_product, dtype=dtype, backend=CPU if backend == CPU else XLA)
     default = lambda x_TI, value_OI, scale_O: (converted_product(x_TI, value_OI) * scale_O).astype(dtype)
     return jax.lax.platform_dependent(x_TI, value_OI, scale_O, cpu=on_cpu, default=default)
@@ -177,7 +181,7 @@ def whole_product(
 
 
 def converted_product(x_TI: jax.Array, value_OI: jax.Array) -> jax.Array:
-    """Float32 [T, O]; whole numbers up to 127 are exact in every type of x."""
+    """Float32 [T, O]; whole numbers up to 127 and 8-bit floats are exact in every type of x."""
     precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
     return jnp.einsum(
         "TI,OI->TO", x_TI, value_OI.astype(x_TI.dtype), preferred_element_type=jnp.float32, precision=precision
@@ -194,5 +198,26 @@ def int4_product(x_TI: jax.Array, weight: PackedArray, dtype: Any, backend: str 
     return int4_matmul(x_TI, packed_OB, scale_OC, backend=backend if takes else XLA).astype(dtype)
 
 
-PRODUCTS = {QuantizedArray: int8_product, PackedArray: int4_product}
+def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: str = XLA) -> jax.Array:
+    """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`. Its own kernel multiplies."""
+    x_TI = x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
+    of_groups = (part if part is None else part.reshape(part.shape[0], -1) for part in (weight.scales, weight.zeros))
+    operand = QuantizedWeight(weight.values.reshape(-1, x_TI.shape[1]), *of_groups)
+    return quantized_matmul(x_TI, operand, backend=weight.kernel).astype(dtype)
+
+
+def stored_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:
+    """The kernel that multiplies with a weight of a form; None: only XLA does, which writes it to memory first."""
+    struct = jax.ShapeDtypeStruct
+    of_groups = struct((inputs // form.group, outputs), jnp.float32)
+    weight = QuantizedWeight(
+        struct((outputs, inputs), jnp.dtype(form.values)), of_groups, of_groups if form.has_zeros else None
+    )
+    name = choose_stored("auto", platform, struct((LEAST_ROWS, inputs), jnp.dtype(dtype)), weight)
+    return None if name == XLA else name
+
+
+LEAST_ROWS = 8
+"""Of a product, as one is that asks whether there is a kernel."""
+PRODUCTS = {QuantizedArray: rows_product, PackedArray: int4_product, StoredArray: stored_product}
 """Of weights that are no plain arrays."""

@@ -28,7 +28,16 @@ from jaxpaged.params.expected import check_entries, dtypes_of, tensors_of
 from jaxpaged.params.hub import ASSETS
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
-from jaxpaged.params.quantized import PackedArray, QuantizedArray, is_quantized, packed_rows, rounded_rows
+from jaxpaged.params.quantized import (
+    PackedArray,
+    QuantizedArray,
+    StoredArray,
+    array_bytes,
+    is_quantized,
+    packed_rows,
+    rounded_rows,
+)
+from jaxpaged.params.recoding import Losses
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.safetensors_reader import (
     TensorEntry,
@@ -93,13 +102,14 @@ def load_params(
         return orbax_format.load_orbax(specs, config, folder, mesh, dtype, progress)
     entries = checked_entries(specs, config, folder, is_whole)
     total, done, sizes = num_bytes(param_shapes(specs, config, mesh, dtype)), 0, config.dim_sizes()
-    rooms = Rooms()
+    rooms, losses = Rooms(), Losses()
 
-    def load(spec: Spec) -> jax.Array | QuantizedArray | PackedArray:
+    def load(spec: Spec) -> Any:
         nonlocal done
         if spec.scheme is not None:
             shape, rows = stored_shape(spec, sizes), own_rows(spec, sizes)
-            array = place_encoded(spec, matrices(spec, entries, sizes, shape, rows), sizes, mesh, dtype, rooms)
+            found = matrices(spec, entries, sizes, shape, rows)
+            array = place_encoded(spec, found, sizes, mesh, dtype, rooms, losses)
         else:
             with ExitStack() as maps:
                 names = spec.tensor_names(sizes)
@@ -109,7 +119,10 @@ def load_params(
         progress(done, total)
         return array
 
-    return jax.tree.map(load, specs)
+    params = jax.tree.map(load, specs)
+    if said := losses.in_words():
+        logger.info("%s: %s", folder, said)
+    return params
 
 
 def checked_entries(specs: Any, config: Any, folder: Path, is_whole: bool) -> dict[str, TensorEntry]:
@@ -155,7 +168,7 @@ def without_further_layers(entries: Mapping[str, TensorEntry], config: Any) -> d
 
 def num_bytes(shapes: Any) -> int:
     """Bytes of all arrays of a pytree, every value counted once."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
 
 
 def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
@@ -297,6 +310,18 @@ def random_param(key: jax.Array, like: Any, num_first: int) -> Any:
         packed, scales = packed_rows(weight.reshape(-1, weight.shape[-1]).astype(jnp.float32), jnp)
         scales = scales.astype(jnp.bfloat16).reshape(like.scales.shape)
         return PackedArray(packed.reshape(like.packed.shape), scales, like.dtype)
+    if isinstance(like, StoredArray):
+        return random_stored(key, like)
     out_shape = like.scales.shape
     values, scales = rounded_rows(weight.reshape(math.prod(out_shape), -1).astype(jnp.float32), jnp)
-    return QuantizedArray(values.astype(jnp.int8).reshape(like.shape), scales.reshape(out_shape), like.dtype)
+    values = values.astype(jnp.int8).astype(like.values.dtype)
+    return QuantizedArray(values.reshape(like.shape), scales.reshape(out_shape), like.dtype)
+
+
+def random_stored(key: jax.Array, like: StoredArray) -> StoredArray:
+    """A random parameter in groups: whole numbers from -7 to 7, all types of which have these."""
+    values = jax.random.randint(key, like.shape, -7, 8, jnp.int8).astype(like.values.dtype)
+    scales = jnp.full(like.scales.shape, 0.005, jnp.float32)
+    zeros = None if like.zeros is None else jnp.zeros(like.zeros.shape, jnp.float32)
+    order = None if like.order is None else jnp.arange(like.order.shape[0], dtype=jnp.int32)
+    return like.replace(values=values, scales=scales, zeros=zeros, order=order)

@@ -7,15 +7,28 @@ is rounded before it is cut: its scales are those of whole rows. Knows letters, 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.params.encoded import Decoded, EncodedMatrix
-from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, packed_sizes, quantize, scales_spec
+from jaxpaged.params.quantized import (
+    ROWS,
+    PackedArray,
+    QuantizedArray,
+    Stored,
+    StoredArray,
+    groups_spec,
+    pack,
+    packed_sizes,
+    quantize,
+    scales_spec,
+)
+from jaxpaged.params.recoding import Losses, rows_of, stored_parts
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.sharding import sharding_of, sizes_on
 from jaxpaged.params.spec import Spec
@@ -75,15 +88,65 @@ def place(
 
 
 def place_encoded(
-    spec: Spec, matrices: Sequence[EncodedMatrix], sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms
+    spec: Spec,
+    matrices: Sequence[EncodedMatrix],
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    dtype: Any,
+    rooms: Rooms,
+    losses: Losses,
 ) -> Any:
     """Like `place`, for matrices that are decoded as they are read."""
-    shape = tuple(sizes[letter] for letter in spec.stored_dims)
-    dtype_on_host = np.float32 if spec.quantized else spec.dtype or dtype
-    if spec.stored_dims.startswith("E"):
-        return place_part(spec, Decoded(matrices, shape[1:], dtype_on_host), sizes, mesh, dtype, rooms)
-    (matrix,) = matrices
-    return place_part(spec, matrix.dequantized(dtype_on_host).reshape(shape), sizes, mesh, dtype, rooms)
+    shape, form = tuple(sizes[letter] for letter in spec.stored_dims), spec.quantized
+    is_stack = spec.stored_dims.startswith("E")
+    name, array = np.dtype(dtype).name, partial(place_array, sizes=sizes, mesh=mesh, rooms=rooms)
+    if form in ROWS:
+        rows = [rows_of(matrix, form, losses) for matrix in matrices]
+        values, scales = (np.stack(each) if is_stack else each[0] for each in zip(*rows, strict=True))
+        of_rows = scales_spec(spec)
+        scales = scales.reshape(shape[: len(of_rows.dims)])
+        return QuantizedArray(
+            array(spec, values.reshape(shape), dtype=form), array(of_rows, scales, dtype=np.float32), name
+        )
+    if isinstance(form, Stored):
+        parts = [stored_parts(matrix, form, losses) for matrix in matrices]
+        return place_stored(spec, form, parts, sizes, mesh, name, rooms)
+    on_host = np.float32 if form else spec.dtype or dtype
+    if is_stack:
+        return place_part(spec, Decoded(matrices, shape[1:], on_host), sizes, mesh, dtype, rooms)
+    return place_part(spec, matrices[0].dequantized(on_host).reshape(shape), sizes, mesh, dtype, rooms)
+
+
+def place_stored(
+    spec: Spec,
+    form: Stored,
+    parts: Sequence[tuple[np.ndarray, ...]],
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    name: str,
+    rooms: Rooms,
+) -> StoredArray:
+    """What `recoding.stored_parts` made of one matrix, or of those of all experts.
+
+    Letters: M matrices, I inputs and O outputs of each, C groups of inputs.
+    """
+    of_groups, groups = groups_spec(spec, sizes)
+    array = partial(place_array, mesh=mesh, rooms=rooms)
+    values_MOI, scales_MOC, zeros_MOC, order_MI = (np.stack(each) for each in zip(*parts, strict=True))
+
+    def of_inputs(of_group_MOC: np.ndarray) -> jax.Array:
+        of_group = of_group_MOC.swapaxes(1, 2).reshape([groups[letter] for letter in of_groups.stored_dims])
+        return array(of_groups, of_group, sizes=groups, dtype=np.float32)
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return StoredArray(
+        array(spec, values_MOI.reshape([sizes[letter] for letter in spec.stored_dims]), sizes=sizes, dtype=form.values),
+        of_inputs(scales_MOC),
+        of_inputs(zeros_MOC) if form.has_zeros else None,
+        jax.device_put(order_MI[0], everywhere) if form.has_order else None,
+        name,
+        form.kernel,
+    )
 
 
 def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms) -> Any:

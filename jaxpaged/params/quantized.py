@@ -12,12 +12,17 @@ experts, classifiers, and what queries absorb of latents are read in other ways 
 last axis is no multiple of 64. Towers, which make embeddings of pictures, stay as they are: they are small, and their
 products are those of thousands of rows.
 
+A checkpoint that was quantised has weights in few bits already (`encoded.py`). What they are on a device is the same
+8 bits with a scale per output, of whole numbers or of floats, or `Stored`: as they lie in the file.
+
 This module does not know how products with such weights are computed.
+
+Letters: C groups of inputs that have a scale in common.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -48,9 +53,67 @@ ROUNDED_AT_ONCE = 2**20
 """Weights that the host rounds at a time: their float32 copies stay in its caches."""
 
 
+ROWS = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Types of values that have a scale per output."""
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a weight is that a device has as it was stored: values of a type, `group` inputs of an output with a scale
+    in common, and with a zero. `has_order`: groups are of inputs from anywhere. `kernel` multiplies with it."""
+
+    values: str
+    group: int
+    has_zeros: bool = False
+    has_order: bool = False
+    kernel: str = REFERENCE
+
+
+def in_words(form: Any) -> str:
+    """Of `Spec.quantized`: `rows of int8`, `int4 in groups of 128`, `16 bits`."""
+    if form is None:
+        return "16 bits"
+    return f"{form.values} in groups of {form.group}" if isinstance(form, Stored) else f"rows of {form}"
+
+
+@struct.dataclass
+class StoredArray:
+    """A matrix [out..., in...]: `values` in its shape, less `zeros`, times `scales`, both float32 [C, out...].
+
+    `order` int32 [in]: which input each place of the values' last axes is of; None: they are in order. `dtype` is the
+    name of the type of the weights that it stands for.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None
+    order: jax.Array | None
+    dtype: str = struct.field(pytree_node=False)
+    kernel: str = struct.field(pytree_node=False, default=REFERENCE)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array_bytes(part.shape, part.dtype) for part in jax.tree.leaves(self))
+
+
+def array_bytes(shape: Iterable[int], dtype: Any) -> int:
+    """Of an array on a device, where two numbers of 4 bits share a byte, which `nbytes` of jax does not know."""
+    dtype = jnp.dtype(dtype)
+    bits = 4 if dtype.name in FOUR_BITS else 8 * dtype.itemsize
+    return -(-math.prod(shape) * bits // 8)
+
+
+FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
+
+
 @struct.dataclass
 class QuantizedArray:
-    """A matrix [out..., in...]: `values` (int8, in its shape) times `scales` (float32, [out...]).
+    """A matrix [out..., in...]: `values` (int8 or 8-bit floats, in its shape) times `scales` (float32, [out...]).
 
     `dtype` is the name of the type of the weights that it stands for.
     """
@@ -125,9 +188,21 @@ def packed_sizes(spec: Spec, sizes: Mapping[str, int]) -> tuple[dict[str, int], 
     return {**sizes, last: sizes[last] // 2}, {**sizes, last: sizes[last] // GROUP}
 
 
+def groups_spec(spec: Spec, sizes: Mapping[str, int]) -> tuple[Spec, dict[str, int]]:
+    """The spec of scales of groups of inputs, [C, out...], and sizes with which it is: C is split as the first of the
+    inputs' letters is, and goes by that. An expert's are [e, C, out]."""
+    assert isinstance(spec.quantized, Stored)
+    inputs = spec.hf_dims.split(" ")[-1]
+    outputs = spec.dims[: len(spec.dims) - len(inputs)]
+    experts = outputs[:1] if outputs.startswith("e") else ""
+    dims = experts + inputs[0] + outputs[len(experts) :]
+    groups = math.prod(sizes[letter] for letter in inputs) // spec.quantized.group
+    return Spec(dims, " ".join(dims.replace("e", "E")), spec.hf_name.format("*")), {**sizes, inputs[0]: groups}
+
+
 def is_quantized(leaf: Any) -> bool:
     """For `is_leaf`, where a pytree of parameters goes by parameters and not by arrays."""
-    return isinstance(leaf, QuantizedArray | PackedArray)
+    return isinstance(leaf, QuantizedArray | PackedArray | StoredArray)
 
 
 def is_matrix(spec: Spec) -> bool:

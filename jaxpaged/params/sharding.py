@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.params.quantized import GROUP, PackedArray, QuantizedArray, packed_sizes, scales_spec
+from jaxpaged.params.quantized import (
+    GROUP,
+    ROWS,
+    PackedArray,
+    QuantizedArray,
+    Stored,
+    StoredArray,
+    array_bytes,
+    groups_spec,
+    packed_sizes,
+    scales_spec,
+)
 from jaxpaged.params.spec import Spec
 
 EXPERT_AXIS, TENSOR_AXIS = MODEL_AXES = ("expert", "tensor")
@@ -142,16 +153,32 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
     def array(spec: Spec, dtype: Any, sizes: Mapping[str, int] = on_devices) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(sizes[d] for d in spec.dims), dtype, sharding=sharding_of(spec, mesh))
 
-    def shape(spec: Spec) -> jax.ShapeDtypeStruct | QuantizedArray | PackedArray:
+    def shape(spec: Spec) -> Any:
         if not spec.quantized:
             return array(spec, spec.dtype or dtype)
         name = jnp.dtype(dtype).name
-        if spec.quantized == "int8":
-            return QuantizedArray(array(spec, jnp.int8), array(scales_spec(spec), jnp.float32), name)
+        if spec.quantized in ROWS:
+            return QuantizedArray(array(spec, spec.quantized), array(scales_spec(spec), jnp.float32), name)
+        if isinstance(spec.quantized, Stored):
+            return stored_shape(spec, name)
         bytes_of, scales_of = packed_sizes(spec, on_devices)
         packed = PackedArray(array(spec, jnp.uint8, bytes_of), array(spec, jnp.bfloat16, scales_of), name)
         check_groups(packed.scales, spec.hf_name, num_model_shards(mesh))
         return packed
+
+    def stored_shape(spec: Spec, name: str) -> StoredArray:
+        form, (scales, groups) = spec.quantized, groups_spec(spec, on_devices)
+        of_groups = array(scales, jnp.float32, groups)
+        inputs = math.prod(stored[letter] for letter in spec.hf_dims.split(" ")[-1])
+        order = jax.ShapeDtypeStruct((inputs,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+        return StoredArray(
+            array(spec, form.values),
+            of_groups,
+            of_groups if form.has_zeros else None,
+            order if form.has_order else None,
+            name,
+            form.kernel,
+        )
 
     return jax.tree.map(shape, specs)
 
@@ -169,13 +196,9 @@ def check_groups(scales: jax.ShapeDtypeStruct, name: str, num_shards: int) -> No
 
 def elements_on_device(leaf: jax.ShapeDtypeStruct) -> int:
     """Numbers of one device's part of an array."""
-    return bytes_on_device(leaf) // leaf.dtype.itemsize
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def bytes_on_device(leaf: jax.ShapeDtypeStruct) -> int:
     """Bytes of one device's part of an array."""
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    size = leaf.dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
+    return array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)

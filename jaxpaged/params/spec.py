@@ -9,6 +9,7 @@ neither sizes nor devices.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpaged.params.dims import ALPHABET
 from jaxpaged.params.schemes.scheme import Scheme
@@ -42,8 +43,8 @@ class Spec:
         gate_proj = Spec("eQD", "E Q D", "....experts.{}.gate_proj.weight")
         shared_expert_gate = Spec("D", "1 D", "....shared_expert_gate.weight", dtype="float32")
 
-    `quantized`: "int8" or "int4", the model uses a `QuantizedArray` or `PackedArray` (quantized.py) instead of an
-    array; None: it does not. `dtype` is that of numbers which
+    `quantized`: the model uses a `QuantizedArray` ("int8", or an 8-bit float), a `PackedArray` ("int4") or a
+    `StoredArray` (quantized.py) instead of an array; None: it does not. `dtype` is that of numbers which
     are no weights, such as "int32", and of weights that are never rounded; None: that of the others. `whole`: every
     device has all of it, whatever its letters say.
     """
@@ -54,7 +55,7 @@ class Spec:
     fused: tuple[str, ...] = ()
     part: int = 0
     within: str = ""
-    quantized: str | None = None
+    quantized: Any = None
     dtype: str | None = None
     fused_axis: int = 0
     alternating: bool = False

@@ -10,7 +10,7 @@ program. Forward programs grow along tokens only: a step of T tokens has at most
 multiplying.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,7 +26,8 @@ from jaxpaged.config.speculation import Speculation, speculation_of
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, group_layers, groups_of_layers
 from jaxpaged.layers.attention import AttentionContext
-from jaxpaged.layers.linear import XLA, choose_matmul_backend, takes_one_row
+from jaxpaged.layers.experts import expert_kernel
+from jaxpaged.layers.linear import XLA, choose_matmul_backend, stored_kernel, takes_one_row
 from jaxpaged.models import joined
 from jaxpaged.models.config import DecoderConfig, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
@@ -34,7 +35,8 @@ from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.models.joined import joined_shapes
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.models.stages import Stage, deal_layers, decoder_of, params_of
-from jaxpaged.params.quantized import quantized_specs
+from jaxpaged.params.forms import Device, formed_specs, forms_in_words, shards_of
+from jaxpaged.params.quantized import Stored, quantized_specs
 from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
@@ -119,7 +121,7 @@ class EngineSpec:
         self.cache_type = CACHE_TYPES[config.cache.kv_cache_dtype]
         self.kv_dtype = self.dtype if self.cache_type.is_scaled else jnp.dtype(self.cache_type.dtype)
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
-        self.whole_specs = quantized_specs(specs, config.model.quantization, sizes)
+        self.whole_specs = self._formed(quantized_specs(specs, config.model.quantization, sizes), sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
         self.param_shapes = self.shapes_of(self.specs, self.decoder)
         if balance is not None:
@@ -159,9 +161,30 @@ class EngineSpec:
         self.drafting = drafting_model(self.model, self.draft)
         self.model = drafted_model(self.model, self.draft)
         specs = draft.model.param_specs(self.draft.config, self.num_shards)
-        self.draft_specs = quantized_specs(specs, draft.quantization, self.draft.config.dim_sizes())
+        sizes = self.draft.config.dim_sizes()
+        self.draft_specs = self._formed(quantized_specs(specs, draft.quantization, sizes), sizes)
         shapes = self.shapes_of(self.draft_specs, self.draft.config)
         self.param_shapes = DraftedParams(self.param_shapes, shapes)
+
+    def _formed(self, specs: Any, sizes: Mapping[str, int]) -> Any:
+        """Specs with the forms that weights of a quantised checkpoint have on these devices."""
+        if not any(spec.scheme for spec in jax.tree.leaves(specs)):
+            return specs
+        device = Device(self.platform, self._kernel_for, shards_of(self.mesh.shape))
+        return formed_specs(specs, self.config.model.quantized_form, sizes, device)
+
+    def _kernel_for(self, form: Stored, outputs: int, inputs: int, of_experts: bool) -> str | None:
+        """What multiplies weights of a form, with which no product is split over devices."""
+        if of_experts:
+            return expert_kernel(self.platform, self.dtype, form, outputs, inputs)
+        if self._matmul_backend == XLA and (self.mesh.size > 1 or self.config.compile.deterministic):
+            return None
+        return stored_kernel(self.platform, self.dtype, form, outputs, inputs)
+
+    @property
+    def forms(self) -> dict[str, int]:
+        """What weights of a quantised checkpoint are here, in words, and how many parameters are so."""
+        return forms_in_words(self.specs)
 
     def shapes_of(self, specs: Any, decoder: DecoderConfig) -> Any:
         """Shapes of a model's parameters as programs take them."""
@@ -245,7 +268,12 @@ class EngineSpec:
     @cached_property
     def compiler_options(self) -> dict[str, Options]:
         """Options of the compiler for programs with layers, and for others."""
-        return compiler_options(self.mesh, self.config.model.quantization is not None)
+        return compiler_options(self.mesh, self.has_quantized)
+
+    @cached_property
+    def has_quantized(self) -> bool:
+        """Whether weights are multiplied that are no 16-bit floats."""
+        return any(spec.quantized for spec in jax.tree.leaves(self.specs))
 
     @cached_property
     def custom(self) -> CustomProcessors:

@@ -46,7 +46,7 @@ def reserve_of(spec: EngineSpec) -> Reserve:
 def trial_bytes(spec: EngineSpec) -> int:
     """What XLA takes to time kernels for products while it compiles, beside the cache (`tries_products`): for each
     program that is compiled at a time, operands and result of the largest product."""
-    if not tries_products(spec.platform, spec.config.model.quantization is not None):
+    if not tries_products(spec.platform, spec.has_quantized):
         return 0
     tokens = spec.token_buckets[-1]
     decoders, itemsize = spec.decoders, spec.dtype.itemsize

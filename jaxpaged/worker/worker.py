@@ -6,6 +6,7 @@ the weights load; the engine is ready when the weights are, and a step waits for
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -407,6 +408,7 @@ def log_start(stages: Sequence[EngineSpec], kv_cache: KVCacheConfig, seconds: fl
         "platform": devices[0].platform,
         "dtype": config.model.dtype,
         "quantization": config.model.quantization,
+        "weight_forms": forms_of(stages),
         "weight_bytes": memory["weight_bytes"],
         "weight_seconds": round(seconds, 3),
         "kv_cache_bytes": memory["kv_cache_bytes"],
@@ -419,7 +421,7 @@ def log_start(stages: Sequence[EngineSpec], kv_cache: KVCacheConfig, seconds: fl
         "max_concurrency": round(concurrency, 2),
     }
     words = {
-        "weights": f", weights in {config.model.quantization}" if config.model.quantization else "",
+        "weights": weights_in_words(stages),
         "weight_mib": memory["weight_bytes"] / 2**20,
         "kv_cache_mib": memory["kv_cache_bytes"] / 2**20,
         "division": division_in_words(stages),
@@ -432,6 +434,19 @@ def log_start(stages: Sequence[EngineSpec], kv_cache: KVCacheConfig, seconds: fl
         record | words,
         extra=record,
     )
+
+
+def forms_of(stages: Sequence[EngineSpec]) -> dict[str, int]:
+    """What weights of a quantised checkpoint are on the devices, and how many parameters are so."""
+    return dict(sum((Counter(stage.forms) for stage in stages), Counter[str]()))
+
+
+def weights_in_words(stages: Sequence[EngineSpec]) -> str:
+    """In what weights are, where they are no floats of 16 or 32 bits."""
+    rounded, forms = stages[-1].config.model.quantization, forms_of(stages)
+    if rounded:
+        return f", weights in {rounded}"
+    return f", weights in {', '.join(forms)}" if forms else ""
 
 
 def division_in_words(stages: Sequence[EngineSpec]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.layers.embedding import embed, vocabulary_logits
-from jaxpaged.layers.linear import Linear, apply_linear, converted_product, int8_product, silu_product
+from jaxpaged.layers.linear import Linear, apply_linear, converted_product, rows_product, silu_product
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, quantize
 from pallas_kernels.few_rows_matmul import gpu, two_plane_matmul
 from pallas_kernels.int4_matmul import unpack
@@ -34,7 +34,7 @@ def test_a_product_is_that_of_the_rounded_weights_as_far_as_16_bits_of_activatio
 
 
 def test_the_distance_to_the_exact_weights_is_bounded_by_half_a_step_of_each():
-    found = int8_product(jnp.asarray(X), quantized(WEIGHT, 1), jnp.float32)
+    found = rows_product(jnp.asarray(X), quantized(WEIGHT, 1), jnp.float32)
     half_step_TO = np.abs(X).sum(1, keepdims=True) * SCALES / 2
     sizes_O = (np.abs(VALUES).astype(np.float64) * SCALES[:, None]).sum(1)
     planes_TO = np.abs(X).max(1, keepdims=True) / 127 / 508 * sizes_O
@@ -63,7 +63,7 @@ def test_accelerators_convert_whole_numbers_exactly(dtype):
 
 
 def test_the_cpu_multiplies_integers_and_other_devices_convert():
-    program = jax.jit(lambda x, w: int8_product(x, w, jnp.bfloat16))
+    program = jax.jit(lambda x, w: rows_product(x, w, jnp.bfloat16))
     traced = program.trace(jnp.asarray(X, jnp.bfloat16), quantized(WEIGHT, 1))
     lowered = {platform: traced.lower(lowering_platforms=(platform,)) for platform in ("cpu", "tpu", "cuda")}
     products = {

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.engine.build import with_settled_quantization
 from jaxpaged.layers.attention import AttentionContext
+from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.forms import Device, formed_specs, shards_of
 from jaxpaged.params.quantized import quantized_specs
 from jaxpaged.worker.cache.kinds import kind_of, tensor_struct
 from jaxpaged.worker.step.packed import StepParts
@@ -49,14 +52,22 @@ class PagedModel:
         max_model_len: int | None = None,
         quantization: str | None = None,
         spreads_experts: bool = False,
+        form: str = "16bit",
+        platform: str | None = None,
     ):
-        hf = json.loads((folder / "config.json").read_text())
+        """`form` is that of a quantised checkpoint's weights, as one that runs on `platform` would have them."""
+        hf = load_hf_config(folder)
         self.model = model_for(hf)
         config = self.model.config_from_hf(hf)
+        if config.quantization is not None:
+            config = with_settled_quantization(self.model, config, folder)
         self.config = dataclasses.replace(config, max_model_len=max_model_len or config.max_model_len)
         self.mesh = make_mesh(num_shards, spreads_experts=spreads_experts)
         self.context = AttentionContext(self.mesh, BACKEND)
         specs = quantized_specs(self.model.param_specs(self.config, num_shards), quantization, self.config.dim_sizes())
+        shards, kernel_for = shards_of(self.mesh.shape), lambda *form: "reference"
+        device = Device(platform or jax.default_backend(), kernel_for, shards)
+        specs = formed_specs(specs, form, self.config.dim_sizes(), device)
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         self.specs = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
         structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32, num_rows=2) for spec in self.specs]

@@ -195,13 +195,19 @@ def namespace_of(engine_spec: EngineSpec, kv_cache: KVCacheConfig, weights_versi
         decoders=tuple(
             facts_text(as_named(each if bits else replace(each, matmul_backend=""))) for each in engine_spec.decoders
         ),
-        quantization=config.model.quantization,
+        quantization=weights_fact(engine_spec),
         groups=tuple(str((group.spec.in_pages(form.page_tokens), group.layer_idxs)) for group in kv_cache.groups),
         dtype=engine_spec.kv_dtype.name,
         speculation=str(engine_spec.speculation),
         **({"kv_cache": kv_cache.content} if kv_cache.content else {}),
         **form.facts,
     )
+
+
+def weights_fact(engine_spec: EngineSpec) -> str | None:
+    """How weights were rounded when they were loaded: as the option says, or into the forms that stored ones have."""
+    forms = {form for form in engine_spec.forms if not form.endswith("16 bits")}
+    return engine_spec.config.model.quantization or (", ".join(sorted(forms)) or None)
 
 
 def as_named(decoder: DecoderConfig) -> DecoderConfig:

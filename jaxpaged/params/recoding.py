@@ -1,0 +1,110 @@
+"""Encoded weights -> the arrays of the form that a device has them in, some rows at a time, and how much that rounds.
+
+A form that has all numbers of a weight gets them as they are. Others are rounded, to whole numbers or to 8-bit floats
+with one scale for an output. Knows neither files nor letters.
+
+Letters: I inputs and O outputs of a matrix, C groups of an output's inputs.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxpaged.params.encoded import EncodedMatrix
+from jaxpaged.params.formats.stored_weight import StoredWeight
+from jaxpaged.params.quantized import LARGEST, Stored, in_words, rounded_rows
+
+LARGEST_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+class Losses:
+    """How far weights were rounded, of those that were: of each the first rows are looked at."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], np.ndarray] = {}
+
+    def add(self, title: str, form: str, error: np.ndarray | None, weight: np.ndarray | None) -> None:
+        """Of a matrix; None: nothing was rounded."""
+        sums = self._sums.setdefault((title, form), np.zeros(3))
+        sums += (1, 0, 0) if error is None or weight is None else (1, square_sum(error), square_sum(weight))
+
+    def __iter__(self) -> Iterator[tuple[str, str, int, float]]:
+        """(scheme, form, number of matrices, rms of what rounding changed over that of weights)."""
+        for (title, form), (count, error, weight) in self._sums.items():
+            yield title, form, int(count), float(np.sqrt(error / weight)) if weight else 0.0
+
+    def in_words(self) -> str:
+        """`112 matrices in GPTQ of 4 bits in groups of 128 became rows of int8, rounded by 0.008 of their rms`."""
+        return "; ".join(
+            f"{count} matrices in {title} became {form}, {f'rounded by {loss:.4f} of their rms' if loss else 'exactly'}"
+            for title, form, count, loss in self
+        )
+
+
+def square_sum(x: np.ndarray) -> float:
+    return float(np.vdot(x, x))
+
+
+def rows_of(matrix: EncodedMatrix, dtype: str, losses: Losses) -> tuple[np.ndarray, np.ndarray]:
+    """(values [O, I] of a type, float32 scales [O])."""
+    values_OI, scales_O = np.empty(matrix.shape, dtype), np.empty(len(matrix.rows), np.float32)
+    error = weight = None
+    for part, stored in matrix.parts():
+        exact = exact_rows(stored, dtype)
+        if exact is not None:
+            values_OI[part], scales_O[part] = exact
+            continue
+        weight_OI = stored.dequantized(np.float32)
+        values, scales = rounded_rows(weight_OI, np) if dtype == "int8" else float_rows(weight_OI, dtype)
+        values_OI[part], scales_O[part] = values, scales
+        if part.start == 0:
+            weight, error = weight_OI, values_OI[part].astype(np.float32) * scales[:, None] - weight_OI
+    losses.add(matrix.scheme.title, in_words(dtype), error, weight)
+    return values_OI, scales_O
+
+
+def exact_rows(stored: StoredWeight, dtype: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """(values, scales) as they are, where there is one scale for an output and the type has the values."""
+    if stored.scales.shape[1] != 1 or stored.order is not None or stored.minima is not None:
+        return None
+    values, scales = stored.values, stored.scales[:, 0]
+    if stored.zeros is not None:
+        zeros = np.rint(stored.zeros)
+        values = values.astype(np.int16) - zeros.astype(np.int16) if values.dtype == np.int8 else None
+        if values is None or (zeros != stored.zeros).any():
+            return None
+    if dtype != "int8":
+        return (values, scales) if values.dtype.name == dtype else None
+    if values.dtype.kind != "i" or values.min() < -LARGEST or values.max() > LARGEST:
+        return None
+    return values.astype(np.int8, copy=False), scales
+
+
+def float_rows(weight_OI: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """(values, scales) with powers of two as scales, so that numbers of few bits times such powers stay as they are,
+    unless they are much smaller than the largest."""
+    top = np.abs(weight_OI).max(axis=1)
+    largest = LARGEST_FLOAT8[dtype]
+    exponent = np.frexp(np.where(top > 0, top, 1) / np.float32(largest))[1]
+    scales = np.ldexp(np.float32(1), exponent)
+    scales = np.where(top / scales * 2 <= largest, scales / 2, scales).astype(np.float32)
+    return (weight_OI / scales[:, None]).astype(dtype), scales
+
+
+def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[np.ndarray, ...]:
+    """(values [O, I], scales [O, C], zeros [O, C] or nothing, order [I] or nothing). ValueError where the file has what
+    the form has not."""
+    groups = matrix.inputs // form.group
+    values_OI, scales_OC = np.empty(matrix.shape, form.values), np.empty((len(matrix.rows), groups), np.float32)
+    zeros_OC, order_I = np.zeros_like(scales_OC), np.arange(matrix.inputs, dtype=np.int32)
+    for part, stored in matrix.parts():
+        values_OI[part] = stored.values
+        scales_OC[part] = np.repeat(stored.scales, groups // stored.scales.shape[1], axis=1)
+        if stored.zeros is not None:
+            zeros_OC[part] = np.repeat(stored.zeros, groups // stored.zeros.shape[1], axis=1)
+        order_I = order_I if stored.order is None else stored.order.astype(np.int32)
+    is_ordered = bool((np.diff(order_I) != 1).any())
+    if (is_ordered and not form.has_order) or (zeros_OC.any() and not form.has_zeros):
+        raise ValueError("has inputs in another order, or zeros, of which config.json does not say")
+    losses.add(matrix.scheme.title, in_words(form), None, None)
+    return values_OI, scales_OC, zeros_OC, order_I

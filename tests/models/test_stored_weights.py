@@ -1,0 +1,97 @@
+"""Models whose checkpoints were quantised compute what they would with the weights that these stand for."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.params.quantized import QuantizedArray, StoredArray, is_quantized
+from tests.models.paged import PagedModel
+from tests.models.quantised_checkpoints import FORMATS, MODELS, write_quantised
+
+PROMPT = np.random.default_rng(3).integers(3, MODELS["llama"]["vocab_size"], 16).tolist()
+
+
+def named(params):
+    """(path, parameter) of all."""
+    return jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)[0]
+
+
+def written_out(path, param):
+    """The float32 numbers that a parameter stands for."""
+    if isinstance(param, QuantizedArray):
+        scales = np.asarray(param.scales)
+        spread = np.expand_dims(scales, tuple(range(scales.ndim, param.values.ndim)))
+        return np.asarray(param.values).astype(np.float32) * spread
+    if not isinstance(param, StoredArray):
+        return np.asarray(param)
+    is_experts = "mlp" in jax.tree_util.keystr(path) and param.values.ndim == 3
+    groups_last = lambda part: np.moveaxis(np.asarray(part), int(is_experts), -1)
+    scales = groups_last(param.scales)
+    weight = np.asarray(param.values).astype(np.float32).reshape(*scales.shape, -1)
+    if param.zeros is not None:
+        weight = weight - groups_last(param.zeros)[..., None]
+    weight = (weight * scales[..., None]).reshape(*scales.shape[:-1], -1)
+    if param.order is not None:
+        weight = weight[..., np.argsort(np.asarray(param.order))]
+    return weight.reshape(param.values.shape)
+
+
+EXACT_ROWS = {
+    "cpu": {"gptq whole rows", "w8a16", "w8a8"},
+    "gpu": {"gptq whole rows", "w8a16", "w8a8", "float-quantized", "fp8 of a tensor", "mxfp4"},
+}
+"""Formats that rows have as they are, on a device that has products of such numbers."""
+WAYS = [("16bit", "cpu"), ("stored", "gpu"), ("rows", "cpu"), ("rows", "gpu")]
+
+
+def check(path, param, expected, is_exact):
+    """That a parameter stands for `expected`, or for what is as near as rows of its type have it."""
+    found = written_out(path, param)
+    if is_exact or not isinstance(param, QuantizedArray):
+        np.testing.assert_allclose(found, expected, rtol=1e-6 if is_quantized(param) else 0, atol=0)
+        return
+    largest = np.abs(expected).max(tuple(range(param.scales.ndim, expected.ndim)), keepdims=True)
+    is_whole = param.values.dtype == np.int8
+    assert np.all(
+        np.abs(found - expected) <= (largest / 253 if is_whole else np.abs(expected) / 15.9 + largest * 2.0**-18)
+    )
+
+
+@pytest.mark.parametrize("model", ["llama", "phi3", "mixtral"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_of_every_format_are_what_they_stand_for(kind, model, tmp_path):
+    """Apart, fused, and of experts; as they are computed with in 16 bits, as they were stored, and in rows."""
+    write_quantised(tmp_path, kind, model)
+    exact = named(PagedModel(tmp_path / "exact").params)
+    for form, platform in WAYS:
+        found = named(PagedModel(tmp_path, form=form, platform=platform).params)
+        is_exact = form != "rows" or kind in EXACT_ROWS[platform]
+        assert any(is_quantized(param) for _, param in found) == (form != "16bit")
+        for (path, param), (_, expected) in zip(found, exact, strict=True):
+            check(path, param, expected, is_exact and not (form == "stored" and isinstance(param, QuantizedArray)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "form", "num_shards"),
+    [
+        ("gptq", "phi3", "stored", 1),
+        ("gptq shuffled", "llama", "stored", 1),
+        ("w4a16", "mixtral", "stored", 2),
+        ("awq", "llama", "stored", 2),
+        ("fp8 blocks e8m0", "llama", "rows", 2),
+        ("mxfp4", "mixtral", "rows", 1),
+        ("w8a8", "llama", "16bit", 1),
+    ],
+)
+def test_logits_are_those_of_what_the_weights_stand_for(kind, model, form, num_shards, tmp_path):
+    write_quantised(tmp_path, kind, model)
+    stored = PagedModel(tmp_path, num_shards, form=form, platform="gpu")
+    exact = PagedModel(tmp_path / "exact")
+    if form == "rows":
+        params = jax.tree_util.tree_map_with_path(
+            written_out, PagedModel(tmp_path, form=form, platform="gpu").params, is_leaf=is_quantized
+        )
+        exact.params = params
+    expected, logits = (each.logits(PROMPT) for each in (exact, stored))
+    tolerance = 0 if form == "16bit" else 1e-4
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance * np.abs(expected).max())
