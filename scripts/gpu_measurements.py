@@ -391,7 +391,7 @@ def measure_mosaic(options: argparse.Namespace) -> list[dict[str, Any]]:
     lengths = (40,) if tiny else (8192, 32_768, 2048)
     steps = [serving_step(f"prefill, {length:,}", ((0, length),), **heads) for length in lengths]
     for step in steps:
-        for name, calls, chain in mosaic_chains(step, {"Triton": None} | tiles, tiny):
+        for name, calls, chain in mosaic_chains(step, {"Triton": None} | ({} if tiny else tiles), tiny):
             if time.monotonic() > end or isinstance(calls, Exception):
                 why = f"{type(calls).__name__}: {calls}"[-500:] if isinstance(calls, Exception) else "no time"
                 lines.append({"case": step.name, "tiles": name, "error": why})

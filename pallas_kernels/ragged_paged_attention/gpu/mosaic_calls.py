@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu import calls, mosaic_kernels
-from pallas_kernels.ragged_paged_attention.gpu.items import Items, Sizes
+from pallas_kernels.ragged_paged_attention.gpu.items import NUM_QUERIES, Items, Sizes
 from pallas_kernels.ragged_paged_attention.gpu.mosaic import ROWS, MosaicTiles
 from pallas_kernels.ragged_paged_attention.gpu.mosaic_kernels import GROUPS, Arrays, Layer, Shared
 from pallas_kernels.ragged_paged_attention.gpu.statics import LOG2_E, LayerRule
+from pallas_kernels.ragged_paged_attention.gpu.tiles import device_kind, num_cores
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # as products read two-byte numbers
 
@@ -38,13 +39,13 @@ def attend(
     shape = {"group_size": N // K, "num_kv_heads": K, "head_dim": H, "block_size": S}
     what = {"scale": rule.scale, "window": rule.window, "soft_cap": rule.soft_cap, "has_sinks": rule.has_sinks}
     how = {"slots": tiles.slots, "stages": tiles.stages, "takes_turns": tiles.takes_turns, "interpreted": interpret}
-    layer = Layer(**shape, **what, **how)
+    layer = Layer(**shape, **what, **how, programs=num_cores(device_kind(interpret)))
     sinks = (sinks_of_rows(sinks_N, layer),) if rule.has_sinks else ()
 
-    def kernel(items_ref, tables_ref, *refs, **shared):
+    def kernel(items_ref, num_items_ref, tables_ref, *refs, **shared):
         read_refs, part_refs = refs[:-3], refs[-3:]
         sinks_ref, (k_ref, v_ref, out_ref) = read_refs[0] if sinks else None, read_refs[len(sinks) :]
-        arrays = Arrays(items_ref, tables_ref, sinks_ref, k_ref, v_ref, out_ref, *part_refs)
+        arrays = Arrays(items_ref, num_items_ref, tables_ref, sinks_ref, k_ref, v_ref, out_ref, *part_refs)
         mosaic_kernels.attend_kernel(arrays, Shared(**shared), layer)
 
     state = (sizes.num_parts, K, GROUPS * ROWS)
@@ -52,8 +53,8 @@ def attend(
         kernel,
         out_type=[jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*state, H), state, state)],
         scratch_types=scratch(layer, q_TNH.dtype),
-        grid=(K, len(items.items_I)),
-        grid_names=("head", "item"),
+        grid=(layer.programs,),
+        grid_names=("program",),
         num_threads=GROUPS + 1,
         thread_name="group",
         kernel_name="paged_attend_mosaic",
@@ -64,7 +65,8 @@ def attend(
     )
     out_ref = jax.new_ref(q_TNH)  # what is written takes the place of what was read
     rows_of_cache = (x.reshape(-1, H) for x in kv)
-    parts = launch(items.items_I, metadata.block_tables_RM, *sinks, *rows_of_cache, out_ref)
+    num_items = jnp.sum(items.items_I[:, NUM_QUERIES] > 0, dtype=jnp.int32)[None]
+    parts = launch(items.items_I, num_items, metadata.block_tables_RM, *sinks, *rows_of_cache, out_ref)
     rows = calls.layer_of(rule, tiles, sizes, q_TNH, K, interpret)
     return calls.merge(dataclasses.replace(rows, in_halves=True), items, sinks_N, parts, out_ref[...], K, interpret)
 

@@ -1,8 +1,9 @@
 """The body of the kernel for prompts on Hopper, in Pallas for Mosaic GPU.
 
-A program has three warp groups. One fetches: its first warp keys, its second values, block by block through TMA, as
-many iterations ahead as there are stages. The other two attend, each from half of a tile's queries. They take turns
-with the tensor cores: while one multiplies, the other takes powers.
+There are as many programs as cores, and each takes items until there are no more. It has three warp groups. One
+fetches: its first warp keys, its second values, block by block through TMA, as many iterations ahead as there are
+stages, the next item's included. The other two attend, each from half of a tile's queries. They take turns with the
+tensor cores: while one multiplies, the other takes powers.
 
 The rows of a warp group are its tokens for the first query head of the kv head, then those for the second, and so on,
 since TMA fetches the same columns of neighbouring tokens at once. A last tile's outputs are written token by token, as
@@ -18,6 +19,7 @@ Letters beside the package's: X the 64 rows of a warp group, C slots of one iter
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,8 +42,9 @@ MATRIX, VECTOR = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What is static of a layer. slots: C. takes_turns: whether a warp group waits with its products until the other
-    one's are done. interpreted: whether products take both operands from shared memory."""
+    """What is static of a layer. slots: C. programs: as many as run at once. takes_turns: whether a warp group waits
+    with its products until the other one's are done. interpreted: whether products take both operands from shared
+    memory."""
 
     slots: int
     stages: int
@@ -53,6 +56,7 @@ class Layer:
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    programs: int
     takes_turns: bool
     interpreted: bool
 
@@ -69,11 +73,12 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """References to arrays: items [I, 11], tables [R, M], sinks [K, X] in powers of 2 or None, k and v
-    [B * K * S, H], out [T, N, H], which holds the queries, and partial results: part [parts, K, 2 * X, H], top and
-    total [parts, K, 2 * X]."""
+    """References to arrays: items [I, 11], of which the first num_items [1] are used, tables [R, M], sinks [K, X] in
+    powers of 2 or None, k and v [B * K * S, H], out [T, N, H], which holds the queries, and partial results: part
+    [parts, K, 2 * X, H], top and total [parts, K, 2 * X]."""
 
     items: Any
+    num_items: Any
     tables: Any
     sinks: Any
     k: Any
@@ -106,7 +111,7 @@ class Shared:
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """Which iterations an item takes, [begin, end); those before `full_begin` and from `full_end` on are masked. Its
-    queries see slots [lowest, last] of row `row` at most."""
+    queries see slots [lowest, last] of row `row` at most. done: iterations that the program took for other items."""
 
     row: jax.Array
     lowest: jax.Array
@@ -115,33 +120,39 @@ class Walk:
     full_begin: jax.Array
     full_end: jax.Array
     end: jax.Array
+    done: jax.Array
+
+    def number(self, iteration: jax.Array) -> jax.Array:
+        """Of an iteration among all of the program's."""
+        return self.done + iteration - self.begin
 
     def stage(self, layer: Layer, iteration: jax.Array) -> jax.Array:
-        return lax.rem(iteration - self.begin, jnp.int32(layer.stages))
+        return lax.rem(self.number(iteration), jnp.int32(layer.stages))
+
+    @property
+    def after(self) -> jax.Array:
+        """`done` of the program's next item."""
+        return self.done + self.end - self.begin
 
 
 def attend_kernel(arrays: Arrays, shared: Shared, layer: Layer) -> None:
-    """Attend from one item's queries: write outputs, or a partial result when the item is not all of its tile.
+    """Attend from the items that are this program's: write outputs, or a partial result when an item is not all of its
+    tile. Grid (programs,), three threads."""
+    group = lax.axis_index("group")
 
-    Grid (K, I), three threads.
-    """
-    head, item, group = (lax.axis_index(name) for name in ("head", "item", "group"))
-    fact = lambda column: arrays.items[item, column]
-
-    @pl.when(fact(at.NUM_QUERIES) > 0)
+    @pl.when(group == FETCHER)
     def _():
-        walk = walk_of(layer, fact)
+        plgpu.set_max_registers(REGISTERS_TO_FETCH, action="decrease")
+        fetch(layer, arrays, shared)
 
-        @pl.when(group == FETCHER)
-        def _():
-            plgpu.set_max_registers(REGISTERS_TO_FETCH, action="decrease")
-            fetch(layer, walk, arrays, shared, head)
+    @pl.when(group < FETCHER)
+    def _():
+        plgpu.set_max_registers(REGISTERS_TO_ATTEND, action="increase")
 
-        @pl.when(group < FETCHER)
-        def _():
-            plgpu.set_max_registers(REGISTERS_TO_ATTEND, action="increase")
+        def attend_item(head, fact, walk):
             load_queries(layer, fact, arrays, shared, head, group)
             state = attend(layer, walk, fact, shared, group)
+            pl.when(group == 0)(lambda: give_turn(layer, shared))
 
             @pl.when(fact(at.PART) == at.NOT_SPLIT)
             def _():
@@ -151,41 +162,71 @@ def attend_kernel(arrays: Arrays, shared: Shared, layer: Layer) -> None:
             def _():
                 store_part(layer, fact, arrays, head, group, state)
 
+            pl.when(group == 0)(lambda: await_turn(layer, shared))
 
-def walk_of(layer: Layer, fact: Any) -> Walk:
+        for_items(layer, arrays, attend_item)
+
+
+def for_items(layer: Layer, arrays: Arrays, function: Callable[[jax.Array, Callable, Walk], None]) -> None:
+    """Call `function(head, fact, walk)` for the program's items, in a loop.
+
+    Items are sorted: of each round of as many as there are programs, the first one has the most work, so every other
+    round is handed out from behind.
+    """
+    program, programs = lax.axis_index("program"), jnp.int32(layer.programs)
+    num_places = arrays.num_items[0] * layer.num_kv_heads
+    from_behind = programs - 1 - program
+    turned = lambda round: jnp.where(lax.rem(round, jnp.int32(2)) == 0, program, from_behind)
+    whole, rest = lax.div(num_places, programs), lax.rem(num_places, programs)
+
+    def take(round, done):
+        place = round * programs + turned(round)
+        item, head = lax.div(place, jnp.int32(layer.num_kv_heads)), lax.rem(place, jnp.int32(layer.num_kv_heads))
+        fact = lambda column: arrays.items[item, column]
+        walk = walk_of(layer, fact, done)
+        function(head, fact, walk)
+        return walk.after
+
+    lax.fori_loop(0, jnp.where(turned(whole) < rest, whole + 1, whole), take, jnp.int32(0))
+
+
+def walk_of(layer: Layer, fact: Callable, done: jax.Array) -> Walk:
     """As Triton's kernels walk: between the masked iterations every query of the tile sees every slot."""
     slots, first, last = jnp.int32(layer.slots), fact(at.POSITION), fact(at.LAST)
     above = lambda position: lax.div(position + (layer.slots - 1), slots)
     begin = lax.div(fact(at.BEGIN), slots)
     end = jnp.maximum(begin, above(fact(at.END)))
-    full_begin = jnp.clip(above(first_visible(last, layer.window)), begin, end)
-    full_end = jnp.clip(lax.div(first + 1, slots), full_begin, end)
-    return Walk(fact(at.ROW), first_visible(first, layer.window), last, begin, full_begin, full_end, end)
+    full_begin = jnp.minimum(jnp.maximum(above(first_visible(last, layer.window)), begin), end)
+    full_end = jnp.minimum(jnp.maximum(lax.div(first + 1, slots), full_begin), end)
+    return Walk(fact(at.ROW), first_visible(first, layer.window), last, begin, full_begin, full_end, end, done)
 
 
 # ---- fetch ---------------------------------------------------------------------------------------
 
 
-def fetch(layer: Layer, walk: Walk, arrays: Arrays, shared: Shared, head: jax.Array) -> None:
+def fetch(layer: Layer, arrays: Arrays, shared: Shared) -> None:
     """Copy the slots of all iterations to shared memory, as stages become free. A warp for keys, one for values."""
 
     def load(source: Any, target: Any, ready: Any, free: Any) -> None:
-        def step(iteration, places):
-            stage = walk.stage(layer, iteration)
+        def load_item(head, _, walk):
+            def step(iteration, places):
+                stage = walk.stage(layer, iteration)
 
-            @pl.when(iteration - walk.begin >= layer.stages)
+                @pl.when(walk.number(iteration) >= layer.stages)
+                def _():
+                    plgpu.barrier_wait(free.at[stage])
+
+                for number, place in enumerate(places):
+                    where = target.at[stage, pl.ds(number * layer.run, layer.run)]
+                    plgpu.copy_gmem_to_smem(source.at[pl.ds(place, layer.run)], where, ready.at[stage])
+                # Blocks are looked up an iteration ahead.
+                return places_of(layer, walk, arrays.tables, head, jnp.minimum(iteration + 1, walk.end - 1))
+
+            @pl.when(walk.begin < walk.end)
             def _():
-                plgpu.barrier_wait(free.at[stage])
+                lax.fori_loop(walk.begin, walk.end, step, places_of(layer, walk, arrays.tables, head, walk.begin))
 
-            for number, place in enumerate(places):
-                where = pl.ds(number * layer.run, layer.run)
-                plgpu.copy_gmem_to_smem(source.at[pl.ds(place, layer.run)], target.at[stage, where], ready.at[stage])
-            # Blocks are looked up an iteration ahead.
-            return places_of(layer, walk, arrays.tables, head, jnp.minimum(iteration + 1, walk.end - 1))
-
-        @pl.when(walk.begin < walk.end)
-        def _():
-            lax.fori_loop(walk.begin, walk.end, step, places_of(layer, walk, arrays.tables, head, walk.begin))
+        for_items(layer, arrays, load_item)
 
     @plgpu.warp_map
     def _(warp):
@@ -233,9 +274,7 @@ def attend(layer: Layer, walk: Walk, fact: Any, shared: Shared, group: jax.Array
     if layer.window is not None:
         state = lax.fori_loop(walk.begin, walk.full_begin, functools.partial(add, masked=True), state)
     state = lax.fori_loop(walk.full_begin, walk.full_end, functools.partial(add, masked=False), state)
-    state = lax.fori_loop(walk.full_end, walk.end, functools.partial(add, masked=True), state)
-    pl.when(group == 0)(lambda: pass_turn(layer, shared))
-    return state
+    return lax.fori_loop(walk.full_end, walk.end, functools.partial(add, masked=True), state)
 
 
 def pass_turn(layer: Layer, shared: Shared) -> None:
@@ -376,7 +415,7 @@ def store_outputs(
             for member in range(layer.group_size):
                 plgpu.copy_smem_to_gmem(rows.at[member * Q + query], arrays.out.at[token + query, column(member)])
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def store_part(

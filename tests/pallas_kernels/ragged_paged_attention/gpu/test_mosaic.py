@@ -26,6 +26,7 @@ from tests.pallas_kernels.ragged_paged_attention.one_step import case_tolerance,
 BACKEND = "gpu-interpret"
 CASE = {case.name: case for case in PROMPT_CASES}
 QUICK, TOO_LONG = PROMPT_CASES[0].name, "prompts, long"
+PROGRAMS = 3  # the last rounds of items are not full
 TILES = MosaicTiles(rows=128, slots=64, per_core=8, min_slots=64, warps=12, stages=2)
 
 interpreted = pytest.mark.skipif(not is_simulated("gpu"), reason="scripts/gpu_minutes.py has this for a GPU")
@@ -35,6 +36,8 @@ def use_mosaic(monkeypatch, backend: str = BACKEND, tiles: MosaicTiles = TILES) 
     """Have the backend's prompts taken by Mosaic's kernel; what it is launched with is in the list."""
     chosen = dataclasses.replace(rpa._BACKENDS[backend], choose_mosaic=lambda *_: tiles)
     monkeypatch.setitem(rpa._BACKENDS, backend, chosen)
+    if backend == BACKEND:
+        monkeypatch.setattr(mosaic_calls, "num_cores", lambda kind: PROGRAMS)
     launched, attend = [], mosaic_calls.attend
     monkeypatch.setattr(mosaic_calls, "attend", lambda *args: launched.append(args) or attend(*args))
     return launched
@@ -79,6 +82,11 @@ MUTANTS = {
         "first = fact(at.POSITION)",
     ),
     "a short tile is written as a whole": (QUICK, "@pl.when(left >= Q)", "@pl.when(left > 0)"),
+    "an item of the last round is forgotten": (
+        "prompts, head_dim 128",
+        "turned(whole) < rest",
+        "turned(whole) + 1 < rest",
+    ),
     "a sink is forgotten": (QUICK, "if layer.has_sinks:", "if False:"),
     "parts have tops of scores": ("prompts, head_dim 128", "top_X * kernels.factor(layer), LOWEST", "top_X, LOWEST"),
     "every head has the first one's keys": (
