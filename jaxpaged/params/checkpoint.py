@@ -25,6 +25,7 @@ from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params import orbax_format
 from jaxpaged.params.encoded import matrices, settled
 from jaxpaged.params.expected import check_entries, dtypes_of, tensors_of
+from jaxpaged.params.gguf_folder.places_file import gguf_entries, is_gguf_folder
 from jaxpaged.params.hub import ASSETS
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
@@ -177,6 +178,8 @@ def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     Raises CheckpointError for a tensor that the index does not name there, and for two of one meaning, unless they are
     equal.
     """
+    if is_gguf_folder(folder):
+        return gguf_entries(folder)
     refuse_pointers(folder)
     found: dict[str, TensorEntry] = {}
     copies: dict[str, list[TensorEntry]] = {}

@@ -43,13 +43,19 @@ def resolve_model_folder(
     if name in EMBEDDED_FOLDERS:
         return EMBEDDED_FOLDERS[name]
     folder = Path(name).expanduser()
+    if file := gguf_file(folder):
+        from jaxpaged.params.gguf_folder.folder import make_folder  # with numpy
+
+        return make_folder(file)
     if folder.is_dir():
         refuse_pointers(folder)
         return folder
-    if folder.exists() or not looks_like_hub_id(name):
-        refuse_gguf_name(name)
     if folder.exists():
-        raise CheckpointError(f"{folder} is a file. Name the folder that holds config.json and *.safetensors.")
+        raise CheckpointError(
+            f"{folder} is a file. Name the folder that holds config.json and *.safetensors, or a file *.gguf."
+        )
+    if name.endswith(".gguf") or not looks_like_hub_id(name):
+        refuse_gguf_name(name)
     if not looks_like_hub_id(name):
         raise CheckpointError(
             f"there is no folder {without_secrets('model', name)}, and it cannot be a hub id (owner/name). "
@@ -59,6 +65,27 @@ def resolve_model_folder(
     if not (folder / "config.json").exists():
         refuse_gguf_name(name)
     return folder
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path is, or that is all there is in a folder; None where it is something else.
+
+    CheckpointError for a folder with several models.
+    """
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    models = {PART.sub("", file.name): file for file in reversed(found)}
+    if len(models) > 1:
+        names = ", ".join(file.name for file in found[:6])
+        raise CheckpointError(f"{path} holds {len(models)} models in GGUF format ({names}). Name one of the files.")
+    return found[0] if found else None
+
+
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+"""What the name of a file of a split model has besides the model's."""
 
 
 def looks_like_hub_id(name: str) -> bool:

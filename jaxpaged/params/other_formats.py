@@ -44,10 +44,18 @@ def is_pointer(path: Path) -> bool:
 
 
 def refuse_gguf_name(name: str) -> None:
-    """For the name of a GGUF file or repository, with or without a quantisation behind a colon."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].partition(":")[0].lower()
+    """For the name of a GGUF file that is not there, or of a repository of some, with or without a quantisation behind
+    a colon."""
+    repository, _, kind = name.rstrip("/").partition(":")
+    last = repository.rsplit("/", 1)[-1].lower()
+    if last.endswith(".gguf"):
+        raise CheckpointError(f"there is no file {name}. Check the path.")
     if last.endswith("gguf"):
-        raise CheckpointError(f"{name} holds a model in GGUF format, which is not read. {USE_SAFETENSORS}")
+        pattern = f"*{kind}*.gguf" if kind else "NAME.gguf"
+        raise CheckpointError(
+            f"{name} holds models in GGUF format, of which single files are read. Download one with "
+            f"'hf download {repository} --include \"{pattern}\" --local-dir FOLDER' and name it: FOLDER/NAME.gguf."
+        )
 
 
 def refuse_other_folder(folder: Path) -> None:
@@ -58,7 +66,7 @@ def refuse_other_folder(folder: Path) -> None:
             "Name a language model."
         )
     if gguf := sorted(path.name for path in folder.glob("*.gguf")):
-        raise CheckpointError(f"{folder / gguf[0]} is a model in GGUF format, which is not read. {USE_SAFETENSORS}")
+        raise CheckpointError(f"{folder / gguf[0]} is a model in GGUF format. Name the file, and not its folder.")
     refuse_adapter(folder)
     for pattern, what in OTHER_FILES.items():
         if found := sorted(path.name for path in folder.glob(pattern)):

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.params.formats.gguf.blocks import DECODERS
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -37,7 +38,9 @@ EIGHT_BITS = {
     "I8": np.dtype(np.int8),
 }
 """The types of weights that are numbers only together with their scales, and of such scales."""
-STORED_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS}
+BLOCKS = dict.fromkeys(DECODERS, np.dtype(np.uint8))
+"""Those of weights in a GGUF file, in bytes: such a file is read by the same road (`gguf_folder`)."""
+STORED_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BLOCKS}
 """Those of the tensors that a quantised checkpoint has in place of a weight (`schemes`)."""
 
 MAX_HEADER_BYTES = 100_000_000

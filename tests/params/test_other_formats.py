@@ -53,8 +53,8 @@ def pointer(name):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (gguf, "GGUF format, which is not read. Name the folder or hub id of the model's safetensors version"),
-        (gguf_beside_a_description, "GGUF format, which is not read. Name the folder"),
+        (gguf, "is too short for a GGUF file"),
+        (gguf_beside_a_description, "GGUF format. Name the file, and not its folder"),
         (diffusers, "holds a diffusers pipeline .* Name a language model"),
         (part_of_diffusers, "UNet2DConditionModel of a diffusers pipeline"),
         (pointer("model.safetensors"), "model.safetensors: this is a Git-LFS pointer .* git lfs pull"),
@@ -73,17 +73,21 @@ def test_a_folder_that_holds_something_else_is_refused_with_what_to_do(tmp_path,
             plan_engine(config, "h100", compile=False)
 
 
-@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "somebody/Model-7B-GGUF:Q4_K_M"])
-def test_the_name_of_a_gguf_model_is_recognised(tmp_path, monkeypatch, capsys, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\x03\0\0\0")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model-Q4_K_M.gguf", "there is no file model-Q4_K_M.gguf"),
+        ("somebody/Model-7B-GGUF:Q4_K_M", 'hf download somebody/Model-7B-GGUF --include "*Q4_K_M*.gguf"'),
+    ],
+)
+def test_the_name_of_a_gguf_model_is_recognised(capsys, name, words):
     assert main(["generate", "hello", "--model", name]) == FAILURE
-    assert f"error: {name} holds a model in GGUF format" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_repository_without_a_description_is_recognised_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "download", lambda *_: tmp_path)
-    with pytest.raises(CheckpointError, match="somebody/Model-GGUF holds a model in GGUF format"):
+    with pytest.raises(CheckpointError, match="somebody/Model-GGUF holds models in GGUF format"):
         resolve_model_folder("somebody/Model-GGUF")
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model_folder("somebody/Model-GGUF") == tmp_path

@@ -32,7 +32,9 @@ class StoredWeight:
 
     `order` [I]: column j of `values` is input order[j], so that groups are neighbours; None: they are already.
     `minima` float32 [O, C]: zeros * scales as the file has them, where it has those; None elsewhere. Zeros made of them
-    are rounded.
+    are rounded. `shift`: what was taken off values and zeros, of which minima know nothing.
+
+    Of weights that nobody quantised, which only have another order in the file, `values` are floats and scales 1.
     """
 
     values: np.ndarray
@@ -41,6 +43,7 @@ class StoredWeight:
     group: int
     order: np.ndarray | None = None
     minima: np.ndarray | None = None
+    shift: int = 0
 
     def __post_init__(self) -> None:
         (outputs, inputs), groups = self.values.shape, self.scales.shape
@@ -61,6 +64,7 @@ class StoredWeight:
         for rows in row_ranges(outputs, inputs):
             weight_RI = as_float32(self.values[rows])
             if self.minima is not None:
+                weight_RI += np.float32(self.shift)
                 weight_RI *= self._spread(self.scales[rows])
                 weight_RI -= self._spread(self.minima[rows])
             else:
@@ -85,8 +89,8 @@ def row_ranges(num_rows: int, num_columns: int) -> Iterator[slice]:
 
 
 def as_float32(values: np.ndarray) -> np.ndarray:
-    """A float32 copy of int8 or 8-bit floats. Those are looked up two at a time, many times as fast as converted."""
-    if values.dtype == np.int8:
+    """A float32 copy. 8-bit floats are looked up two at a time, many times as fast as converted."""
+    if values.dtype not in EIGHT_BITS:
         return values.astype(np.float32)
     columns = values.shape[-1]
     raw = np.ascontiguousarray(values).view(np.uint8)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.other_formats import quantised
-from jaxpaged.params.schemes import awq, compressed_tensors, floats4, fp8, gptq, modelopt
+from jaxpaged.params.schemes import awq, compressed_tensors, floats4, fp8, gguf, gptq, modelopt
 from jaxpaged.params.schemes.fields import Fields
 from jaxpaged.params.schemes.scheme import Quantization
 
@@ -20,6 +20,7 @@ READERS: dict[str, Callable[[Fields], Quantization]] = {
     "gptq": gptq.read,
     "awq": awq.read,
     "compressed-tensors": compressed_tensors.read,
+    "gguf": gguf.read,
     "modelopt": modelopt.read,
     "modelopt_fp4": modelopt.read,
 }

@@ -61,7 +61,7 @@ MUTANTS = (
         ("scales of 6 bits lose their upper ones", "third & 15 | first >> 2 & 48", "third & 15"),
         ("minima are those of the first inputs", "third >> 4 | second >> 2 & 48", "third >> 4 | first >> 2 & 48"),
         ("a group that is its minimum is zero", "flat.any()", "False"),
-        ("minima are added", "-half_floats(blocks, 2)", "half_floats(blocks, 2)"),
+        ("minima are added", "half_floats(blocks, 2) * minima, ", "-half_floats(blocks, 2) * minima, "),
         ("scales of IQ4_XS are not signed", "high << 4) - 32)", "high << 4) - 0)"),
     ),
     *_of(

@@ -44,7 +44,9 @@ def q4_0(blocks: np.ndarray) -> StoredWeight:
 
 
 def q4_1(blocks: np.ndarray) -> StoredWeight:
-    return stored(halves(blocks[..., 4:]), half_floats(blocks, 0), -half_floats(blocks, 2))
+    values = halves(blocks[..., 4:])
+    values -= 8
+    return stored(values, half_floats(blocks, 0), -half_floats(blocks, 2), shift=8)
 
 
 def q5_0(blocks: np.ndarray) -> StoredWeight:
@@ -104,7 +106,8 @@ def q3_k(blocks: np.ndarray) -> StoredWeight:
 def q4_k(blocks: np.ndarray) -> StoredWeight:
     scales, minima = six_bits(blocks[..., 4:16])
     values = halves(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
-    return stored(values, half_floats(blocks, 0) * scales, half_floats(blocks, 2) * minima)
+    values -= 8
+    return stored(values, half_floats(blocks, 0) * scales, half_floats(blocks, 2) * minima, shift=8)
 
 
 def q5_k(blocks: np.ndarray) -> StoredWeight:
@@ -191,8 +194,9 @@ def floats(numbers: np.ndarray) -> np.ndarray:
     return numbers.astype(np.float32)
 
 
-def stored(values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None) -> StoredWeight:
-    """Of numbers [R, N, ...] of 8 bits, and what their groups have [R, N, groups of a block].
+def stored(values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = None, shift: int = 0) -> StoredWeight:
+    """Of numbers [R, N, ...] of 8 bits, and what their groups have [R, N, groups of a block]. `shift` was taken off
+    the numbers, so that 4 bits of a signed number hold them.
 
     A group that is nothing but its minimum, with scale 0, becomes a scale times one number.
     """
@@ -206,6 +210,7 @@ def stored(values: np.ndarray, scales: np.ndarray, minima: np.ndarray | None = N
     flat = (scales_RC == 0) & (minima_RC != 0)
     zeros_RC = np.divide(minima_RC, scales_RC, out=np.zeros_like(scales_RC), where=scales_RC != 0)
     if flat.any():
-        values_RI.reshape(*scales_RC.shape, group)[flat] = 0
+        values_RI.reshape(*scales_RC.shape, group)[flat] = -shift
         scales_RC[flat], zeros_RC[flat] = minima_RC[flat], 1
-    return StoredWeight(values_RI, scales_RC, zeros_RC, group, minima=np.ascontiguousarray(minima_RC))
+    zeros_RC -= shift
+    return StoredWeight(values_RI, scales_RC, zeros_RC, group, minima=np.ascontiguousarray(minima_RC), shift=shift)

@@ -30,7 +30,7 @@ MIN_FACT_BYTES, MIN_TENSOR_BYTES = 13, 32
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """The kinds of facts that have one size -> how they lie in the file."""
-STRING, ARRAY, BOOL = 8, 9, 7
+STRING, ARRAY, BOOL, FLOAT = 8, 9, 7, 6
 
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -148,7 +148,8 @@ class _Parser:
 
     def _value(self, kind: int, name: str) -> Any:
         if kind in SCALARS:
-            return self._number(SCALARS[kind])
+            number = self._number(SCALARS[kind])
+            return shortest(number) if kind == FLOAT else number
         if kind == STRING:
             return self._string()
         if kind == ARRAY:
@@ -206,6 +207,11 @@ class _Parser:
 
     def _wrong(self, what: str) -> ValueError:
         return ValueError(f"{self._path} {what}")
+
+
+def shortest(number: float) -> float:
+    """A float32 as somebody wrote it: 1e-05 and not 9.999999747378752e-06."""
+    return float(str(np.float32(number)))
 
 
 @contextmanager

@@ -1,0 +1,94 @@
+"""Facts of a GGUF file, each checked for its kind: a wrong one is an error that names it."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.params.formats.gguf.reader import GgufHeader, GgufTensor
+
+KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
+
+
+class Facts:
+    """Those of one file. `own` facts are named after the architecture."""
+
+    def __init__(self, header: GgufHeader):
+        self.all, self.tensors, self.path = header.facts, header.tensors, header.paths[0]
+        self.architecture = self.text("general.architecture", "")
+
+    def text(self, name: str, default: str | None = None) -> Any:
+        return self._value(name, str, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._value(name, bool, default)
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        """A number of either kind."""
+        found = self.all.get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int | float | None):
+            raise self.error(name, found, "a number")
+        return found
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        found = self._value(name, int, default)
+        if found is None or isinstance(found, bool) or found < 1:
+            raise self.error(name, found, "a whole number of at least 1")
+        return found
+
+    def whole(self, name: str) -> int | None:
+        """A whole number, such as a token id; None where nothing is said."""
+        return self._value(name, int, None)
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty where it is not there."""
+        found = self.all.get(name, [])
+        if not isinstance(found, list):
+            raise self.error(name, found, "a list of texts")
+        return found
+
+    def numbers(self, name: str) -> list[Any]:
+        """A list of numbers; empty where it is not there."""
+        found = self.all.get(name, np.zeros(0))
+        if not isinstance(found, np.ndarray):
+            raise self.error(name, found, "a list of numbers")
+        return found.tolist()
+
+    def own_name(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def own_count(self, name: str, default: int | None = None) -> int:
+        """A whole number, or a list of one for each layer, which must be equal."""
+        full = self.own_name(name)
+        found = self.all.get(full)
+        if isinstance(found, np.ndarray):
+            different = sorted(set(found.tolist()))
+            if len(different) != 1:
+                raise CheckpointError(
+                    f"{self.path}: {full} is {different[:4]}, another number in different layers. Such models are not "
+                    "supported."
+                )
+            return int(different[0])
+        return self.count(full, default)
+
+    def own_number(self, name: str, default: float | None = None) -> Any:
+        return self.number(self.own_name(name), default)
+
+    def own_text(self, name: str, default: str | None = None) -> Any:
+        return self.text(self.own_name(name), default)
+
+    def tensor(self, name: str) -> GgufTensor:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} lacks the tensor {name}. Download it again.")
+        return self.tensors[name]
+
+    def _value(self, name: str, kind: type, default: Any) -> Any:
+        found = self.all.get(name, default)
+        if found is not None and not isinstance(found, kind):
+            raise self.error(name, found, KINDS[kind])
+        return found
+
+    def error(self, name: str, found: Any, wanted: str) -> CheckpointError:
+        text = repr(found)[:80]
+        return CheckpointError(f"{self.path}: the fact {name} is {text}; it must be {wanted}. Download the file again.")

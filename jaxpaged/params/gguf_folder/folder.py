@@ -1,0 +1,113 @@
+"""Makes the folder of a model that is a GGUF file, once, and says where its matrices lie.
+
+    config.json, generation_config.json, tokenizer.json, tokenizer_config.json   what the file says
+    vectors.safetensors                                                          norms and biases
+    places.json                                                                  where matrices lie
+    model.gguf, or its parts                                                     links to the file
+
+It is named by what the system says of the file, so another file has another folder.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.params.formats.gguf.reader import GgufHeader, read_gguf
+from jaxpaged.params.gguf_folder.architectures import architecture_of
+from jaxpaged.params.gguf_folder.description import config_fields, token_ids
+from jaxpaged.params.gguf_folder.facts import Facts
+from jaxpaged.params.gguf_folder.places import Place, places_and_vectors
+from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS, is_gguf_folder
+from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
+
+VERSION = 1
+"""Of what is written: a folder of another one is made anew."""
+
+
+def make_folder(path: Path, cache: Path | None = None) -> Path:
+    """The folder of the model in a file, or in parts of which it is one; made if it is not there, in `cache`, or in the
+    user's. Raises CheckpointError."""
+    try:
+        header = read_gguf(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist. Name a GGUF file.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{error}. Download the file again, or serve the safetensors version.") from error
+    cache = cache or default_cache()
+    folder = cache / f"{path.stem[:60]}-{identity(header)}"
+    if is_gguf_folder(folder):
+        return folder
+    files = contents(header)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=cache))
+    except OSError as error:
+        raise CheckpointError(
+            f"{cache} cannot be written ({error.strerror}), where the description of {path.name} is kept. Make it "
+            "writable, or set XDG_CACHE_HOME to another folder."
+        ) from None
+    for name, data in files.items():
+        (made / name).write_bytes(data)
+    for part in header.paths:
+        (made / part.name).symlink_to(part.resolve())
+    made.chmod(0o755)
+    try:
+        made.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(made)
+    return folder
+
+
+def default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpaged" / "gguf"
+
+
+def identity(header: GgufHeader) -> str:
+    """A name of the files as they are now."""
+    facts = [(str(part.resolve()), part.stat()) for part in header.paths]
+    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in facts]
+    return hashlib.sha256("\n".join([str(VERSION), *lines]).encode()).hexdigest()[:16]
+
+
+def contents(header: GgufHeader) -> dict[str, bytes]:
+    """File name -> what is in it. Raises CheckpointError for a model that is not read."""
+    facts = Facts(header)
+    architecture = architecture_of(facts)
+    places, vectors = places_and_vectors(facts, architecture)
+    modules = {
+        place.name.removesuffix(".weight"): [place.tensor.type.name, place.turned_heads]
+        for place in places
+        if place.has_scheme
+    }
+    described = {
+        "config.json": config_fields(facts, architecture, modules),
+        "generation_config.json": token_ids(facts),
+        PLACES: {place.name: facts_of(place) for place in places},
+        **tokenizer_files(facts),
+    }
+    files = {name: json.dumps(value, ensure_ascii=False).encode() for name, value in described.items()}
+    return {**files, VECTORS: safetensors_of(vectors)}
+
+
+def facts_of(place: Place) -> list[Any]:
+    """What `gguf_entries` makes a tensor of."""
+    return [place.tensor.path.name, place.tensor.type.name, place.shape, place.begin, place.num_bytes]
+
+
+def safetensors_of(vectors: dict[str, np.ndarray]) -> bytes:
+    """A file of float32 tensors."""
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, vector in vectors.items():
+        header[name] = {"dtype": "F32", "shape": vector.shape, "data_offsets": [begin, begin + vector.nbytes]}
+        begin += vector.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(vector.tobytes() for vector in vectors.values())

@@ -1,0 +1,211 @@
+"""The tokenizer in a GGUF file -> tokenizer.json and tokenizer_config.json, which load as those of any model.
+
+Two kinds are read: "gpt2", byte-level pairs that are joined in order, and "llama", sentencepiece's pieces with scores,
+whose joins are found: two pieces that are a third one, the best first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpaged.errors import CheckpointError
+from jaxpaged.params.gguf_folder.facts import Facts
+from jaxpaged.params.gguf_folder.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens."""
+SPACE = "▁"
+NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""What tokenizer_config.json calls a token -> what a GGUF file calls its id."""
+TEMPLATE = "tokenizer.chat_template"
+
+
+def tokenizer_files(facts: Facts) -> dict[str, Any]:
+    """File name -> its content; nothing without a tokenizer. Raises CheckpointError for one that is not read."""
+    tokens = facts.texts("tokenizer.ggml.tokens")
+    if not tokens:
+        return {}
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
+        raise CheckpointError(f"{facts.path}: the tokenizer has the token {twice!r} twice. Download the file again.")
+    kinds = facts.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise CheckpointError(
+            f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(kinds)} types of them. Download the file "
+            "again."
+        )
+    named = {name: token_of(facts, tokens, theirs) for name, theirs in NAMES.items()}
+    named = {name: token for name, token in named.items() if token is not None}
+    model = facts.text("tokenizer.ggml.model", "")
+    if model == "gpt2":
+        made, begins = byte_level(facts, tokens)
+    elif model == "llama":
+        made, begins = sentencepiece(facts, tokens, kinds, named.get("unk_token")), True
+    else:
+        raise CheckpointError(
+            f"{facts.path} has a tokenizer of the kind {model!r}; 'gpt2' and 'llama' are read. Name the folder of the "
+            "model's own with the option tokenizer, or serve the safetensors version."
+        )
+    spaced = model == "llama" and not has_prefix(facts)
+    added = [
+        added_token(i, token, kind, normalized=spaced and SPACE in token)
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+    around = {
+        "bos_token": facts.flag("tokenizer.ggml.add_bos_token", begins),
+        "eos_token": facts.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    ids = {name: tokens.index(named[name]) for name, is_wanted in around.items() if is_wanted and name in named}
+    description = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **made,
+        "post_processor": template(named, ids) if ids else None,
+    }
+    return {"tokenizer.json": description, "tokenizer_config.json": {**named, **chat_templates(facts)}}
+
+
+def token_of(facts: Facts, tokens: Sequence[str], name: str) -> str | None:
+    """The token that has this role; None where there is none. CheckpointError for an id beyond the vocabulary."""
+    token_id = facts.whole(f"tokenizer.ggml.{name}_token_id")
+    if token_id is None:
+        return None
+    if not 0 <= token_id < len(tokens):
+        raise CheckpointError(
+            f"{facts.path}: the fact tokenizer.ggml.{name}_token_id is {token_id}, but there are {len(tokens)} tokens. "
+            "Download the file again."
+        )
+    return tokens[token_id]
+
+
+def added_token(token_id: int, token: str, kind: int, normalized: bool) -> dict[str, Any]:
+    """A token that is found in a text as it is, before anything is split."""
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": normalized}
+    return {"id": token_id, "content": token, **plain, "special": kind != USER_DEFINED}
+
+
+def byte_level(facts: Facts, tokens: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """(the parts of tokenizer.json, whether texts begin with a token unless the file says otherwise)."""
+    merges = [merge.split(" ") for merge in facts.texts("tokenizer.ggml.merges")]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise CheckpointError(
+            f"{facts.path}: the tokenizer joins {' '.join(wrong)[:80]!r}, which are not two pieces. Download the file "
+            "again."
+        )
+    found = pre_tokenizer(facts)
+    splits = [
+        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in found.patterns
+    ]
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model = bpe(tokens, merges)
+    model["ignore_merges"] = found.takes_whole
+    made = {
+        "normalizer": {"type": "NFC"} if found.composes else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_]},
+        "model": model,
+        "decoder": bytes_,
+    }
+    return made, found.begins
+
+
+def pre_tokenizer(facts: Facts) -> PreTokenizer:
+    name = facts.text("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{facts.path} splits texts in the way {name!r}, which is not known here. Known are "
+            f"{', '.join(PRE_TOKENIZERS)}. Name the folder of the model's own tokenizer with the option tokenizer, or "
+            "serve the safetensors version."
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def has_prefix(facts: Facts) -> bool:
+    """Whether a text gets a space in front."""
+    return facts.flag("tokenizer.ggml.add_space_prefix", True)
+
+
+def sentencepiece(facts: Facts, tokens: Sequence[str], kinds: Sequence[int], unknown: str | None) -> dict[str, Any]:
+    """The parts of tokenizer.json."""
+    scores = facts.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CheckpointError(
+            f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores. Download the file again."
+        )
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    normalizer: dict[str, Any] = spaces
+    if has_prefix(facts):
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}
+        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    model = bpe(tokens, joins(tokens, kinds, scores))
+    model |= {"unk_token": unknown, "fuse_unk": True, "byte_fallback": BYTE in kinds}
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": None,
+        "model": model,
+        "decoder": {"type": "Sequence", "decoders": back},
+    }
+
+
+def joins(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Two pieces each that are a third, those of the best ones first. Bytes and control tokens are no pieces."""
+    pieces = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)}
+    order = sorted(range(len(tokens)), key=lambda i: -scores[i])
+    found = []
+    for i in order:
+        token = tokens[i]
+        if token in pieces and len(token) > 1:
+            halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+            found += [pair for pair in halves if pair[0] in pieces and pair[1] in pieces]
+    return found
+
+
+def bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A model that joins pairs of pieces."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": merges,
+    }
+
+
+def template(named: dict[str, str], ids: dict[str, int]) -> dict[str, Any]:
+    """What puts tokens around a text."""
+
+    def around(sequence: str) -> list[dict[str, Any]]:
+        special = {name: [{"SpecialToken": {"id": named[name], "type_id": 0}}] for name in ids}
+        middle = [{"Sequence": {"id": sequence, "type_id": 0}}]
+        return [*special.get("bos_token", []), *middle, *special.get("eos_token", [])]
+
+    texts = {named[name]: {"id": named[name], "ids": [i], "tokens": [named[name]]} for name, i in ids.items()}
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A"),
+        "pair": [*around("A"), *around("B")],
+        "special_tokens": texts,
+    }
+
+
+def chat_templates(facts: Facts) -> dict[str, Any]:
+    """The model's chat template, and others that have names."""
+    default = facts.text(TEMPLATE)
+    others = {
+        name.removeprefix(f"{TEMPLATE}."): text for name, text in facts.all.items() if name.startswith(f"{TEMPLATE}.")
+    }
+    if not others:
+        return {} if default is None else {"chat_template": default}
+    everything = {**({} if default is None else {"default": default}), **others}
+    return {"chat_template": [{"name": name, "template": text} for name, text in everything.items()]}

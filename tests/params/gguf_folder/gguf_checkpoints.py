@@ -1,0 +1,228 @@
+"""GGUF files of the tiny checkpoints of tests/models, as llama.cpp's converter writes them.
+
+That llama.cpp computes with them what transformers computes with the checkpoints is checked by
+scripts/check_gguf_checkpoints.py.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxpaged.models.config import load_hf_config
+from jaxpaged.params.hub import EMBEDDED_FOLDER
+from jaxpaged.params.safetensors_reader import mapped, read_header
+from tests.models.checkpoints import CONFIGS, random_tensors, seed_of
+from tests.models.tensor_shapes import tensor_shapes
+from tests.params.formats.gguf.writer import write_gguf
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+TURNED = {"llama", "granite", "smollm3"}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+OF_EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "mixtral": {"rope_theta": 1_000_000.0},
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "gemma2": {"query_pre_attn_scalar": 12},
+    "gemma3": {"query_pre_attn_scalar": 12},
+    "phi3": {"original_max_position_embeddings": 4096},
+    "phi3_partial": {"original_max_position_embeddings": 4096},
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": None, "use_sliding_window": False},
+}
+"""Name of a checkpoint -> what a GGUF file of it can say, where it cannot say what the checkpoint does."""
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {field: value for field, value in {**CONFIGS[name], **CHANGES.get(name, {})}.items() if value is not None}
+
+
+def tensors_of_checkpoint(name: str) -> dict[str, np.ndarray]:
+    hf = config_of(name)
+    return random_tensors(tensor_shapes(hf), hf, seed_of(name))
+
+
+def scaling_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+
+
+def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What the header says of a config.json."""
+    arch = ARCHITECTURES[hf["architectures"][0]]
+    heads, width = hf["num_attention_heads"], hf["hidden_size"]
+    head_dim = hf.get("head_dim") or width // heads
+    own: dict[str, Any] = {
+        "block_count": hf["num_hidden_layers"],
+        "context_length": hf["max_position_embeddings"],
+        "embedding_length": width,
+        "feed_forward_length": hf["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": hf.get("num_key_value_heads", heads),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(hf.get("rms_norm_eps", 1e-6)),
+        "rope.freq_base": float(scaling_of(hf).get("rope_theta", hf.get("rope_theta", 10000.0))),
+        "rope.dimension_count": int(head_dim * hf.get("partial_rotary_factor", 1)),
+        "vocab_size": hf["vocab_size"],
+    }
+    optional = {
+        "num_local_experts": "expert_count",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+        "sliding_window": "attention.sliding_window",
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+    }
+    own |= {theirs: hf[ours] for ours, theirs in optional.items() if hf.get(ours) is not None}
+    scaling = scaling_of(hf)
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind in ("linear", "yarn"):
+        own |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
+        if "original_max_position_embeddings" in scaling:
+            own["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+    return {"general.architecture": arch, **{f"{arch}.{name}": value for name, value in own.items()}}
+
+
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of heads, which rotate halves, in the order in which neighbours rotate."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors as a GGUF file has them."""
+    arch = ARCHITECTURES[hf["architectures"][0]]
+    names = {
+        **NAMES,
+        "post_attention_layernorm": "ffn_norm" if "gemma" not in arch and arch != "olmo2" else "post_attention_norm",
+    }
+    made: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for full, tensor in tensors.items():
+        stem, end = full.rsplit(".", 1)
+        layer = ""
+        if stem.startswith("model.layers."):
+            _, _, number, stem = stem.split(".", 3)
+            layer = f"blk.{number}."
+        if ".experts." in stem:
+            _, number, projection = stem.rsplit(".", 2)
+            experts.setdefault(f"{layer}ffn_{OF_EXPERT[projection]}_exps.weight", {})[int(number)] = tensor
+            continue
+        name = names[stem]
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name)
+        if arch in TURNED and heads:
+            tensor = turned(tensor, hf.get(heads, hf["num_attention_heads"]))
+        if "gemma" in arch and name.endswith("norm"):
+            tensor = tensor + np.float32(1)
+        made[f"{layer}{name}.{end}"] = tensor[0] if name == "ffn_gate_inp_shexp" else tensor
+    stacks = {name: np.stack([own[i] for i in range(len(own))]) for name, own in experts.items()}
+    return {**made, **stacks, **rope_tensors(hf)}
+
+
+def rope_tensors(hf: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Factors of single frequencies."""
+    scaling = scaling_of(hf)
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind == "longrope":
+        return {
+            f"rope_factors_{which}.weight": np.array(scaling[f"{which}_factor"], np.float32)
+            for which in ("long", "short")
+        }
+    if kind != "llama3":
+        return {}
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    turns = scaling["original_max_position_embeddings"] / (
+        2 * np.pi * hf["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    )
+    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
+
+
+def write_gguf_checkpoint(name: str, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
+    """The checkpoint of that name as a GGUF file of float32 tensors, with further facts."""
+    hf = config_of(name)
+    return write_gguf(path, {**facts_of(hf), **(facts or {})}, tensors_of(hf, tensors_of_checkpoint(name)))
+
+
+def write_hf_checkpoint(name: str, folder: Path) -> Path:
+    """The same as a folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(name)), encoding="utf-8")
+    save_file(tensors_of_checkpoint(name), folder / "model.safetensors")
+    return folder
+
+
+def write_demo(path: Path, **facts: Any) -> Path:
+    """The embedded model, whose tokenizer splits texts nearly as "smollm" does."""
+    hf = load_hf_config(EMBEDDED_FOLDER)
+    tokenizer = json.loads((EMBEDDED_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    tokens = sorted({**vocab, **special}, key={**vocab, **special}.get)
+    of_tokenizer = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([3 if token in special else 1 for token in tokens], np.int32),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": (EMBEDDED_FOLDER / "chat_template.jinja").read_text(encoding="utf-8"),
+    }
+    tensors = {}
+    for entry in read_header(EMBEDDED_FOLDER / "model.safetensors"):
+        with mapped(entry) as tensor:
+            tensors[entry.name] = tensor.astype(np.float32) if tensor.ndim == 1 else tensor.copy()
+    return write_gguf(path, {**facts_of(hf), **of_tokenizer, **facts}, tensors_of(hf, tensors))

@@ -1,0 +1,57 @@
+"""A GGUF file of a model is the same model as its checkpoint: equal descriptions, and equal parameters."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.registry import model_for
+from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.gguf_folder.folder import make_folder
+from tests.params.gguf_folder.gguf_checkpoints import write_gguf_checkpoint, write_hf_checkpoint
+
+NAMES = [
+    "llama",
+    "llama_mqa_bias_tied",
+    "llama_linear",
+    "llama_yarn",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3_partial",
+    "phi3_longrope_long",
+    "olmo2",
+    "granite",
+    "smollm3",
+]
+OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
+"""Fields that say the same of the checkpoint and of the file in other words, or nothing that is computed with."""
+
+
+def loaded(folder):
+    hf = load_hf_config(folder)
+    model = model_for(hf, language_model_only=True)
+    config = model.config_from_hf(hf)
+    return config, model, load_params(model.param_specs(config, 1), config, folder, make_mesh(1), "float32")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_is_the_same_model_as_the_checkpoint(name, tmp_path):
+    folder = make_folder(write_gguf_checkpoint(name, tmp_path / f"{name}.gguf"), tmp_path / "cache")
+    config, _, params = loaded(folder)
+    expected, _, expected_params = loaded(write_hf_checkpoint(name, tmp_path / "checkpoint"))
+    for field in dataclasses.fields(expected):
+        if field.name not in OTHERWISE_SAID:
+            found, wanted = getattr(config, field.name), getattr(expected, field.name)
+            assert found == wanted, f"{field.name}: {found} and not {wanted}"
+    lost = 1e-6 if config.offset_norms else 0  # Gemma's norms, to which 1 was added in float32
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=lost), params, expected_params)

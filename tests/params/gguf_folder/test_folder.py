@@ -1,0 +1,106 @@
+"""The folder of a GGUF file is made once, is that of the file as it is, and serves like any model's."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from jaxpaged.engine.input.chat_template import load_chat_templates
+from jaxpaged.engine.input.tokenizer import load_tokenizer
+from jaxpaged.errors import CheckpointError
+from jaxpaged.params.checkpoint import entries_of_folder
+from jaxpaged.params.gguf_folder.folder import make_folder
+from jaxpaged.params.hub import EMBEDDED_FOLDER, resolve_model_folder
+from tests.params.gguf_folder.gguf_checkpoints import write_demo, write_gguf_checkpoint
+
+TEXT = "The quick brown fox, 42 times:\n\n  jumps!"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return make_folder(write_demo(folder / "demo.gguf"), folder / "cache")
+
+
+def test_tokens_and_templates_are_the_model_s(demo):
+    ours, theirs = load_tokenizer(demo), load_tokenizer(EMBEDDED_FOLDER)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours.encode("<start_of_turn>user\nhello<end_of_turn>") == theirs.encode(
+        "<start_of_turn>user\nhello<end_of_turn>"
+    )
+    assert ours.decode(ours.encode(TEXT)) == TEXT
+    assert ours.special_ids == theirs.special_ids and ours.named_tokens == theirs.named_tokens
+    assert load_chat_templates(demo, ours.config).sources == load_chat_templates(EMBEDDED_FOLDER, theirs.config).sources
+    assert json.loads((demo / "generation_config.json").read_text())["eos_token_id"] == [1, 4]
+
+
+def test_an_engine_generates_what_it_does_with_the_checkpoint(demo):
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    options = {"max_model_len": 64, "max_num_seqs": 1, "num_gpu_blocks_override": 16}
+    engines = [LLM(str(folder), **options) for folder in (demo, EMBEDDED_FOLDER)]
+    texts = [engine.generate("Once upon a time", greedy)[0].outputs[0].text for engine in engines]
+    assert texts[0] == texts[1]
+
+
+def test_a_file_is_a_model_s_name_and_so_is_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_gguf_checkpoint("llama", tmp_path / "llama.gguf")
+    folder = resolve_model_folder(str(path))
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert resolve_model_folder(str(tmp_path)) == folder
+    shutil.copy(path, tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match="holds 2 models in GGUF format .llama.gguf, other.gguf"):
+        resolve_model_folder(str(tmp_path))
+
+
+def test_another_file_has_another_folder(tmp_path):
+    path = write_gguf_checkpoint("llama", tmp_path / "a.gguf")
+    first = make_folder(path, tmp_path / "cache")
+    assert make_folder(path, tmp_path / "cache") == first
+    os.utime(path, ns=(1, 1))
+    assert make_folder(path, tmp_path / "cache") != first
+
+
+def test_a_file_that_was_taken_away_is_missed(tmp_path):
+    path = write_gguf_checkpoint("llama", tmp_path / "a.gguf")
+    folder = make_folder(path, tmp_path / "cache")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="a.gguf is gone"):
+        entries_of_folder(folder)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(CheckpointError, match="cache cannot be written"):
+        make_folder(write_gguf_checkpoint("llama", tmp_path / "a.gguf"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"general.architecture": "mamba"}, "the architecture 'mamba'. Of GGUF files these are read: llama, qwen2"),
+        ({"general.architecture": "clip", "general.type": "mmproj"}, "a mmproj of the architecture 'clip'"),
+        ({"llama.block_count": "two"}, "llama.block_count is 'two'; it must be a whole number"),
+        ({"llama.attention.head_count_kv": [4, 2]}, r"head_count_kv is \[2, 4\], another number in different layers"),
+        ({"llama.attention.value_length": 64}, "keys and values have other sizes"),
+        ({"llama.rope.scaling.type": "spiral"}, "stretched by 'spiral'"),
+        ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.model": "bert"}, "a tokenizer of the kind 'bert'"),
+        ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.model": "gpt2"}, "has the token 'a' twice"),
+        ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1]}, "2 tokens and 1 types"),
+        ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.bos_token_id": 7}, "bos_token_id is 7, but there are 1"),
+        ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "x"}, "in the way 'x'"),
+        ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.model": "llama"}, "1 tokens and 0 scores"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.chat_template": 3},
+            "chat_template is 3; it must be a text",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(tmp_path, facts, words):
+    with pytest.raises(CheckpointError, match=words):
+        make_folder(
+            write_gguf_checkpoint("llama", tmp_path / "a.gguf", {"tokenizer.ggml.tokens": ["a"], **facts}),
+            tmp_path / "cache",
+        )
