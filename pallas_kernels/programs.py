@@ -49,23 +49,23 @@ def tuned_products() -> Iterator[tuple[str, Program]]:
     from pallas_kernels.few_rows_matmul import gpu  # Pallas takes a quarter of a second to import
 
     for key, tiles in gpu.tuned().items():
-        rows, outputs, inputs, gated, kind = re.search(
-            r"(\d+) rows, (\d+) x (\d+)(, gated)?(?:, (\w+))?$", key
+        rows, outputs, inputs, gated, bits = re.search(
+            r"(\d+) rows, (\d+) x (\d+)(, gated)?(?:, (\d) bits)?$", key
         ).groups()
         T, F, D = int(rows), int(outputs), int(inputs)
         multiply, weight = (gpu.gated_product, (F // 2, 2, D)) if gated else (gpu.product, (F, D))
         function = partial(multiply, dtype="bfloat16", tiles=tiles)
-        yield key, Program(function, (_struct((T, D), "bfloat16"), _weight(weight, kind)))
+        yield key, Program(function, (_struct((T, D), "bfloat16"), _weight(weight, bits)))
 
 
-def _weight(shape: tuple[int, ...], kind: str | None) -> Any:
-    """A weight of a kind in `tuned.json`; those of 4 bits in groups of 32, without zeros."""
-    if kind is None:
+def _weight(shape: tuple[int, ...], bits: str | None) -> Any:
+    """A weight as `tuned.json` has it; those of 4 bits in groups of 32, without zeros."""
+    if bits is None:
         return _struct(shape, "bfloat16")
     *outputs, D = shape
-    if kind == "int4":
+    if bits == "4":
         return ScaledWeight(_struct((*outputs, D // 2), "uint8"), _struct((*outputs, D // 32), "bfloat16"))
-    return ScaledWeight(_struct(shape, kind), _struct((*outputs, 1), "float32"))
+    return ScaledWeight(_struct(shape, "int8"), _struct((*outputs, 1), "float32"))
 
 
 def program_of(op: str, case: Any, backend: str) -> Program | None:

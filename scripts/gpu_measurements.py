@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,21 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     drawn = (load[0], load[1], load[2])
     seconds = min(generate(llm, drawn, temperature=1.0, top_p=0.9) for _ in range(2))
     lines.append({"load": load, "top_p": 0.9, "tokens/s": load[0] * load[2] / seconds})
+    llm.shutdown()
+    return lines
+
+
+def measure_quantised(options: argparse.Namespace, bits: str) -> list[dict[str, Any]]:
+    """As `measure_speed`, for weights of 8 or 4 bits and some of its loads."""
+    lines, tiny, begin = Lines(options.out), options.model == "tiny", time.perf_counter()
+    llm = open_engine(options.model, quantization=bits)
+    lines.append({"made, s": time.perf_counter() - begin})
+    for load in TINY_LOADS if tiny else (LOADS[0], LOADS[2]):
+        settle(llm, load)
+        since = time.perf_counter()
+        seconds = min(generate(llm, load) for _ in range(2))
+        tokens, step = load[0] * load[2] / seconds, decode_milliseconds(llm, load[0], since)
+        lines.append({"load": load, "tokens/s": tokens, "ms a decode step": step})
     llm.shutdown()
     return lines
 
@@ -471,6 +487,8 @@ def timed_layer(step: Any, calls: Any, chain: Callable[[], Any], speed: float) -
 
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "speed": measure_speed,
+    "quantised int8": partial(measure_quantised, bits="int8"),
+    "quantised int4": partial(measure_quantised, bits="int4"),
     "minute": measure_first_minute,
     "profile": measure_profile,
     "sampler": measure_sampler,

@@ -10,6 +10,8 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     products  scripts/tune_products.py: the model's matrix products by cuBLAS and by our own kernel, whose table all
               later parts use; FOLDER/few_rows.json is the next pallas_kernels/few_rows_matmul/tuned.json, and what XLA
               found lies in FOLDER/autotuned.txt
+    scaled    the same for weights of 8 and 4 bits
+    quantised an engine of the model with weights of 8 and of 4 bits: as `speed` for 1 and 64 requests
     speed     an engine of the model with default options: tokens per second and milliseconds of a decode step for 1, 8,
               64 and 256 requests; then the same without each of CHANGES, without all of them, and as it is once more
     minute    milliseconds of a decode step beside the compiling of programs, and after it, with an empty cache
@@ -43,12 +45,27 @@ from gpu_measurements import MEASUREMENTS
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-PARTS = ("tests", "products", "speed", "minute", "pictures", "profile", "sampler", "attention", "mosaic", "tiles")
+PARTS = (
+    "tests",
+    "products",
+    "scaled",
+    "quantised",
+    "speed",
+    "minute",
+    "pictures",
+    "profile",
+    "sampler",
+    "attention",
+    "mosaic",
+    "tiles",
+)
 TESTS = (
     "tests/sampling/test_sampler.py",
     "tests/sampling/test_limits.py",
     "tests/pallas_kernels/top_k_top_p",
     "tests/pallas_kernels/few_rows_matmul/test_gpu.py",
+    "tests/pallas_kernels/few_rows_matmul/test_scaled.py",
+    "tests/layers/test_int8_linear.py",
     "tests/pallas_kernels/ragged_paged_attention/gpu",
     "tests/end_to_end/test_multi_step.py",
     "tests/end_to_end/test_second_turns.py",
@@ -114,6 +131,13 @@ def products_by_cublas() -> None:
     gpu.tuned = dict
 
 
+def scaled_products_by_xla() -> None:
+    from pallas_kernels.few_rows_matmul import gpu
+
+    tuned = {name: tiles for name, tiles in gpu.tuned().items() if not name.endswith("bits")}
+    gpu.tuned = lambda: tuned
+
+
 def products_apart() -> None:
     from jaxpaged.models import joined
 
@@ -136,6 +160,8 @@ CHANGES: dict[str, Callable[[], None]] = {
     "weights with the same inputs are joined": products_apart,
     "our kernel multiplies few rows where it is faster": products_by_cublas,
 }
+OF_QUANTISED = "our kernel reads weights of 8 and 4 bits"
+UNDONE = {**CHANGES, OF_QUANTISED: scaled_products_by_xla}
 """What a change is called -> what undoes it in a process that has not made an engine yet."""
 
 
@@ -224,11 +250,20 @@ def picture_part(options: argparse.Namespace, seconds: float) -> str:
     return f"exit status {status}\n\n```\n{text[-2000:]}\n```"
 
 
-def product_part(options: argparse.Namespace, seconds: float) -> str:
+def quantised_part(options: argparse.Namespace, report: Report, left: Callable[[], float]) -> None:
+    """Weights of 8 and 4 bits, then of 8 without our kernel."""
+    for bits, undone in (("int8", []), ("int4", []), ("int8", [OF_QUANTISED])):
+        if left() > 0:
+            title = f"quantised, {bits}{f', without: {undone[0]}' if undone else ''}"
+            report.add(title, measured(f"quantised {bits}", options, undone, min(left(), 90)))
+
+
+def product_part(options: argparse.Namespace, seconds: float, *bits: str) -> str:
     is_tiny, ours = options.model == "tiny", ROOT / "pallas_kernels" / "few_rows_matmul" / "tuned.json"
     out = options.out / "few_rows.json"
     command = [sys.executable, "scripts/tune_products.py", "--output", str(out if is_tiny else ours)]
-    own = ["--model", options.model, "--seconds", str(min(seconds, 20 if is_tiny else 60))]
+    own = ["--model", options.model, "--seconds", str(min(seconds, 20 if is_tiny else 60 if bits == ("16",) else 110))]
+    own += ["--bits", *bits]
     tried = {} if is_tiny else {"XLA_FLAGS": f"--xla_gpu_dump_autotune_results_to={options.out / 'autotuned.txt'}"}
     status, text = run([*command, *own, *(["--interpret"] if is_tiny else [])], seconds, **tried)
     if not is_tiny:
@@ -254,12 +289,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="llama-8b", help="one of bench_offline's models")
-    parser.add_argument("--undo", nargs="*", default=[], choices=CHANGES, metavar="CHANGE", help="of a measurement")
+    parser.add_argument("--undo", nargs="*", default=[], choices=UNDONE, metavar="CHANGE", help="of a measurement")
     parser.add_argument("--measure", choices=MEASUREMENTS, help="only this, in this process, into the file --out")
     options = parser.parse_args()
     if options.measure:
         for name in options.undo:
-            CHANGES[name]()
+            UNDONE[name]()
         options.out.write_text(json.dumps(MEASUREMENTS[options.measure](options)), encoding="utf-8")
         return
     end = time.monotonic() + 60 * options.minutes
@@ -270,7 +305,9 @@ def main() -> None:
     threads = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     parts: dict[str, Callable[[], None]] = {
         "tests": lambda: report.add("tests", test_part(options, min(left(), 240))),
-        "products": lambda: report.add("products", product_part(options, min(left(), 100))),
+        "products": lambda: report.add("products", product_part(options, min(left(), 100), "16")),
+        "scaled": lambda: report.add("scaled", product_part(options, min(left(), 140), "8", "4")),
+        "quantised": lambda: quantised_part(options, report, left),
         "speed": lambda: speed_part(options, report, left),
         "minute": lambda: report.add("minute", measured("minute", options, [], min(left(), 75))),
         "pictures": lambda: report.add("pictures", picture_part(options, min(left(), 100))),

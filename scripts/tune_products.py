@@ -1,15 +1,17 @@
 #!/usr/bin/env python
 """Time a decoder's products of few rows on this machine's GPU, and write what our kernel needs.
 
-    python scripts/tune_products.py [--model llama-8b] [--seconds 65] [--output FILE] [--interpret]
+    python scripts/tune_products.py [--model llama-8b] [--bits 16 8 4] [--seconds 65] [--output FILE] [--interpret]
 
 Each product of a layer, as the model stores its weights and with what is fused into it, and that with the head: by
 cuBLAS as it chooses kernels itself, which is what the engine compiles, by cuBLAS when XLA may try its kernels, and by
-the kernel of `few_rows_matmul` with many tiles. Weights lie in more memory than a cache holds. Microseconds of one
-product, where programs are graphs whose kernels run one after the other. The tiles that are faster than the engine's
-cuBLAS go to FILE, by default the kernel's `tuned.json`; entries of other devices and shapes stay. Programs are compiled
-side by side, on all cores, and timed one after the other; what does not compile is told. After --seconds nothing new is
-begun. --interpret: the same motions anywhere, whose timings mean nothing.
+the kernel of `few_rows_matmul` with many tiles. Products with weights of 8 bits (int8, a scale for each output) and of
+4 (groups of 32) are compiled as by the engine, by kernels that XLA tries, and timed for 8 and 64 rows. Weights lie in
+more memory than a cache holds. Microseconds of one product, where programs are graphs whose kernels run one after the
+other. The tiles that are faster than the engine's cuBLAS go to FILE, by default the kernel's `tuned.json`; entries of
+other devices and shapes stay. Programs are compiled side by side, on all cores, and timed one after the other; what
+does not compile is told. After --seconds nothing new is begun. --interpret: the same motions anywhere, whose timings
+mean nothing.
 """
 
 import argparse
@@ -33,9 +35,12 @@ import jax
 import jax.numpy as jnp
 from offline_bench.checkpoints import MODELS, ModelShape
 
+from jaxpaged.layers.linear import converted_product
 from jaxpaged.worker.programs.compiler_options import APART, UNTRIED
 from pallas_kernels.few_rows_matmul import gpu
 from pallas_kernels.few_rows_matmul.gpu import Tiles
+from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
+from pallas_kernels.int4_matmul import GROUP, int4_matmul
 from pallas_kernels.timing import Calls, Chain, compiled, measured_bandwidth, touched
 
 ROWS, BETWEEN = (8, 64), {8: (16,), 64: (32,)}
@@ -58,42 +63,72 @@ WIDE = [(64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128,
 WIDE += [(256, 64, 8, 3), (256, 64, 8, 4)]
 """(rows of weights in an instruction's tile, inputs, warps, stages): for few rows, for few rows that are the narrow
 side, and for more rows."""
+FIRST_8 = [(64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 2, 3), (64, 256, 2, 4), (32, 128, 2, 6), (32, 256, 2, 4)]
+FIRST_8 += [(32, 256, 1, 4), (16, 256, 1, 4), (32, 512, 2, 3)]
+ROWS_8 = [(128, 128, 4, 3), (128, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3), (256, 64, 8, 4)]
+ROWS_8 += [(256, 128, 8, 3), (128, 64, 4, 5), (32, 128, 4, 5), (32, 256, 4, 3)]
+FIRST_4 = [(64, 256, 2, 4), (64, 256, 2, 3), (64, 128, 2, 5), (64, 512, 2, 3), (64, 256, 4, 4), (32, 256, 2, 4)]
+FIRST_4 += [(32, 512, 2, 3), (32, 256, 1, 4), (32, 512, 1, 3), (16, 512, 1, 3)]
+ROWS_4 = [(128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (256, 128, 8, 3)]
+ROWS_4 += [(32, 256, 4, 3), (32, 128, 4, 5)]
+"""The same for weights of 8 and of 4 bits: few rows as the narrow side, and more rows as the tall one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """One product. `is_gated`: of a gate and of what it multiplies, joined, with that after it. `is_added`: to what has
-    the results' shape."""
+    the results' shape. bits: of a weight, 16, 8 or 4."""
 
     name: str
     num_inputs: int
     num_outputs: int
     is_gated: bool = False
     is_added: bool = False
+    bits: int = 16
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.num_inputs * self.num_outputs
+        numbers = self.num_inputs * self.num_outputs
+        return {16: 2 * numbers, 8: numbers + 4 * self.num_outputs, 4: numbers // 2 + 2 * numbers // GROUP}[self.bits]
 
     @property
     def copies(self) -> int:
         return max(2, min(16, BYTES // self.num_bytes))
 
 
-def products_of(shape: ModelShape) -> list[Product]:
+def products_of(shape: ModelShape, bits: int) -> list[Product]:
+    """Heads have 8 bits where other weights have 4."""
     hidden, columns = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return [
+    products = [
         Product("q, k, v joined", hidden, queries + 2 * keys),
         Product("o, added", queries, hidden, is_added=True),
         Product("gate, up joined, gated", hidden, 2 * columns, is_gated=True),
         Product("down, added", columns, hidden, is_added=True),
         Product("head", hidden, shape.vocab_size),
     ]
+    return [dataclasses.replace(product, bits=bits) for product in products[: 4 if bits == 4 else 5]]
 
 
-def by_xla(product: Product, x: jax.Array, weight: jax.Array, added: jax.Array) -> jax.Array:
-    out = jnp.einsum("td,fd->tf", x, weight, preferred_element_type=x.dtype)
+def draw_weight(product: Product, key: jax.Array) -> Any:
+    """A weight that gives outputs of unit size."""
+    F, D, bits = product.num_outputs, product.num_inputs, product.bits
+    if bits == 16:
+        return D**-0.5 * jax.random.normal(key, (F, D), jnp.bfloat16)
+    values = jax.random.bits(key, (F, D * bits // 8), jnp.uint8)
+    if bits == 8:
+        return ScaledWeight(jax.lax.bitcast_convert_type(values, jnp.int8), jnp.full((F, 1), D**-0.5 / 74))
+    return ScaledWeight(values, jnp.full((F, D // GROUP), D**-0.5 / 4.6, jnp.bfloat16))
+
+
+def by_xla(product: Product, x: jax.Array, weight: Any, added: jax.Array) -> jax.Array:
+    """As the engine does without our kernel."""
+    if product.bits == 16:
+        out = jnp.einsum("td,fd->tf", x, weight, preferred_element_type=x.dtype)
+    elif product.bits == 8:
+        out = (converted_product(x, weight.values) * weight.scales[:, 0]).astype(x.dtype)
+    else:
+        out = int4_matmul(x, weight.values, weight.scales, backend="reference").astype(x.dtype)
     if not product.is_gated:
         return added + out if product.is_added else out
     out = out.reshape(len(x), -1, 2).astype(jnp.float32)
@@ -101,10 +136,11 @@ def by_xla(product: Product, x: jax.Array, weight: jax.Array, added: jax.Array) 
 
 
 def by_kernel(
-    product: Product, x: jax.Array, weight: jax.Array, added: jax.Array, tiles: Tiles, interpret: bool
+    product: Product, x: jax.Array, weight: Any, added: jax.Array, tiles: Tiles, interpret: bool
 ) -> jax.Array:
     if product.is_gated:
-        return gpu.gated_product(x, weight.reshape(-1, 2, weight.shape[1]), x.dtype, tiles, interpret)
+        pairs = jax.tree.map(lambda part: part.reshape(-1, 2, part.shape[1]), weight)
+        return gpu.gated_product(x, pairs, x.dtype, tiles, interpret)
     if product.is_added:
         return gpu.added_product(x, weight, added, tiles, interpret)
     return gpu.product(x, weight, x.dtype, tiles, interpret)
@@ -112,19 +148,25 @@ def by_kernel(
 
 def candidates(product: Product, rows: int) -> Iterator[Tiles]:
     """Tiles whose stages a core can hold, and which make neither too few nor too many programs."""
-    few = [(NARROW, (1,), False), (FIRST, (1, 2, 4, 8), True)]
-    kinds = few if rows <= gpu.FEWEST_ROWS else [(WIDE, (1,), False), (WIDE, (1, 2, 4), True)]
+    is_few, bits = rows <= gpu.FEWEST_ROWS, product.bits
+    if bits < 16:
+        first, other = (FIRST_8, ROWS_8) if bits == 8 else (FIRST_4, ROWS_4)
+        kinds = [(first, (1, 2), True)] if is_few else [(other, (1,), False)]
+    elif is_few:
+        kinds = [(NARROW, (1,), False), (FIRST, (1, 2, 4, 8), True)]
+    else:
+        kinds = [(WIDE, (1,), False), (WIDE, (1, 2, 4), True)]
     weights = 2 if product.is_gated else 1
     for listed, all_folds, weight_first in kinds:
         for (height, inputs, warps, stages), folds in itertools.product(listed, all_folds):
             outputs = height // weights // folds
-            programs = product.num_outputs // weights // outputs
-            held = 2 * stages * inputs * (height + max(rows * folds, gpu.FEWEST_ROWS))
-            if held <= SHARED_MEMORY and programs in PROGRAMS:
+            programs = product.num_outputs // weights // max(1, outputs)
+            held = stages * inputs * (height * bits // 8 + 2 * max(rows * folds, gpu.FEWEST_ROWS))
+            if held <= SHARED_MEMORY and programs in PROGRAMS and outputs >= 8:
                 yield Tiles(outputs, inputs, folds, warps, stages, weight_first)
 
 
-Way = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Way = Callable[[jax.Array, Any, jax.Array], jax.Array]
 Options = Mapping[str, Any]
 
 
@@ -151,9 +193,8 @@ class Timer:
 
     def __init__(self, product: Product, left: Callable[[], float], interpret: bool):
         self.product, self.left, self.interpret = product, left, interpret
-        key, F, D = jax.random.key(0), product.num_outputs, product.num_inputs
-        draw = jax.jit(lambda key: D**-0.5 * jax.random.normal(key, (F, D), jnp.bfloat16))
-        self.weights = [draw(each) for each in jax.random.split(key, product.copies)]
+        draw = jax.jit(functools.partial(draw_weight, product))
+        self.weights = [draw(each) for each in jax.random.split(jax.random.key(0), product.copies)]
 
     def of(self, ways: list[tuple[Way, Options]], rows: int) -> list[float | str]:
         """Of each way, with its options of the compiler: microseconds, or what went wrong. All must give what the first
@@ -184,7 +225,7 @@ class Timer:
             found.append(1e6 * seconds / len(weights) if error < MOST_ERROR else f"wrong by {error:.3g} of the largest")
         return found
 
-    def chain(self, way: Way, rows: int, weights: list[jax.Array]) -> Callable[[], Chain]:
+    def chain(self, way: Way, rows: int, weights: list[Any]) -> Callable[[], Chain]:
         """What makes a chain whose every call multiplies with all copies of the weight."""
         way = jax.jit(way)  # traced once for all copies
 
@@ -213,38 +254,53 @@ def tune(timer: Timer, bandwidth: float, entries: dict[str, Any], output: Path) 
     """A row of the table for each number of rows; entries get what was faster than cuBLAS."""
     product, interpret = timer.product, timer.interpret
     plain = functools.partial(by_xla, product)
-    cublas = [(plain, CUBLAS), (plain, {**APART, "xla_gpu_enable_triton_gemm": False})]
+    by_xla_alone = [(plain, CUBLAS), (plain, {**APART, "xla_gpu_enable_triton_gemm": False})]
+    others = by_xla_alone if product.bits == 16 else [(plain, APART)]
     ours = lambda tiles: (functools.partial(by_kernel, product, tiles=tiles, interpret=interpret), APART)
-    floor = 1e6 * product.num_bytes / bandwidth
+    kept, floor = dict[int, list[Tiles]](), 1e6 * product.num_bytes / bandwidth
+    by_engine: float | str = ""
     for first in ROWS:
         choices = INTERPRETED if interpret else list(candidates(product, first))
         for rows in (first, *([] if interpret else BETWEEN[first])):
             if timer.left() < 0:
                 return
-            found = timer.of([*cublas, *map(ours, choices)], rows)
-            timed = [(us, tiles) for us, tiles in zip(found[2:], choices) if isinstance(us, float)]
-            ranked = sorted(timed, key=lambda each: each[0])
-            failed = [us for us in found[2:] if isinstance(us, str)]
+            baselines = others if rows == first or product.bits == 16 else []
+            found = timer.of([*baselines, *map(ours, choices)], rows)
+            times = found[len(baselines) :]
+            by_engine = found[0] if baselines else by_engine
+            ranked = sorted(((us, tiles) for us, tiles in zip(times, choices) if isinstance(us, float)), key=first_of)
+            failed = [us for us in times if isinstance(us, str)]
             best = ranked[0][0] if ranked else math.nan
             notes = [f"{describe(tiles)}: {us:.2f}" for us, tiles in [*ranked[:10], *ranked[10:][-1:]]]
             notes += [f"{len(failed)} failed: {failed[0]}"] if failed else []
-            print_row(rows, product.name, floor, *found[:2], best, floor / best, "; ".join(notes))
+            tried = found[1] if product.bits == 16 else ""
+            name = f"{product.name}, {product.bits} bits"
+            print_row(rows, name, floor, by_engine, tried, best, floor / best, "; ".join(notes))
             entries.pop(key := key_of(product, rows), None)
-            if isinstance(found[0], float) and best < found[0] * (1 - MIN_GAIN):
-                entries[key] = entry(ranked[0][1], best, found[0])
+            if isinstance(by_engine, float) and best < by_engine * (1 - MIN_GAIN):
+                entries[key] = entry(product, ranked[0][1], best, by_engine)
             output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-            choices = [tiles for _, tiles in ranked[:KEPT]]
+            kept[rows] = choices = [tiles for _, tiles in ranked[:KEPT]]
+            choices = list(dict.fromkeys([*choices, *(kept.get(16, []) if product.bits < 16 else [])]))
 
 
-def entry(tiles: Tiles, microseconds: float, cublas: float) -> dict[str, Any]:
-    date = datetime.date.today().isoformat()
-    times = {"microseconds": round(microseconds, 2), "cublas": round(cublas, 2)}
+def entry(product: Product, tiles: Tiles, microseconds: float, by_xla: float) -> dict[str, Any]:
+    date, other = datetime.date.today().isoformat(), "cublas" if product.bits == 16 else "xla"
+    times = {"microseconds": round(microseconds, 2), other: round(by_xla, 2)}
     return {"tiles": dataclasses.asdict(tiles), **times, "date": date, "jax": jax.__version__}
 
 
+def first_of(pair: tuple[float, Tiles]) -> float:
+    return pair[0]
+
+
 def key_of(product: Product, rows: int) -> str:
-    name = gpu.describe(rows, product.num_outputs, product.num_inputs, product.is_gated)
+    name = gpu.describe(rows, product.num_outputs, product.num_inputs, product.is_gated, kind_of(product.bits))
     return f"{jax.devices()[0].device_kind}, {name}"
+
+
+def kind_of(bits: int) -> str:
+    return "" if bits == 16 else f"{bits} bits"
 
 
 def describe(tiles: Tiles) -> str:
@@ -263,6 +319,7 @@ def shown(cell: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b", choices=MODELS)
+    parser.add_argument("--bits", type=int, nargs="+", default=[16], choices=(16, 8, 4), help="of weights")
     parser.add_argument("--seconds", type=float, default=65)
     parser.add_argument("--output", type=Path, default=gpu.TUNED, metavar="FILE")
     parser.add_argument("--interpret", action="store_true", help="a few tiles, in Pallas's interpreter")
@@ -278,10 +335,10 @@ def main() -> None:
         serial()
     bandwidth = measured_bandwidth((1 << 20) if options.interpret else (1 << 30))
     print(f"{jax.devices()[0].device_kind}, {bandwidth / 1e9:.0f} GB/s; microseconds of one product\n", flush=True)
-    header = ("rows", "product", "bytes", "cuBLAS", "cuBLAS tried", "ours", "share", "tiles, from the fastest on")
+    header = ("rows", "product", "bytes", "XLA", "cuBLAS tried", "ours", "share", "tiles, from the fastest on")
     print_row(*header)
     print_row(*["---"] * len(header))
-    for product in products_of(MODELS[options.model]):
+    for product in itertools.chain.from_iterable(products_of(MODELS[options.model], bits) for bits in options.bits):
         if left() > 0:
             tune(Timer(product, left, options.interpret), bandwidth, entries, options.output)
     print(f"\n{options.seconds - left():.0f} s")

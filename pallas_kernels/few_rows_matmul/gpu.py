@@ -36,7 +36,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.few_rows_matmul.gpu_kernel import Form, Tiles, kernel
 from pallas_kernels.few_rows_matmul.scaled import PACKED_GROUP, ScaledWeight
-from pallas_kernels.ragged_paged_attention.gpu.tiles import device_kind, read_tuned
+from pallas_kernels.ragged_paged_attention.gpu.tiles import device_kind, read_tuned, reads_float8
 from pallas_kernels.shapes import ceil_div
 
 TUNED = Path(__file__).with_name("tuned.json")
@@ -64,7 +64,7 @@ def _refusal(x_TD: Any, weight: Any, is_gated: bool) -> str | None:
     """Why a product is left to XLA, or None."""
     if x_TD.dtype != jnp.bfloat16 or kind_of(weight) is None:
         return f"x_TD is {x_TD.dtype} and the weight {weight.dtype}; accepted is bfloat16"
-    if isinstance(weight, ScaledWeight) and (reason := odd_groups(weight)):
+    if isinstance(weight, ScaledWeight) and (reason := odd_groups(weight) or lacks_type(weight)):
         return reason
     if tiles_of(x_TD, weight, is_gated) is None:
         what = describe(len(x_TD), *sizes_of(weight), is_gated, kind_of(weight) or "")
@@ -85,7 +85,7 @@ def gated_matmul(x_TD: jax.Array, weight: Any, dtype: str) -> jax.Array:
 def kind_of(weight: Any) -> str | None:
     """What a weight is called in `tuned.json`: nothing where it is bfloat16. None for what there is no kernel for."""
     if isinstance(weight, ScaledWeight):
-        return weight.kind
+        return f"{weight.bits} bits"
     return "" if weight.dtype == jnp.bfloat16 else None
 
 
@@ -171,3 +171,10 @@ def odd_groups(weight: ScaledWeight) -> str | None:
     group = D // C
     is_fit = C == 1 or (group >= PACKED_GROUP and group & (group - 1) == 0)
     return None if is_fit else f"groups have {group} inputs; accepted are powers of two from {PACKED_GROUP} on"
+
+
+def lacks_type(weight: ScaledWeight) -> str | None:
+    """Why the device that the program being traced is for cannot convert the values, or None."""
+    if weight.dtype != jnp.float8_e4m3fn or reads_float8(device_kind(interpret=False)):
+        return None
+    return f"values are {weight.dtype}, which {device_kind(interpret=False)} lacks"

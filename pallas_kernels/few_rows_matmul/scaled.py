@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-KINDS = {"int8": "int8", "float8_e4m3fn": "float8_e4m3fn", "uint8": "int4"}
-"""Type of the values -> what such weights are called."""
+BITS = {"int8": 8, "float8_e4m3fn": 8, "uint8": 4}
+"""Type of the values -> bits that each has."""
 SCALES = ("float32", "bfloat16")
 ZERO = 8
 """The value of 4 bits that stands for zero where there are no zeros."""
@@ -35,12 +35,12 @@ class ScaledWeight:
         return self.values.dtype
 
     @property
-    def kind(self) -> str:
-        return KINDS[str(self.values.dtype)]
+    def bits(self) -> int:
+        return BITS[str(self.dtype)]
 
     @property
     def is_packed(self) -> bool:
-        return self.kind == "int4"
+        return self.bits < 8
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,8 +51,8 @@ class ScaledWeight:
 def check(weight: ScaledWeight) -> None:
     """Raises ValueError for what is no such weight."""
     values, scales = weight.values, weight.scales
-    if str(values.dtype) not in KINDS or values.ndim not in (2, 3):
-        raise ValueError(f"values is {spelled(values)}; accepted are {', '.join(KINDS)} of two or three axes.")
+    if str(values.dtype) not in BITS or values.ndim not in (2, 3):
+        raise ValueError(f"values is {spelled(values)}; accepted are {', '.join(BITS)} of two or three axes.")
     D = weight.shape[-1]
     if weight.is_packed and D % PACKED_GROUP:
         raise ValueError(f"values is {spelled(values)}; accepted is a multiple of {PACKED_GROUP // 2} bytes an output.")

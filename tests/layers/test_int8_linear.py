@@ -107,7 +107,7 @@ def test_on_a_gpu_layers_multiply_with_weights_as_they_are(monkeypatch, bits):
     """Products, gates and what is added are the kernel's where it has tiles, with scales of the right outputs."""
     rng = np.random.default_rng(3)
     kind, call = jax.devices()[0].device_kind, gpu.call
-    names = [f"{kind}, 8 rows, 48 x 96{gated}, {name}" for name in ("int8", "int4") for gated in ("", ", gated")]
+    names = [f"{kind}, 8 rows, 48 x 96{gated}, {name}" for name in ("8 bits", "4 bits") for gated in ("", ", gated")]
     monkeypatch.setattr(gpu, "tuned", lambda: dict.fromkeys(names, gpu.Tiles(16, 32)))
     interpret, taken = jax.default_backend() != "gpu", []
     monkeypatch.setattr(gpu, "call", lambda *given: taken.append(given) or call(*given[:-1], interpret))

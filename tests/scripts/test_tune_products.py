@@ -11,21 +11,23 @@ def script():
     return importlib.import_module("tune_products")
 
 
-def test_every_product_has_tiles_that_a_core_can_hold(script):
-    for product in script.products_of(script.MODELS["llama-8b"]):
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_every_product_has_tiles_that_a_core_can_hold(script, bits):
+    for product in script.products_of(script.MODELS["llama-8b"], bits):
         for rows in script.ROWS:
             choices = list(script.candidates(product, rows))
-            assert 10 < len(choices) == len(set(choices)), product
+            assert (10 if bits == 16 else 3) < len(choices) == len(set(choices)), product
             for tiles in choices:
                 height = tiles.outputs * tiles.folds * (2 if product.is_gated else 1)
-                assert 2 * tiles.stages * tiles.inputs * (height + max(16, rows * tiles.folds)) <= 224 << 10
-                assert height >= 64 or not tiles.weight_first
+                held = height * bits // 8 + 2 * max(16, rows * tiles.folds)
+                assert tiles.stages * tiles.inputs * held <= 224 << 10
+                assert height >= (64 if bits == 16 else 16) or not tiles.weight_first
 
 
 def test_the_fastest_tiles_are_kept_where_they_are_faster_than_cublas_and_failures_are_told(
     script, monkeypatch, tmp_path, capsys
 ):
-    product = script.products_of(script.MODELS["tiny"])[1]  # o
+    product = script.products_of(script.MODELS["tiny"], 16)[1]  # o
     monkeypatch.setattr(script, "INTERPRETED", [script.Tiles(32, 32), script.Tiles(16, 32), script.Tiles(64, 32)])
     timer = script.Timer(product, lambda: 1.0, interpret=True)
     times = {8: [5.0, "no memory", "too many registers", 4.0, 4.5], 64: [5.0, 4.0, 4.95, 5.0, 6.0]}
@@ -39,8 +41,9 @@ def test_the_fastest_tiles_are_kept_where_they_are_faster_than_cublas_and_failur
     assert "1 failed: too many registers" in capsys.readouterr().out
 
 
-def test_ways_are_timed_on_the_device_at_hand_and_compared_with_the_first(script):
-    timer = script.Timer(script.products_of(script.MODELS["tiny"])[2], lambda: 1.0, interpret=True)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_ways_are_timed_on_the_device_at_hand_and_compared_with_the_first(script, bits):
+    timer = script.Timer(script.products_of(script.MODELS["tiny"], bits)[2], lambda: 1.0, interpret=True)
     right = script.functools.partial(script.by_xla, timer.product)
     broken = lambda x, weight, added: 1 / 0
     wrong = lambda x, weight, added: right(x[::-1], weight, added)

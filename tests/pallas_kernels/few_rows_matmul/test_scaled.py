@@ -128,10 +128,13 @@ def test_what_is_no_weight_is_refused(change, message):
 
 def test_a_gpu_takes_weights_that_it_has_tiles_for(monkeypatch):
     kind = jax.devices()[0].device_kind
-    monkeypatch.setattr(gpu, "tuned", lambda: {f"{kind}, 8 rows, 40 x 96, int4": NARROW})
+    monkeypatch.setattr(gpu, "tuned", lambda: {f"{kind}, 8 rows, 40 x 96, 4 bits": NARROW})
     x_TD, int4 = jnp.zeros((5, 96), jnp.bfloat16), make_weight(Case("uint8", 5, 40, 96, 32), 40)
     refused = lambda weight: op.backends("gpu", x_TD, weight)["gpu"]
     assert refused(int4) is None
-    assert "5 rows, 40 x 96, int8 is faster" in refused(make_weight(Case("int8", 5, 40, 96), 40))
+    assert "5 rows, 40 x 96, 8 bits is faster" in refused(make_weight(Case("int8", 5, 40, 96), 40))
     assert "groups have 48 inputs; accepted are powers of two" in refused(make_weight(Case("int8", 5, 40, 96, 48), 40))
+    old = "values are float8_e4m3fn, which NVIDIA A100-SXM4-80GB lacks"
+    monkeypatch.setattr(gpu, "device_kind", lambda interpret: "NVIDIA A100-SXM4-80GB")
+    assert refused(make_weight(Case("float8_e4m3fn", 5, 40, 96), 40)) == old
     assert refused(jnp.zeros((40, 96), jnp.int8)).endswith("accepted is bfloat16")
