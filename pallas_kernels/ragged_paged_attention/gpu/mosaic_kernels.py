@@ -325,8 +325,8 @@ def add_slots(
     weight_XC = jnp.exp2(score_XC * factor - wide(highest_X * factor, score_XC.shape))
     total_X = total_X * fade_X + jnp.sum(weight_XC, axis=1)
     # All of this is done before it is the other group's turn to do the same.
-    weight_XC, fade_X, highest_X, total_X = lax.optimization_barrier(
-        (weight_XC.astype(shared.v.dtype), fade_X, highest_X, total_X)
+    out_XH, highest_X, total_X, weight_XC = lax.optimization_barrier(
+        (out_XH * wide(fade_X, out_XH.shape), highest_X, total_X, weight_XC.astype(shared.v.dtype))
     )
     give_turn(layer, shared)
     plgpu.barrier_wait(shared.v_ready.at[stage])
@@ -335,15 +335,23 @@ def add_slots(
     if layer.interpreted:
         shared.weights[group] = weight_XC
         plgpu.commit_smem()
+        weight_XC = shared.weights.at[group]
     await_turn(layer, shared)
+    out_XH = plus_product(layer, out_XH, weight_XC, shared.v.at[stage])
+    plgpu.barrier_arrive(shared.v_free.at[stage])
+    return out_XH, highest_X, total_X
 
-    def multiply_values(ref):
-        plgpu.wgmma(ref, shared.weights.at[group] if layer.interpreted else weight_XC, shared.v.at[stage])
+
+def plus_product(layer: Layer, out_XH: jax.Array, weight_XC: Any, values: Any) -> jax.Array:
+    """out + weight @ values, in the same registers; the interpreter knows only products by themselves."""
+    if not layer.interpreted:
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, weight_XC, values))(plgpu.ACC.init(out_XH))
+
+    def product(ref):
+        plgpu.wgmma(ref, weight_XC, values)
         return ref[...]
 
-    more_XH = pl.run_scoped(multiply_values, plgpu.ACC((ROWS, layer.head_dim), jnp.float32))
-    plgpu.barrier_arrive(shared.v_free.at[stage])
-    return out_XH * wide(fade_X, out_XH.shape) + more_XH, highest_X, total_X
+    return out_XH + pl.run_scoped(product, plgpu.ACC(out_XH.shape, jnp.float32))
 
 
 def wide(x_X: jax.Array, shape: tuple[int, ...]) -> jax.Array:
