@@ -140,8 +140,8 @@ def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs
 def attend(
     batch: AttentionBatch,
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    k_TKH: jax.Array | None,
+    v_TKH: jax.Array | None,
     kv: KVTensor,
     *,
     scale: float,
@@ -151,18 +151,22 @@ def attend(
     """Attention of T new tokens over everything their requests have cached, themselves included: causal, but for tokens
     that the metadata lets see what stands behind them.
 
-    This step's keys and values go into the cache before the cache is read. `scale`, `soft_cap` and `sinks_N` are those
-    of `ragged_paged_attention`. Returns (out_TNH, the cache with the new tokens).
+    This step's keys and values go into the cache before the cache is read; without them they are there already, since
+    another layer cached them. `scale`, `soft_cap` and `sinks_N` are those of `ragged_paged_attention`. Returns
+    (out_TNH, the cache with the new tokens).
 
     Raises ValueError when the mesh has more devices than there are kv heads to split.
     """
+    if k_TKH is None:
+        real_T = jnp.arange(len(q_TNH)) < batch.metadata.query_start_loc_R1[-1]
+        q_TNH = jnp.where(real_T[:, None, None], q_TNH, 0)
     heads = q_TNH, k_TKH, v_TKH
     return attend_heads(batch, heads, kv, scale=scale, soft_cap=soft_cap, sinks_N=sinks_N)
 
 
 def attend_heads(
     batch: AttentionBatch,
-    heads: tuple[jax.Array, ...],
+    heads: tuple[jax.Array | None, ...],
     kv: KVTensor,
     *,
     scale: float,
@@ -176,7 +180,7 @@ def attend_heads(
     if batch.masked_T is not None:
         assert soft_cap is None, "capped scores of masked tokens are not far from others"
         heads = mask_tokens(*heads, batch.masked_T)
-    num_kv_heads = heads[-1].shape[1]
+    num_kv_heads = num_heads_in(kv, context) if heads[-1] is None else heads[-1].shape[1]
     num_heads = heads[0].shape[1] if len(heads) == 3 else num_kv_heads * (heads[0].shape[2] - 2)
     check_heads(context.mesh, num_heads, num_kv_heads)
 
@@ -213,6 +217,11 @@ def of_layer(kv: KVTensor, row: int) -> KVTensor:
 def has_token_scales(kv: KVTensor) -> bool:
     """Whether each token and head has scales. Those for each head have two axes at most, here [G, K]."""
     return bool(kv.scales) and kv.scales[0].ndim > 2
+
+
+def num_heads_in(kv: KVTensor, context: AttentionContext) -> int:
+    """Key-value heads of a cache, over all devices."""
+    return kv.arrays[0].shape[rpa.kv_layout(context.backend).heads_axis]
 
 
 def mask_tokens(

@@ -89,6 +89,7 @@ class Experts:
 
     `correction` [E] is added to scores where experts are chosen, and not where they are weighed. `shared` are experts
     of all tokens, as one block; their output is weighed by the sigmoid of a product with `shared_gate` [D].
+    `expert_scale` [E] multiplies the weights of chosen experts.
     `placement` None: the first places have all experts in their order, and the others are not used.
     """
 
@@ -100,6 +101,7 @@ class Experts:
     shared: Mlp | None = None
     shared_gate: jax.Array | None = None
     placement: Placement | None = None
+    expert_scale: jax.Array | None = None
 
 
 def mixture_of_experts(
@@ -109,13 +111,17 @@ def mixture_of_experts(
     activation: Activation,
     num_tokens: jax.Array,
     mesh: Mesh,
+    judged_TD: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad. Where
-    experts have a placement, also how many tokens went to each of them, uint32 [E]."""
+    experts have a placement, also how many tokens went to each of them, uint32 [E]. `judged_TD`: what the router reads,
+    where that is not `x_TD`."""
     platform, ranks = mesh.devices.flat[0].platform, num_ranks(mesh)
 
-    def on_device(x_TD: jax.Array, p: Experts, num_tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        expert_TJ, weight_TJ = route(x_TD, p, config)
+    def on_device(
+        x_TD: jax.Array, p: Experts, num_tokens: jax.Array, judged_TD: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        expert_TJ, weight_TJ = route(x_TD if judged_TD is None else judged_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
         routed = x_TD, expert_TJ, weight_TJ, real_T1
         all_TD, all_TJ, all_weight_TJ, all_real_T1 = jax.tree.map(of_all_ranks, routed) if ranks > 1 else routed
@@ -131,7 +137,8 @@ def mixture_of_experts(
         return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES), load_E
 
     whole = PartitionSpec()
-    return over_model_axes(mesh, on_device, (whole, partitions(p), whole), whole)(x_TD, p, num_tokens)
+    sharded = over_model_axes(mesh, on_device, (whole, partitions(p), whole, whole), whole)
+    return sharded(x_TD, p, num_tokens, judged_TD)
 
 
 def of_all_ranks(x_T: jax.Array) -> jax.Array:
@@ -150,6 +157,8 @@ def route(x_TD: jax.Array, p: Experts, config: RouterConfig) -> tuple[jax.Array,
     weight_TJ = jnp.take_along_axis(score_TE, expert_TJ, axis=1)
     if config.is_normalised:
         weight_TJ /= jnp.sum(weight_TJ, axis=1, keepdims=True) + config.least_sum
+    if p.expert_scale is not None:
+        weight_TJ *= p.expert_scale[expert_TJ]
     return expert_TJ, weight_TJ * config.scale
 
 

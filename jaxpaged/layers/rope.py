@@ -29,6 +29,8 @@ class RopeConfig:
     `sections`: how many pairs of numbers are rotated by the position in time, by that of the row and by that of the
     column, where a token has three positions (arXiv 2409.12191). One section follows another, or, `mixes_sections`,
     rows and columns have every third pair, from the second and the third on, and time has the others.
+
+    `turning`: the share of the pairs that turn at all, for "proportional".
     """
 
     theta: float
@@ -47,6 +49,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     sections: tuple[int, ...] = field(default=(), metadata={"later": True})  # `models.config.LATER`
     mixes_sections: bool = field(default=False, metadata={"later": True})
+    turning: float = field(default=1.0, metadata={"later": True})
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,12 @@ def longrope(rope: RopeConfig, max_model_len: int) -> np.ndarray:
     return plain(rope) / np.asarray(rope.long_factor if is_long else rope.short_factor, np.float64)
 
 
+def proportional(rope: RopeConfig, max_model_len: int) -> np.ndarray:
+    """The slowest pairs stand still (Gemma 4's published definition)."""
+    turns = np.arange(rope.rotary_dim // 2) < int(rope.turning * rope.rotary_dim // 2)
+    return plain(rope) * turns / rope.factor
+
+
 FREQUENCIES = {
     "default": default,
     "linear": linear,
@@ -207,5 +216,6 @@ FREQUENCIES = {
     "llama3": llama3,
     "yarn": yarn,
     "longrope": longrope,
+    "proportional": proportional,
 }
 """rope_type in config.json -> the function that computes its inverse frequencies."""

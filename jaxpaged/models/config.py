@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import RouterConfig
@@ -159,6 +159,18 @@ class DecoderConfig:
     matmul_backend: str = field(default=XLA, metadata={NAMED: "few_rows"})
     short_conv: ShortConvConfig | None = field(default=None, metadata={LATER: True})
     vision: VisionConfig | None = field(default=None, metadata={LATER: True})
+
+    splits_into_stages: ClassVar[bool] = True
+    """Whether neighbouring layers can be a model of their own."""
+
+    @property
+    def num_caches(self) -> int:
+        """How many layers cache something: the first ones."""
+        return self.num_layers
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the model does without a tensor that published files have."""
+        return False
 
     @property
     def norm(self) -> NormConfig:

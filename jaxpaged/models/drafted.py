@@ -61,7 +61,7 @@ def forward(
     `deterministic` engines nothing of both may be fused.
     """
     taps = getattr(draft.config, "taps", ())
-    own, others = batch.caches[: config.num_layers], batch.caches[config.num_layers :]
+    own, others = batch.caches[: config.num_caches], batch.caches[config.num_caches :]
     output = model.forward(params.decoder, config, batch.replace(caches=own), kv, taps)
     hidden_TD, tapped, tokens_T, positions_T = jax.lax.optimization_barrier(
         (output.hidden_TD, output.taps, batch.tokens_T, batch.positions_T)

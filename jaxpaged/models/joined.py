@@ -62,8 +62,10 @@ def map_blocks(side_by_side: Callable[..., Any], params: Any) -> Any:
     return jax.tree.map(of_block, params, is_leaf=lambda node: isinstance(node, Attention | Mlp | Experts))
 
 
-def are_alike(parts: tuple[Linear, ...]) -> bool:
-    """Whether weights are of one form, which takes inputs in their order."""
+def are_alike(parts: tuple[Linear | None, ...]) -> bool:
+    """Whether all of the weights are there, and of one form, which takes inputs in their order."""
+    if any(part is None for part in parts):
+        return False
     forms = {(jax.tree.structure(part), *(leaf.dtype for leaf in jax.tree.leaves(part))) for part in parts}
     weight = parts[0].weight
     return len(forms) == 1 and not (isinstance(weight, StoredArray) and weight.order is not None)

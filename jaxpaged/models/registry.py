@@ -18,6 +18,7 @@ from jaxpaged.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from jaxpaged.models.exaone4 import EXAONE4
 from jaxpaged.models.gemma2 import GEMMA2
 from jaxpaged.models.gemma3 import GEMMA3
+from jaxpaged.models.gemma4 import GEMMA4
 from jaxpaged.models.glm4 import GLM4, GLM4_MOE
 from jaxpaged.models.gpt_oss import GPT_OSS
 from jaxpaged.models.granite import GRANITE
@@ -89,6 +90,7 @@ MODELS: dict[str, Model] = {
         MINISTRAL3,
         MISTRAL4,
         GLM4_MOE_LITE,
+        GEMMA4,
     )
     for name in model.architectures
 }

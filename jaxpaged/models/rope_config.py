@@ -77,9 +77,10 @@ def rope_from_params(
     original = fields.count_or_none("original_max_position_embeddings")
     original = original or own.count("original_max_position_embeddings", max_position)
     factor = own.number("factor", max_position / original if rope_type == "longrope" else 1.0)
+    part = own.number("partial_rotary_factor", 1.0)
     rope = RopeConfig(
         theta=own.number("rope_theta", theta),
-        rotary_dim=int(head_dim * own.number("partial_rotary_factor", 1.0)),
+        rotary_dim=head_dim if rope_type == "proportional" else int(head_dim * part),
         rope_type=rope_type,
         factor=factor,
         max_position=max_position,
@@ -94,6 +95,7 @@ def rope_from_params(
         long_factor=own.numbers("long_factor"),
         sections=sections(own),
         mixes_sections=own.flag("mrope_interleaved", False),
+        turning=part if rope_type == "proportional" else 1.0,
     )
     check_sizes(rope, head_dim)
     return rope

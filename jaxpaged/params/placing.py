@@ -30,7 +30,7 @@ from jaxpaged.params.quantized import (
 )
 from jaxpaged.params.recoding import Losses, rows_of, stored_parts
 from jaxpaged.params.rooms import Rooms
-from jaxpaged.params.sharding import sharding_of, sizes_on
+from jaxpaged.params.sharding import KEY_HEADS, sharding_of, sizes_on
 from jaxpaged.params.spec import Spec
 
 Part = np.ndarray | Sequence[np.ndarray]
@@ -217,9 +217,9 @@ def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dt
 
 
 def cut(piece: np.ndarray, axis: int, letter: str, wanted: range, full: int, stored: int) -> np.ndarray:
-    """Positions `wanted` of an axis of `full`, from one of `stored`: heads K are repeated, each behind itself, and
+    """Positions `wanted` of an axis of `full`, from one of `stored`: key heads are repeated, each behind itself, and
     experts e as a whole, V is padded, others are alike."""
-    if letter == "K" and full != stored:
+    if letter in KEY_HEADS and full != stored:
         return np.take(piece, [position * stored // full for position in wanted], axis=axis)
     if letter == "e" and full != stored:
         return np.take(piece, [position % stored for position in wanted], axis=axis)

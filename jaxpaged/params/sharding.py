@@ -37,14 +37,18 @@ over it too; all other parameters are there once for each rank."""
 GROUP_AXIS, CONTEXT_AXIS = CONTEXT_AXES = ("group", "context")
 """The axes of the same devices where a context is split (`context_mesh`)."""
 
-MESH_AXES_OF = dict.fromkeys("NKFOVXxnf", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
+MESH_AXES_OF = dict.fromkeys("NKFOVXxnfpy", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
 """Letter -> mesh axes. Letters that are not here are whole on every device."""
+
+KEY_HEADS = {"K", "p"}
+"""Letters of axes that are repeated where there are fewer than devices."""
 
 SPLIT_EVENLY = {
     "N": "attention heads",
     "F": "feed-forward columns",
     "O": "columns of shared experts",
     "x": "channels of convolutions",
+    "y": "feed-forward columns of wide blocks",
 }
 """Letters of axes that are split over all devices, neither padded nor repeated, and what they are."""
 
@@ -116,7 +120,8 @@ def device_sizes(sizes: Mapping[str, int], num_shards: int) -> dict[str, int]:
     result = dict(sizes)
     for letter in {"V", "X"} & sizes.keys():
         result[letter] = -(-sizes[letter] // num_shards) * num_shards
-    result["K"] = kv_heads_on_devices(sizes["K"], num_shards)
+    for letter in KEY_HEADS & sizes.keys():
+        result[letter] = kv_heads_on_devices(sizes[letter], num_shards)
     for letter, name in SPLIT_EVENLY.items():
         if sizes.get(letter, 0) % num_shards:
             raise ConfigError(

@@ -28,8 +28,10 @@ ALL_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BOOL_DTYP
 ROWS_AT_ONCE = 4096
 """Of two tensors that are compared."""
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|mm_projector)\..*")
+IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|mm_projector|embed_vision)\..*")
 """What makes embeddings of images, in a model that also reads them."""
+SOUNDS = re.compile(r"(model\.)?(audio_tower|embed_audio)\..*")
+"""The same of sounds."""
 POOLED = re.compile(r"vision_tower\.head\..*")
 """What makes one vector of a picture, which language models do not read."""
 FURTHER = re.compile(r"model\.mtp_(layers|block|emb_norm|hidden_norm|linear_proj)\..*")
@@ -69,9 +71,11 @@ def check_copies(used: TensorEntry, copies: Iterable[TensorEntry]) -> None:
 def check_unused(names: Iterable[str], entries: Mapping[str, TensorEntry], config: Any) -> list[str]:
     """Those of the unread tensors `names` that are no part of the model that `config` describes. Raises CheckpointError
     for one that something else stands for and that says otherwise."""
-    foreign, of_images = list[str](), 0
+    foreign, of_images, of_sounds = list[str](), 0, 0
     for name in names:
-        if IMAGES.fullmatch(name) and config.architecture.endswith("ForConditionalGeneration"):
+        if SOUNDS.fullmatch(name) and config.architecture.endswith("ForConditionalGeneration"):
+            of_sounds += 1
+        elif IMAGES.fullmatch(name) and config.architecture.endswith("ForConditionalGeneration"):
             if config.vision is None:
                 of_images += 1
             elif not POOLED.fullmatch(name):
@@ -88,6 +92,8 @@ def check_unused(names: Iterable[str], entries: Mapping[str, TensorEntry], confi
         logger.warning(
             "%d tensors that read images are left out: of this model only the text part is served", of_images
         )
+    if of_sounds:
+        logger.warning("%d tensors that read sounds are left out: no model is served with them", of_sounds)
     return foreign
 
 
@@ -98,7 +104,7 @@ def is_left_out(name: str, config: Any) -> bool:
         return config.num_mtp_layers > 0
     if name in ("d2t", "t2d"):  # `models/eagle3.py` looks whether they agree
         return hasattr(config, "draft_vocab_size")
-    return name == HEAD or (name == "score.weight" and config.num_labels > 0)
+    return config.leaves_out(name) or name == HEAD or (name == "score.weight" and config.num_labels > 0)
 
 
 def check_tied_head(entries: Mapping[str, TensorEntry]) -> None:

@@ -25,7 +25,7 @@ def split_contexts(
     """
     if shards == 1:
         return specs
-    drafts_begin = len(decoders[0].layers)
+    drafts_begin = decoders[0].num_caches
     split = list(specs)
     for i, spec in enumerate(specs):
         copies = spec.context_copies(num_devices)

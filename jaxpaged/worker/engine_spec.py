@@ -291,7 +291,8 @@ class EngineSpec:
         try:
             backend = choose_backend(name, self.platform)
             context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
-            num_heads = [decoder.num_heads for decoder in (self.whole, *self.decoders[1:]) for _ in decoder.layers]
+            decoders = self.whole, *self.decoders[1:]
+            num_heads = [decoder.num_heads for decoder in decoders for _ in range(decoder.num_caches)]
             for heads, spec in zip(num_heads, self._cache_specs):  # the last may be features, to which nothing attends
                 if spec.is_attended:
                     kind_of(spec).check_heads(context, heads, spec, self.dtype, self.kv_dtype)
@@ -442,6 +443,11 @@ def engine_specs(
     config: EngineConfig, model: Model, decoder: DecoderConfig, meshes: Sequence[Mesh | AbstractMesh]
 ) -> list[EngineSpec]:
     """One for each stage; of an engine without stages one for all layers. Raises ConfigError."""
+    if len(meshes) > 1 and not decoder.splits_into_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size is {len(meshes)}, but layers of {decoder.architecture} read what earlier ones "
+            "have cached, so they cannot be cut into stages. Leave the option out."
+        )
     stages = deal_layers(decoder.num_layers, len(meshes)) if len(meshes) > 1 else (None,)
     return [EngineSpec(config, model, decoder, *each) for each in zip(meshes, stages, strict=True)]
 

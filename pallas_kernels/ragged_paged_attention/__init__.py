@@ -290,7 +290,8 @@ def ragged_paged_attention(
     undivided: bool = False,
 ) -> tuple[jax.Array, KVTensor]:
     """Write this step's keys and values into the cache, then attend over it, causally unless `metadata` says more.
-    Without keys and values they are in the cache already, see `rotate_and_write`.
+    Without keys and values they are in the cache already: see `rotate_and_write`, and layers that read what another
+    layer has cached. Queries of padding tokens are zero then.
 
     A query at position p sees the positions (p - window, p] of its own request, itself included; all of [0, p]
     without a window; and those behind it up to the end that `metadata` may have for it. Scores are `scale * q.k`, then

@@ -75,8 +75,8 @@ class Problem:
 
 def attention(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    k_TKH: jax.Array | None,
+    v_TKH: jax.Array | None,
     kv: tuple[jax.Array, jax.Array],
     metadata: Any,
     *,
@@ -89,8 +89,10 @@ def attention(
     undivided: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`; `kv` is (k_BKSH, v_BKSH), `scales` are (k_BKS, v_BKS) or (k_K, v_K)."""
-    (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
-    (k_BKSH, v_BKSH), scales = written(kv, scales, (k_TKH, v_TKH), metadata.plan)
+    (T, N, H), K = q_TNH.shape, kv[0].shape[1]
+    if k_TKH is not None and v_TKH is not None:
+        kv, scales = written(kv, scales, (k_TKH, v_TKH), metadata.plan)
+    k_BKSH, v_BKSH = kv
     q_TKGH = q_TNH.reshape(T, K, N // K, H)
     sinks_KG = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(K, N // K)
     numerics = numerics or PLAIN

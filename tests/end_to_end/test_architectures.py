@@ -38,6 +38,7 @@ NAMES = (
     "lfm2_moe",
     "apertus",
     "mistral4",
+    "gemma4",
 )
 # They have nothing that one of those has not.
 OTHERS = (
@@ -57,6 +58,7 @@ OTHERS = (
     "glm4_moe_lite",
     "ministral3",
     "minimax_m2",
+    "gemma4_moe",
 )
 ON_ONE_DEVICE = ("qwen2_moe", "lfm2_moe")
 # What is split as in these, or in eight by `models/test_golden.py`, is exhaustive.

@@ -407,6 +407,43 @@ MISTRAL4 = {
     "rope_parameters": {**MINISTRAL3["rope_parameters"], "partial_rotary_factor": 0.5},
 }
 
+GEMMA4 = {
+    **{name: value for name, value in BASE.items() if name not in ("hidden_act", "intermediate_size")},
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "intermediate_size": 40,
+    "num_hidden_layers": 6,
+    "global_head_dim": 16,
+    "tie_word_embeddings": True,
+    "sliding_window": 9,
+    "layer_types": [*["sliding_attention", "sliding_attention", "full_attention"] * 2],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 211,
+    "final_logit_softcapping": 0.8,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+    },
+}
+GEMMA4_MOE = {
+    **GEMMA4,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_mqa_bias_tied": {
@@ -555,6 +592,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ministral3": MINISTRAL3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mistral4": MISTRAL4,
+    "gemma4": GEMMA4,
+    "gemma4_moe": GEMMA4_MOE,
     "lfm2": LFM2,
     "lfm2_bias": {
         **{name: value for name, value in LFM2.items() if name not in ("layer_types", "rope_theta")},
@@ -595,6 +634,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 SALTS = {
     "lfm2_moe_plain": 1,
     "ernie4_5_bias": 1,
+    "gemma4": 1,
     "deepseek_v3_all": 1,
     "qwen2_window": 1,
     "gemma3": 1,
@@ -618,6 +658,12 @@ LARGE = ("q_proj", "k_proj", "qkv", "q_b_proj", "kv_b_proj")
 """Parts of names of tensors that are larger than others."""
 
 
+OFFSET_NORMS = ("gemma2", "gemma3")
+"""Beginnings of names of models whose norms say how far a factor is from 1."""
+OUTPUTS_FIRST = ("mistral4", "gemma4_text")
+"""Models whose experts are one tensor with outputs before inputs."""
+
+
 def make_tensors(name: str) -> dict[str, np.ndarray]:
     """Float32 weights of a checkpoint."""
     return random_tensors(tensor_shapes(CONFIGS[name]), CONFIGS[name], seed_of(name))
@@ -631,14 +677,14 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], hf: dict[str, Any], seed:
         noise = rng.standard_normal(shape, dtype=np.float32)
         if tensor.endswith(("act_fn.beta", "act_fn.eps")):
             noise = np.full(shape, 0.5 if tensor.endswith("beta") else -1e-6)
-        elif "norm" in tensor or ".ln_" in tensor:
-            noise = noise * 0.2 + (0.0 if "gemma" in hf["model_type"] else 1.0)
+        elif "norm" in tensor or ".ln_" in tensor or tensor.endswith(("scalar", "scale")):
+            noise = noise * 0.2 + (0.0 if hf["model_type"].startswith(OFFSET_NORMS) else 1.0)
         elif tensor.endswith("bias") or ".act_fn." in tensor:
             noise = noise * 0.3
         elif tensor.endswith("sinks"):
             noise = noise * 2.0
         elif tensor.endswith(("gate_up_proj", "down_proj")):
-            noise = noise / np.float32(shape[2 if hf["model_type"] == "mistral4" else 1] ** 0.5)
+            noise = noise / np.float32(shape[2 if hf["model_type"] in OUTPUTS_FIRST else 1] ** 0.5)
             noise = rounded_to_mxfp4(noise) if hf["model_type"] == "gpt_oss" else noise
         elif "embed" in tensor:
             # A tied table that is large would make every token predict itself.

@@ -28,6 +28,8 @@ def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind, width = hf["model_type"], hf["hidden_size"]
     if kind.startswith("lfm2"):
         return lfm2_shapes(hf)
+    if kind == "gemma4_text":
+        return gemma4_shapes(hf)
     shapes = {"model.embed_tokens.weight": (hf["vocab_size"], width), "model.norm.weight": (width,)}
     if not hf["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (hf["vocab_size"], width)
@@ -246,3 +248,68 @@ def lfm2_expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def of_three(block: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
     shapes = {"w1": (inner, width), "w3": (inner, width), "w2": (width, inner)}
     return {f"{block}.{name}.weight": shape for name, shape in shapes.items()}
+
+
+GEMMA4_NORMS = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def gemma4_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of Gemma 4, whose layers differ."""
+    width, vocab, num_layers = hf["hidden_size"], hf["vocab_size"], hf["num_hidden_layers"]
+    own = hf["hidden_size_per_layer_input"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, width),
+        "model.norm.weight": (width,),
+    }
+    if own:
+        shapes |= {
+            "model.embed_tokens_per_layer.weight": (vocab, num_layers * own),
+            "model.per_layer_model_projection.weight": (num_layers * own, width),
+            "model.per_layer_projection_norm.weight": (own,),
+        }
+    for i, kind in enumerate(hf["layer_types"]):
+        is_shared = i >= num_layers - hf["num_kv_shared_layers"]
+        layer = gemma4_attention_shapes(hf, kind == "full_attention", is_shared)
+        inner = hf["intermediate_size"] * (2 if is_shared and hf["use_double_wide_mlp"] else 1)
+        layer |= {f"mlp.{name}.weight": (inner, width) for name in ("gate_proj", "up_proj")}
+        layer["mlp.down_proj.weight"] = (width, inner)
+        layer |= {f"{name}.weight": (width,) for name in GEMMA4_NORMS} | {"layer_scalar": (1,)}
+        if own:
+            layer |= {
+                "per_layer_input_gate.weight": (own, width),
+                "per_layer_projection.weight": (width, own),
+                "post_per_layer_input_norm.weight": (width,),
+            }
+        if hf.get("enable_moe_block"):
+            experts, inner = hf["num_experts"], hf["moe_intermediate_size"]
+            layer |= {f"{name}.weight": (width,) for name in GEMMA4_EXPERT_NORMS}
+            layer |= {
+                "router.proj.weight": (experts, width),
+                "router.scale": (width,),
+                "router.per_expert_scale": (experts,),
+                "experts.gate_up_proj": (experts, 2 * inner, width),
+                "experts.down_proj": (experts, width, inner),
+            }
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+GEMMA4_EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+
+
+def gemma4_attention_shapes(hf: dict[str, Any], is_full: bool, is_shared: bool) -> dict[str, tuple[int, ...]]:
+    width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    head_dim = hf["global_head_dim"] if is_full else hf["head_dim"]
+    kv_heads = (
+        hf.get("num_global_key_value_heads") or hf["num_key_value_heads"] if is_full else hf["num_key_value_heads"]
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (heads * head_dim, width),
+        "o_proj.weight": (width, heads * head_dim),
+        "q_norm.weight": (head_dim,),
+    }
+    if not is_shared:
+        shapes |= {"k_proj.weight": (kv_heads * head_dim, width), "k_norm.weight": (head_dim,)}
+        if not (is_full and hf["attention_k_eq_v"]):
+            shapes["v_proj.weight"] = (kv_heads * head_dim, width)
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}

@@ -30,6 +30,7 @@ OTHERS = (
     "hy_v3",
     "ministral3",
     "mistral4",
+    "gemma4_moe",
 )
 SHARDED_NAMES = [
     "llama_mqa_bias_tied",
@@ -43,6 +44,7 @@ SHARDED_NAMES = [
     "llama4",
     "lfm2_bias",
     "minimax_m2",
+    "gemma4",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS),
 ]
 
@@ -127,7 +129,7 @@ def test_experts_spread_over_eight_devices_give_the_tokens_of_one(name, tmp_path
 
 def collectives(model):
     """How often each kind of exchange between devices occurs in the program."""
-    kinds = r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    kinds = r"= (?:\(.*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     return collections.Counter(re.findall(kinds, model.program.as_text()))
 
 

@@ -25,6 +25,11 @@ WRAPPED = {
         "language_model.",
         ["vision_tower.encoder.blocks.0.wqkv.weight", "mm_projector.proj.0.weight"],
     ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        "language_model.",
+        ["model.vision_tower.patch_embedder.input_proj.weight", "model.embed_vision.embedding_projection.weight"],
+    ),
     **dict.fromkeys(
         ("mistral_window", "ministral3", "mistral4"),
         (
@@ -40,7 +45,6 @@ BESIDE = {
     "image_token_index": 5,
     "spatial_merge_size": 2,
     "projector_hidden_act": "gelu",
-    "tie_word_embeddings": False,
 }
 
 
@@ -49,6 +53,7 @@ def test_the_language_model_of_a_wrapper_is_loaded_alone(name, tmp_path, caplog)
     architecture, prefix, of_images = WRAPPED[name]
     text = {field: value for field, value in CONFIGS[name].items() if field != "architectures"}
     hf = {"architectures": [architecture], "model_type": "wrapper", "text_config": text, **BESIDE}
+    hf["tie_word_embeddings"] = text["tie_word_embeddings"]
     tensors = {prefix + tensor: array for tensor, array in make_tensors(name).items()}
     tensors |= {tensor: np.zeros(3, np.float32) for tensor in of_images}
     (tmp_path / "wrapped").mkdir()

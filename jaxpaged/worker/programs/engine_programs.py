@@ -138,7 +138,7 @@ class EnginePrograms:
         if (draft := engine_spec.draft) is None:
             return functions
         # Its layers lie behind those of the decoder.
-        first = engine_spec.decoder.num_layers
+        first = engine_spec.decoder.num_caches
         drafting = replace(functions, model=engine_spec.drafting, config=draft.config, first_layer=first)
         return replace(functions, drafting=drafting)
 

@@ -168,8 +168,8 @@ def make_plan(
 
 def attention(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    k_TKH: jax.Array | None,
+    v_TKH: jax.Array | None,
     kv: tuple[jax.Array, jax.Array],
     metadata: Any,
     *,
@@ -177,11 +177,12 @@ def attention(
     **settings: Any,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """See `ragged_paged_attention`. `machine`: a CPU with less than this one has, in tests."""
-    (S, H), group_size = kv[0].shape[2:], q_TNH.shape[1] // k_TKH.shape[1]
+    (S, H), group_size = kv[0].shape[2:], q_TNH.shape[1] // kv[0].shape[1]
     if kernel_cannot_take(q_TNH.dtype, kv[0].dtype, group_size, H, S) is not None:
         return reference.attention(q_TNH, k_TKH, v_TKH, kv, metadata, **settings)
     machine = machine or this_machine()
-    kv = _written(kv, k_TKH, v_TKH, metadata.plan, machine)
+    if k_TKH is not None and v_TKH is not None:
+        kv = _written(kv, k_TKH, v_TKH, metadata.plan, machine)
     calls = _Calls(q_TNH, kv, metadata, settings["scale"], settings["soft_cap"], machine)
     out_TNX = _finished(calls, settings["sinks_N"], settings.get("undivided", False))
     return out_TNX, kv, ()

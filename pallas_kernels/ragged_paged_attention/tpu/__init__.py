@@ -117,8 +117,8 @@ class TpuBackend:
     def attention(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         kv: tuple[jax.Array],
         metadata: Any,
         *,
@@ -130,12 +130,14 @@ class TpuBackend:
         undivided: bool = False,
     ) -> tuple[jax.Array, tuple[jax.Array], tuple[jax.Array, ...]]:
         """See `ragged_paged_attention`; `kv` is (kv_BKSW,), `scales` are (k_K, v_K) or (scales_BK2L,)."""
-        (T, N, H), K, plan = q_TNH.shape, k_TKH.shape[1], metadata.plan
+        (T, N, H), K, plan = q_TNH.shape, kv[0].shape[1], metadata.plan
         settings = {"vmem_limit_bytes": tiles.VMEM_LIMIT_BYTES, "interpret": self.interpret or False}
         problem = tiles.Problem(K, N // K, H, kv[0].shape[2], q_TNH.dtype, kv[0].dtype)
-        new_TKW, scales = self._new_slots(k_TKH, v_TKH, kv[0].dtype, scales, plan.writes[problem.block_size])
-        group = work.write_group_of(problem.block_size, kv[0].dtype)
-        kv_BKSW = write_tokens(new_TKW, kv[0], plan.writes[group], group, **settings)
+        (kv_BKSW,) = kv
+        if k_TKH is not None and v_TKH is not None:
+            new_TKW, scales = self._new_slots(k_TKH, v_TKH, kv_BKSW.dtype, scales, plan.writes[problem.block_size])
+            group = work.write_group_of(problem.block_size, kv_BKSW.dtype)
+            kv_BKSW = write_tokens(new_TKW, kv_BKSW, plan.writes[group], group, **settings)
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
         rule, decodes_only = ScoreRule(scale, soft_cap), metadata.decodes_only
         layer = _Layer(problem, plan, rule, window, sinks_KG, kv_BKSW, scales, settings, decodes_only)

@@ -47,7 +47,8 @@ def attend_step(
         )
 
     shares = case.shared and rpa.shared_work(backend, case.num_tokens, case.block_size) is not None
-    q_TNH, k_TKH, v_TKH = (jnp.asarray(x, dtype) for x in (step.q_TNH, step.k_TKH, step.v_TKH))
+    heads = step.q_TNH, step.k_TKH, step.v_TKH
+    q_TNH, k_TKH, v_TKH = (None if x is None else jnp.asarray(x, dtype) for x in heads)
     out_TNH, kv = attend(
         q_TNH,
         k_TKH,

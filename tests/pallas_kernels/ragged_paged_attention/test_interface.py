@@ -1,4 +1,6 @@
-"""Choosing a backend, and what the interface refuses."""
+"""Choosing a backend, what the interface refuses, and steps whose keys are cached already."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.llvm.machine import why_not
+from pallas_kernels.ragged_paged_attention.cases import CASES
+from pallas_kernels.testing import make_step
+from tests.pallas_kernels.ragged_paged_attention.one_step import after, attend_step, case_tolerance, error, packed
 
 
 def test_the_reference_runs_everywhere_and_auto_prefers_the_platforms_own_kernel():
@@ -118,3 +123,19 @@ def test_ends_of_what_tokens_see_lie_behind_them_and_within_their_rows():
     ends_T = rpa.make_metadata(*where, visible_end_T=given, **settings).visible_end_T
     assert ends_T[:5].tolist() == [11, 12, 13, 4, 4]
     assert rpa.make_metadata(*where, **settings).visible_end_T is None
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "tpu-interpret", "gpu-interpret"])
+def test_a_layer_may_read_what_another_has_cached_and_writes_nothing(backend):
+    if backend == "cpu" and why_not() is not None:
+        pytest.skip("this machine has no kernels of its own")
+    case = next(case for case in CASES if case.name == "window, soft cap and sinks")
+    step = make_step(case, jnp.float32)
+    kv = packed(*after(case, step), jnp.float32, backend)
+    before = [np.asarray(x) for x in kv.arrays]
+    q_TNH = np.where(np.arange(len(step.q_TNH))[:, None, None] < case.num_tokens, step.q_TNH, 0)
+    cached = dataclasses.replace(step, q_TNH=q_TNH, k_TKH=None, v_TKH=None)
+    out_TNH, kv = attend_step(case, cached, jnp.float32, backend, kv)
+    assert error(case, out_TNH, step) <= case_tolerance(case, jnp.float32)
+    for is_, was in zip(kv.arrays, before):
+        np.testing.assert_array_equal(np.asarray(is_), was)
