@@ -38,6 +38,7 @@ from jaxpaged.models.config import (
     LayerConfig,
     common_fields,
     layer_windows,
+    short,
 )
 from jaxpaged.models.decoder import (
     Attention,
@@ -168,9 +169,9 @@ def config_from_hf(hf: dict[str, Any]) -> Gemma4Config:
     windows = list(layer_windows(fields, fields.count("sliding_window", 512), lambda i: (i + 1) % EVERY != 0))
     windows[-1] = None
     k_is_v = fields.flag("attention_k_eq_v", False)
-    kv_heads = fields.count("num_global_key_value_heads", common["num_kv_heads"])
-    num_shared, head_dim = fields.index("num_kv_shared_layers", 0), fields.count("global_head_dim", 512)
+    num_shared = fields.index("num_kv_shared_layers", 0)
     check_shared(windows, num_shared)
+    head_dim, kv_heads = full_sizes(fields, windows, common["num_kv_heads"], k_is_v)
     rope, rope_of_windows = rope_of(fields, FULL, head_dim), rope_of(fields, SLIDING, common["head_dim"])
     layer_width = fields.index("hidden_size_per_layer_input", 256)
     if layer_width and fields.count("vocab_size_per_layer_input", common["vocab_size"]) != common["vocab_size"]:
@@ -188,15 +189,37 @@ def config_from_hf(hf: dict[str, Any]) -> Gemma4Config:
         final_soft_cap=fields.number_or_none("final_logit_softcapping"),
         experts=experts_config(fields, num_layers),
         full_head_dim=head_dim,
-        full_kv_heads=kv_heads if k_is_v else common["num_kv_heads"],
+        full_kv_heads=kv_heads,
         k_is_v=k_is_v,
         num_shared=num_shared,
         wide=fields.flag("use_double_wide_mlp", False) and num_shared > 0,
         layer_width=layer_width,
     )
-    fields.read |= {"num_global_key_value_heads", "hidden_act"}
+    fields.read.add("hidden_act")
     fields.refuse_unread()
     return config
+
+
+def full_sizes(fields: HfFields, windows: Sequence[int | None], kv_heads: int, k_is_v: bool) -> tuple[int, int]:
+    """(head dim, key heads) of layers that see all tokens: as newer config.json say of each of them, or as older ones
+    say of all, where only models whose keys are values have other key heads there."""
+    of_all = {"head_dim": fields.count("global_head_dim", 512), "num_key_value_heads": kv_heads}
+    if k_is_v:
+        of_all["num_key_value_heads"] = fields.count("num_global_key_value_heads", kv_heads)
+    fields.read.add("num_global_key_value_heads")
+    of_layers = fields.value("per_layer_config", {})
+    full = [str(i) for i, window in enumerate(windows) if window is None]
+    given = [of_layers[i] for i in full if i in of_layers] if isinstance(of_layers, dict) else [None]
+    if not of_layers:
+        return of_all["head_dim"], of_all["num_key_value_heads"]
+    is_alike = len(given) == len(full) == len(of_layers) and all(each == given[0] for each in given)
+    if not is_alike or not isinstance(given[0], dict) or not given[0].keys() <= of_all.keys():
+        raise CheckpointError(
+            f"config.json: per_layer_config is {short(of_layers)}; it may have head_dim and num_key_value_heads, the "
+            f"same for each of the layers {', '.join(full)}, which see all tokens, and nothing of others."
+        )
+    own = HfFields({"head_dim": of_all["head_dim"], "num_key_value_heads": kv_heads, **given[0]})
+    return own.count("head_dim"), own.count("num_key_value_heads")
 
 
 def rope_of(fields: HfFields, kind: str, head_dim: int) -> Any:
