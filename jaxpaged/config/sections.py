@@ -12,7 +12,7 @@ from jaxpaged.config.cache_types import CHOICES
 from jaxpaged.config.expert_balance import ExpertBalance, expert_balance_of
 from jaxpaged.config.option_checks import option
 from jaxpaged.config.speculation import checked_speculation
-from jaxpaged.config.vllm_options import VALUES
+from jaxpaged.config.vllm_options import QUANTIZATIONS, SAME_QUANTIZATION, VALUES
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.options import KVOffload, offload_of
 from jaxpaged.kv_store.peering import DEFAULT_TRANSPORT, TRANSPORTS
@@ -42,8 +42,10 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "round the weights while they are loaded: 'int8' halves 16-bit weights, 'int4' stores most of them in 4.5 bits",
-        choices=("int8", "int4"),
+        "round 16-bit weights while they are loaded: 'int8' and the kinds of 'fp8' halve them, 'int4' stores most of "
+        "them in 4.5 bits. The format of a quantised checkpoint, such as 'awq', is known without it",
+        choices=QUANTIZATIONS,
+        aliases=SAME_QUANTIZATION,
         foreign=VALUES["quantization"],
     )
     quantized_form: str = option(

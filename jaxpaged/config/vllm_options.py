@@ -414,26 +414,42 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
     )
 }  # fmt: skip
 
+QUANTIZATIONS = (
+    "int8", "int4", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "fp8", "gptq", "awq", "compressed-tensors",
+    "modelopt", "mxfp4",
+)  # fmt: skip
+"""What weights can be rounded to when they are loaded, and names of formats of checkpoints."""
+SAME_QUANTIZATION = {
+    "auto_awq": "awq",
+    "auto_gptq": "gptq",
+    "awq_marlin": "awq",
+    "compressed_tensors": "compressed-tensors",
+    "cpu_awq": "awq",
+    "cpu_gptq": "gptq",
+    "gpt_oss_mxfp4": "mxfp4",
+    "gptq_marlin": "gptq",
+    "int8_per_channel_weight_only": "int8",
+    "modelopt_fp4": "modelopt",
+    "ptpc_fp8": "fp8_per_channel",
+    "tpu_int8": "int8",
+}
+"""vLLM's names for the same."""
 CONVERT_THEM = "Serve the 16-bit model with quantization 'int4' or 'int8', which are rounded when it is loaded."
-NOT_READ_YET = f"checkpoints in this format are not read yet. {CONVERT_THEM}"
+NOT_READ = f"checkpoints in this format are not read. {CONVERT_THEM}"
 ONLY_SAFETENSORS = "weights are read from safetensors files. Name a folder or a hub id that has them."
 VALUES: dict[str, dict[str, str]] = {
     "quantization": {
         **dict.fromkeys((
-            "aqlm", "auto-round", "auto_round", "awq", "awq_marlin", "bitblas", "bitsandbytes", "compressed-tensors",
-            "compressed_tensors", "cpu_awq", "cpu_gptq", "cpu_wna16", "deepspeedfp", "fbgemm_fp8", "fp_quant", "gguf",
-            "gptq", "gptq_bitblas", "gptq_marlin", "gptq_marlin_24", "hqq", "humming", "inc", "ipex", "marlin",
-            "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "moe_wna16", "mxfp4", "mxfp8",
-            "neuron_quant", "nvfp4", "petit_nvfp4", "qqq", "quark", "squeezellm", "torchao",
-        ), NOT_READ_YET),
+            "aqlm", "auto-round", "auto_round", "bitblas", "bitsandbytes", "deepspeedfp", "fbgemm_fp8", "fp_quant",
+            "gguf", "gptq_bitblas", "gptq_marlin_24", "hqq", "humming", "inc", "ipex", "marlin", "modelopt_mixed",
+            "modelopt_mxfp8", "moe_wna16", "mxfp8", "neuron_quant", "nvfp4", "petit_nvfp4", "qqq", "quark",
+            "squeezellm", "torchao", "deepseek_v4_fp8",
+        ), NOT_READ),
+        "cpu_wna16": "the format is known from the checkpoint. Leave it out.",
         **dict.fromkeys(
-            ("fp8", "fp8_per_block", "fp8_per_tensor", "ptpc_fp8"),
-            "weights are not rounded to 8-bit floats. Give 'int8', or leave it out for a checkpoint that is in them.",
+            ("experts_int8", "rtn"), "all weights are rounded alike. Give 'int8' or 'int4'.",
         ),
-        **dict.fromkeys(
-            ("experts_int8", "int8_per_channel_weight_only", "rtn", "tpu_int8"),
-            "all weights are rounded alike. Give 'int8' or 'int4'.",
-        ),
+        "online": "it takes a dictionary in vLLM. Give 'fp8_per_channel', 'fp8_per_block', 'fp8_per_tensor' or 'int8'.",
     },
     "kv_cache_dtype": dict.fromkeys((
         "fp8_ds_mla", "fp8_inc", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "turboquant_3bit_nc",

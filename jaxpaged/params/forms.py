@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpaged.params.quantized import OF_TOWERS, REFERENCE, Stored, in_words
+from jaxpaged.params.quantized import BLOCK, BLOCKS, OF_TOWERS, REFERENCE, Stored, in_words
 from jaxpaged.params.schemes.scheme import Numbers
 from jaxpaged.params.sharding import MESH_AXES_OF
 from jaxpaged.params.spec import Spec
@@ -26,6 +26,9 @@ AUTO, STORED, ROWS, SIXTEEN = FORMS = ("auto", "stored", "rows", "16bit")
 
 MXFP4 = Numbers("float4_e2m1fn", 32)
 """Rows of 8-bit floats have such numbers as they are, mostly, in fewer bytes than 8-bit floats in groups."""
+
+OF_BLOCKS = Numbers("float8_e4m3fn", BLOCK)
+"""What `fp8_per_block` makes of a model in 16 bits."""
 
 KernelFor = Callable[[Stored, int, int, bool], str | None]
 """Of a form, outputs, inputs, and whether the weights are those of experts: the kernel that multiplies what one device
@@ -42,10 +45,13 @@ class Device:
 
 
 def formed_specs(specs: Any, wish: str, sizes: Mapping[str, int], device: Device) -> Any:
-    """The specs with a form for every weight of a quantised checkpoint that has none yet. `sizes`: letter -> size in
-    the checkpoint."""
+    """The specs with a form for every weight that has none yet: of a quantised checkpoint, and of those that are to be
+    rounded in blocks. `sizes`: letter -> size in the checkpoint."""
 
     def formed(spec: Spec) -> Spec:
+        if spec.quantized == BLOCKS:
+            in_blocks = with_kernel(stored_form(spec, OF_BLOCKS, sizes, device), spec, sizes, device)
+            return replace(spec, quantized=in_blocks or "float8_e4m3fn")
         if spec.scheme is None or spec.quantized or spec.dtype is not None or OF_TOWERS & set(spec.dims):
             return spec
         return replace(spec, quantized=form_of(spec, spec.scheme.numbers, wish, sizes, device))
@@ -60,15 +66,20 @@ def form_of(spec: Spec, numbers: Numbers, wish: str, sizes: Mapping[str, int], d
     rows = rows_type(numbers, device.platform)
     if wish == ROWS or (wish == AUTO and device.platform == "cpu"):
         return rows
-    form = stored_form(spec, numbers, sizes, device)
-    if form is None or (wish == AUTO and numbers == MXFP4):
+    form = with_kernel(stored_form(spec, numbers, sizes, device), spec, sizes, device)
+    if form is None or (wish == AUTO and (numbers == MXFP4 or form.kernel == REFERENCE)):
         return rows
+    return form
+
+
+def with_kernel(form: Stored | None, spec: Spec, sizes: Mapping[str, int], device: Device) -> Stored | None:
+    """A form with the kernel that multiplies what a device has of a weight, where there is one."""
+    if form is None:
+        return None
     inputs = math.prod(sizes[letter] for letter in spec.hf_dims.split(" ")[-1])
     outputs = math.prod(sizes[letter] for letter in spec.stored_dims) // inputs
     kernel = device.kernel_for(form, outputs, inputs, spec.dims.startswith("e"))
-    if kernel is None:
-        return rows if wish == AUTO else form
-    return replace(form, kernel=kernel)
+    return replace(form, kernel=kernel or REFERENCE)
 
 
 def rows_type(numbers: Numbers, platform: str) -> str:

@@ -22,6 +22,7 @@ from jaxpaged.params.quantized import (
     QuantizedArray,
     Stored,
     StoredArray,
+    float_blocks,
     groups_spec,
     pack,
     packed_sizes,
@@ -106,7 +107,7 @@ def place_encoded(
         of_rows = scales_spec(spec)
         scales = scales.reshape(shape[: len(of_rows.dims)])
         return QuantizedArray(
-            array(spec, values.reshape(shape), dtype=form), array(of_rows, scales, dtype=np.float32), name
+            array(spec, values.reshape(shape), dtype=ROWS[form]), array(of_rows, scales, dtype=np.float32), name
         )
     if isinstance(form, Stored):
         parts = [stored_parts(matrix, form, losses) for matrix in matrices]
@@ -153,27 +154,43 @@ def place_part(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dty
     """Like `place`, for an array that has the parameter's axes already, in the checkpoint's sizes."""
     if not spec.quantized:
         return place_array(spec, part, sizes, mesh, spec.dtype or dtype, rooms)
+    name = np.dtype(dtype).name
     if spec.quantized == "int4":
         assert isinstance(part, np.ndarray), f"{spec} is a stack, of experts: these have 8 bits"
         parts = zip(pack(part), packed_sizes(spec, sizes), (np.uint8, jnp.bfloat16), strict=True)
-        return PackedArray(*(place_array(spec, *one, mesh, kind, rooms) for *one, kind in parts), np.dtype(dtype).name)
+        return PackedArray(*(place_array(spec, *one, mesh, kind, rooms) for *one, kind in parts), name)
+    tensors = [part] if isinstance(part, np.ndarray) else part
+    if isinstance(spec.quantized, Stored):
+        num_inputs = extent(spec.hf_dims.split(" ")[-1], sizes)
+        return place_stored(
+            spec, spec.quantized, [block_parts(x, num_inputs) for x in tensors], sizes, mesh, name, rooms
+        )
     scales = scales_spec(spec)
-    rounded = quantize(part, len(scales.dims)) if isinstance(part, np.ndarray) else quantized_stack(part)
+    if isinstance(part, np.ndarray):
+        rounded = quantize(part, len(scales.dims), spec.quantized)
+    else:
+        rounded = quantized_stack(part, spec.quantized)
     return QuantizedArray(
-        place_array(spec, rounded[0], sizes, mesh, np.int8, rooms),
+        place_array(spec, rounded[0], sizes, mesh, ROWS[spec.quantized], rooms),
         place_array(scales, rounded[1], sizes, mesh, np.float32, rooms),
-        np.dtype(dtype).name,
+        name,
     )
 
 
-def quantized_stack(tensors: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """(int8 values, float32 scales) of a stack, whose tensors are rounded one after the other."""
+def quantized_stack(tensors: Sequence[np.ndarray], form: str) -> tuple[np.ndarray, np.ndarray]:
+    """(values, float32 scales) of a stack, whose tensors are rounded one after the other."""
     for i, tensor in enumerate(tensors):
         if i == 0:
-            values = np.empty((len(tensors), *tensor.shape), np.int8)
+            values = np.empty((len(tensors), *tensor.shape), ROWS[form])
             scales = np.empty(values.shape[:-1], np.float32)
-        values[i], scales[i] = quantize(tensor, tensor.ndim - 1)
+        values[i], scales[i] = quantize(tensor, tensor.ndim - 1, form)
     return values, scales
+
+
+def block_parts(weight: np.ndarray, num_inputs: int) -> tuple[np.ndarray, ...]:
+    """A matrix, whose inputs may be several axes, in blocks of 8-bit floats, as `place_stored` takes it."""
+    values, scales = float_blocks(weight.reshape(-1, num_inputs))
+    return values, scales, np.zeros_like(scales), np.arange(values.shape[1], dtype=np.int32)
 
 
 def place_array(spec: Spec, part: Part, sizes: Mapping[str, int], mesh: Mesh, dtype: Any, rooms: Rooms) -> jax.Array:

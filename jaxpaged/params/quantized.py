@@ -53,8 +53,23 @@ ROUNDED_AT_ONCE = 2**20
 """Weights that the host rounds at a time: their float32 copies stay in its caches."""
 
 
-ROWS = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""Types of values that have a scale per output."""
+WHOLE_ROWS = "float8_e4m3fn of one scale"
+"""Rows whose scales are those of all of a matrix."""
+ROWS = {"int8": "int8", **{name: name for name in ("float8_e4m3fn", "float8_e5m2")}, WHOLE_ROWS: "float8_e4m3fn"}
+"""Forms with a scale per output -> type of their values."""
+BLOCKS, BLOCK = "fp8_per_block", 128
+"""8-bit floats with a scale for every block of so many outputs and inputs: which weights can have them is known once
+devices are (`forms.py`)."""
+ROUNDED_TO = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8_per_channel": "float8_e4m3fn",
+    "fp8_per_tensor": WHOLE_ROWS,
+    "fp8": WHOLE_ROWS,
+    BLOCKS: BLOCKS,
+}
+"""What `--quantization` says of a model in 16 bits -> what its matrices become."""
+LARGEST_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 REFERENCE = "reference"
 
 
@@ -74,7 +89,7 @@ def in_words(form: Any) -> str:
     """Of `Spec.quantized`: `rows of int8`, `int4 in groups of 128`, `16 bits`."""
     if form is None:
         return "16 bits"
-    return f"{form.values} in groups of {form.group}" if isinstance(form, Stored) else f"rows of {form}"
+    return f"{form.values} in groups of {form.group}" if isinstance(form, Stored) else f"rows of {ROWS.get(form, form)}"
 
 
 @struct.dataclass
@@ -153,8 +168,8 @@ class PackedArray:
 
 
 def quantized_specs(specs: Any, method: str | None, sizes: Mapping[str, int]) -> Any:
-    """The specs with every matrix marked to be quantized that has no type of its own; `method` is "int8", "int4", or
-    None to change nothing. `sizes`: letter -> size in the checkpoint.
+    """The specs with every matrix marked to be quantized that has no type of its own; `method` is one of `ROUNDED_TO`,
+    or None to change nothing. `sizes`: letter -> size in the checkpoint.
 
     Raises ConfigError where 4 bits are asked for and no matrix can have them.
     """
@@ -164,7 +179,8 @@ def quantized_specs(specs: Any, method: str | None, sizes: Mapping[str, int]) ->
     def marked(spec: Spec) -> Spec:
         if not is_matrix(spec) or spec.dtype is not None or OF_TOWERS & set(spec.dims):
             return spec
-        return replace(spec, quantized="int4" if method == "int4" and can_be_packed(spec, sizes) else "int8")
+        form = "int8" if method == "int4" and not can_be_packed(spec, sizes) else ROUNDED_TO[method]
+        return replace(spec, quantized=form)
 
     result = jax.tree.map(marked, specs)
     if method == "int4" and not any(spec.quantized == "int4" for spec in jax.tree.leaves(result)):
@@ -216,16 +232,48 @@ def scales_spec(spec: Spec) -> Spec:
     return Spec(spec.dims[: len(outputs)], outputs, spec.hf_name.format("*"))
 
 
-def quantize(weight: np.ndarray, num_out_axes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int8 values, float32 scales) of [out..., in...], on the host and a few rows at a time."""
+def quantize(weight: np.ndarray, num_out_axes: int, form: str = "int8") -> tuple[np.ndarray, np.ndarray]:
+    """(values, float32 scales) of [out..., in...] in one of `ROWS`, on the host and a few rows at a time."""
     out_shape = weight.shape[:num_out_axes]
     rows = weight.reshape(math.prod(out_shape), -1)
-    values, scales = np.empty(rows.shape, np.int8), np.empty(len(rows), np.float32)
+    values, scales = np.empty(rows.shape, ROWS[form]), np.empty(len(rows), np.float32)
     step = max(1, ROUNDED_AT_ONCE // rows.shape[1])
+    whole = None
+    if form == WHOLE_ROWS:
+        whole = max(float(np.abs(rows[start : start + step]).max()) for start in range(0, len(rows), step))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        values[part], scales[part] = rounded_rows(rows[part].astype(np.float32), np)
+        some = rows[part].astype(np.float32)
+        values[part], scales[part] = rounded_rows(some, np) if form == "int8" else float_rows(some, ROWS[form], whole)
     return values.reshape(weight.shape), scales.reshape(out_shape)
+
+
+def float_rows(weight: np.ndarray, dtype: str, whole: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(8-bit floats, scales) of [rows, in], all float32. Scales are powers of two, so that numbers of few bits times
+    such powers stay as they are, unless they are much smaller than the row's largest. `whole`: the largest magnitude of
+    all rows, to whose scale all are rounded, as it is."""
+    largest = np.float32(LARGEST_FLOAT8[dtype])
+    if whole is not None:
+        scales = np.full(len(weight), (whole or 1.0) / largest, np.float32)
+    else:
+        top = np.abs(weight).max(axis=1)
+        exponent = np.frexp(np.where(top > 0, top, 1) / largest)[1]
+        scales = np.ldexp(np.float32(1), exponent)
+        scales = np.where(top <= largest * scales / 2, scales / 2, scales).astype(np.float32)
+    return np.clip(weight / scales[:, None], -largest, largest).astype(dtype), scales
+
+
+def float_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(8-bit floats [O, I], float32 scales [O, I / BLOCK]) of a matrix, whose last block of outputs may be smaller."""
+    values = np.empty(weight.shape, "float8_e4m3fn")
+    scales = np.empty((len(weight), weight.shape[1] // BLOCK), np.float32)
+    for start in range(0, len(weight), BLOCK):
+        part = slice(start, start + BLOCK)
+        groups = weight[part].astype(np.float32).reshape(-1, scales.shape[1], BLOCK)
+        top = np.abs(groups).max(axis=(0, 2))
+        scales[part] = np.where(top > 0, top, 1) / np.float32(LARGEST_FLOAT8["float8_e4m3fn"])
+        values[part] = (groups / scales[part][..., None]).reshape(-1, weight.shape[1])
+    return values, scales
 
 
 def pack(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxpaged.errors import CheckpointError
 from jaxpaged.params.encoded import EncodedMatrix
 from jaxpaged.params.formats.stored_weight import StoredWeight
-from jaxpaged.params.quantized import LARGEST, Stored, in_words, rounded_rows
-
-LARGEST_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+from jaxpaged.params.quantized import LARGEST, Stored, float_rows, in_words, rounded_rows
 
 
 class Losses:
@@ -80,20 +79,9 @@ def exact_rows(stored: StoredWeight, dtype: str) -> tuple[np.ndarray, np.ndarray
     return values.astype(np.int8, copy=False), scales
 
 
-def float_rows(weight_OI: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """(values, scales) with powers of two as scales, so that numbers of few bits times such powers stay as they are,
-    unless they are much smaller than the largest."""
-    top = np.abs(weight_OI).max(axis=1)
-    largest = LARGEST_FLOAT8[dtype]
-    exponent = np.frexp(np.where(top > 0, top, 1) / np.float32(largest))[1]
-    scales = np.ldexp(np.float32(1), exponent)
-    scales = np.where(top / scales * 2 <= largest, scales / 2, scales).astype(np.float32)
-    return (weight_OI / scales[:, None]).astype(dtype), scales
-
-
 def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[np.ndarray, ...]:
-    """(values [O, I], scales [O, C], zeros [O, C] or nothing, order [I] or nothing). ValueError where the file has what
-    the form has not."""
+    """(values [O, I], scales [O, C], zeros [O, C], order [I]). CheckpointError where the file has what the form has
+    not."""
     groups = matrix.inputs // form.group
     values_OI, scales_OC = np.empty(matrix.shape, form.values), np.empty((len(matrix.rows), groups), np.float32)
     zeros_OC, order_I = np.zeros_like(scales_OC), np.arange(matrix.inputs, dtype=np.int32)
@@ -105,6 +93,9 @@ def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[n
         order_I = order_I if stored.order is None else stored.order.astype(np.int32)
     is_ordered = bool((np.diff(order_I) != 1).any())
     if (is_ordered and not form.has_order) or (zeros_OC.any() and not form.has_zeros):
-        raise ValueError("has inputs in another order, or zeros, of which config.json does not say")
+        raise CheckpointError(
+            f"{matrix.file.path}: {matrix.file.name} belongs to a weight with inputs in another order, or zeros, of "
+            "which config.json says nothing. Start with --quantized-form rows or 16bit."
+        )
     losses.add(matrix.scheme.title, in_words(form), None, None)
     return values_OI, scales_OC, zeros_OC, order_I

@@ -163,7 +163,7 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
             return array(spec, spec.dtype or dtype)
         name = jnp.dtype(dtype).name
         if spec.quantized in ROWS:
-            return QuantizedArray(array(spec, spec.quantized), array(scales_spec(spec), jnp.float32), name)
+            return QuantizedArray(array(spec, ROWS[spec.quantized]), array(scales_spec(spec), jnp.float32), name)
         if isinstance(spec.quantized, Stored):
             return stored_shape(spec, name)
         bytes_of, scales_of = packed_sizes(spec, on_devices)

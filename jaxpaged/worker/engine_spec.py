@@ -36,7 +36,8 @@ from jaxpaged.models.joined import joined_shapes
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.models.stages import Stage, deal_layers, decoder_of, params_of
 from jaxpaged.params.forms import Device, formed_specs, forms_in_words, shards_of
-from jaxpaged.params.quantized import Stored, quantized_specs
+from jaxpaged.params.quantized import BLOCKS, Stored, quantized_specs
+from jaxpaged.params.schemes.reading import rounding_of
 from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
@@ -121,7 +122,9 @@ class EngineSpec:
         self.cache_type = CACHE_TYPES[config.cache.kv_cache_dtype]
         self.kv_dtype = self.dtype if self.cache_type.is_scaled else jnp.dtype(self.cache_type.dtype)
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
-        self.whole_specs = self._formed(quantized_specs(specs, config.model.quantization, sizes), sizes)
+        self.whole_specs = self._formed(
+            quantized_specs(specs, rounding_of(config.model.quantization, decoder.quantization), sizes), sizes
+        )
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
         self.param_shapes = self.shapes_of(self.specs, self.decoder)
         if balance is not None:
@@ -162,13 +165,17 @@ class EngineSpec:
         self.model = drafted_model(self.model, self.draft)
         specs = draft.model.param_specs(self.draft.config, self.num_shards)
         sizes = self.draft.config.dim_sizes()
-        self.draft_specs = self._formed(quantized_specs(specs, draft.quantization, sizes), sizes)
+        self.draft_specs = self._formed(
+            quantized_specs(specs, rounding_of(draft.quantization, draft.config.quantization), sizes), sizes
+        )
         shapes = self.shapes_of(self.draft_specs, self.draft.config)
         self.param_shapes = DraftedParams(self.param_shapes, shapes)
 
-    def _formed(self, specs: Any, sizes: Mapping[str, int]) -> Any:
-        """Specs with the forms that weights of a quantised checkpoint have on these devices."""
-        if not any(spec.scheme for spec in jax.tree.leaves(specs)):
+    def _formed(self, specs: Any, rounding: str | None, sizes: Mapping[str, int]) -> Any:
+        """Specs with the forms that weights have on these devices: those of a quantised checkpoint, and those that are
+        rounded when they are loaded."""
+        specs = quantized_specs(specs, rounding, sizes)
+        if not any(spec.scheme or spec.quantized == BLOCKS for spec in jax.tree.leaves(specs)):
             return specs
         device = Device(self.platform, self._kernel_for, shards_of(self.mesh.shape))
         return formed_specs(specs, self.config.model.quantized_form, sizes, device)

@@ -109,7 +109,7 @@ def test_an_unknown_option_names_the_nearest_known_one():
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; it must be at most 1.0."),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization is nan; it must be finite."),
         ({"gpu_memory_utilization": "all"}, "gpu_memory_utilization is 'all'; it must be a number."),
-        ({"quantization": "int3"}, "quantization is 'int3'; it must be one of int8, int4."),
+        ({"quantization": "int3"}, "quantization is 'int3'; it must be one of int8, int4, fp8_per_channel, "),
         ({"dtype": "float23"}, "dtype is 'float23'; it must be one of auto, bfloat16, float16, float32. Did you mean"),
         ({"dtype": 16}, "dtype is 16; it must be a text."),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no'; it must be true or false."),

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,9 +14,11 @@ from jaxpaged.params.orbax_format import save_orbax
 from jaxpaged.params.quantized import (
     GROUP,
     LAST_AXIS,
+    WHOLE_ROWS,
     ZERO,
     PackedArray,
     QuantizedArray,
+    float_blocks,
     is_quantized,
     pack,
     packed_rows,
@@ -223,3 +226,26 @@ def test_packing_is_off_by_half_a_scale_and_by_a_whole_one_at_the_other_end(xp):
 
 def test_the_kernels_read_what_is_packed():
     assert (GROUP, LAST_AXIS, ZERO) == (int4_matmul.GROUP, int4_matmul.INPUTS, int4_matmul.ZERO)
+
+
+def test_floats_of_8_bits_have_a_scale_for_an_output_a_matrix_or_a_block():
+    weight = np.random.default_rng(5).standard_normal((150, 256), np.float32)
+    weight[3] = 0
+    for form, num_scales in (("float8_e4m3fn", 150), (WHOLE_ROWS, 1)):
+        values, scales = quantize(weight, 1, form)
+        assert (values.dtype, scales.shape) == (ml_dtypes.float8_e4m3fn, (150,))
+        assert (len(np.unique(scales)) == 1) == (num_scales == 1)
+        off = np.abs(values.astype(np.float32) * scales[:, None] - weight)
+        assert np.all(off <= np.abs(weight) / 16 + scales[:, None] * 2.0**-10)
+    values, scales = float_blocks(weight)
+    assert scales.shape == (150, 2) and len(np.unique(scales)) == 4
+    np.testing.assert_allclose(scales[:128, 1], np.abs(weight[:128, 128:]).max() / 448, rtol=1e-6)
+    off = np.abs(values.astype(np.float32) - weight / np.repeat(scales, 128, 1))
+    assert off.max() <= 16
+
+
+def test_numbers_of_few_bits_times_powers_of_two_stay_as_they_are_in_rows_of_floats():
+    steps = np.array([0.5, 1, 1.5, 2, 3, 4, -6, -0.5], np.float32)
+    weight = np.concatenate([steps * 2.0**power for power in range(-7, 8)])[None]
+    values, scales = quantize(weight * 2.0**-20, 1, "float8_e4m3fn")
+    np.testing.assert_array_equal(values.astype(np.float32) * scales, weight * 2.0**-20)

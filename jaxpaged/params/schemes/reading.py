@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params.other_formats import quantised
 from jaxpaged.params.schemes import awq, compressed_tensors, floats4, fp8, gguf, gptq, modelopt
 from jaxpaged.params.schemes.fields import Fields
@@ -66,6 +66,33 @@ def with_description_beside(folder: Path, hf: dict[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{folder / name} holds no JSON object. Download it again.")
         return {**hf, FIELDS[0]: {"quant_method": method, **given, SOURCE: name}}
     return hf
+
+
+def rounding_of(method: str | None, quantization: Quantization | None) -> str | None:
+    """How weights are to be rounded when they are loaded, of what `--quantization` says: the name of a format says
+    nothing but that a checkpoint has it. Raises ConfigError where the two contradict each other."""
+    if method is None or (quantization is None and method not in OF_CHECKPOINTS):
+        return method
+    if quantization is None:
+        raise ConfigError(
+            f"quantization is {method!r}, a format of checkpoints, but config.json says nothing of quantisation. Name "
+            "a checkpoint that has it, or give 'int8', 'int4' or 'fp8_per_channel', which round the weights of this "
+            "one when they are loaded."
+        )
+    if quantization.method.lower().split(" ")[0] == method:
+        return None
+    if method in AGAIN:
+        return method
+    raise ConfigError(
+        f"quantization is {method!r}, but {quantization.source} says that the weights are stored in "
+        f"{quantization.method}. Leave quantization out; quantized_form says what they become on the devices."
+    )
+
+
+OF_CHECKPOINTS = ("gptq", "awq", "compressed-tensors", "modelopt", "mxfp4")
+"""What `--quantization` may say that is the name of a format. So may fp8, which also rounds other models."""
+AGAIN = ("int8", "int4")
+"""What weights of any checkpoint can be rounded to."""
 
 
 def is_described(hf: Mapping[str, Any]) -> bool:
