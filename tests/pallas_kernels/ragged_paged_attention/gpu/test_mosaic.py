@@ -162,10 +162,15 @@ def test_triton_takes_prompts_for_which_nothing_was_timed(monkeypatch, tmp_path)
 
 @pytest.mark.aot_gpu
 @pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not()))
-def test_the_kernel_compiles_for_hopper_and_outputs_take_the_place_of_queries(monkeypatch):
+def test_the_kernel_compiles_for_hopper_and_outputs_take_the_place_of_queries(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     launched = use_mosaic(monkeypatch, "gpu", default_mosaic_tiles(128))
     layer, (kv, q_TNH, *args) = layer_of(ServingShape("prompts", 2048, 64), "gpu")
     program = gpu_targets.compile_for(TARGETS["h200"], layer, kv, q_TNH, *args, donate=(0, 1))
     assert len(launched) == 1
     parts = 4 * 2 * 17 * 8 * 128 * 128  # 17 programs for each of 8 kv heads, twice as many parts of 128 x 128
     assert program.memory_analysis().temp_size_in_bytes < parts + q_TNH.size * q_TNH.dtype.itemsize
+    (report,) = (path.read_text() for path in tmp_path.glob("*.ptxas"))
+    assert "Compiling entry function 'paged_attend_mosaic" in report
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
