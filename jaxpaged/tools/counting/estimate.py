@@ -3,21 +3,24 @@
 On a GPU operations run one after the other. Each takes as long as its bytes or its products at rates that devices
 reach, whichever is longer, and a launch more. On a TPU its compiler says how many cycles each takes; of our kernels it
 does not, and these take as long as their bytes. Copies that it starts ahead run beside all else, so a program takes at
-least as long as all its bytes. Of conditionals the branch counts that takes least: what no request of a step asks for
+least as long as all its bytes. A collective takes as long as a ring of devices sends its bytes and as its hops follow
+each other; less what runs until it is waited for. Of conditionals the branch counts that takes least: what no request of a step asks for
 is not done. Nothing here is measured but the rates.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxpaged.tools.counting.program_text import Choice, Loop, Operation, ProgramText, Region, chosen, total
+from jaxpaged.tools.counting.program_text import Choice, Collectives, Loop, Operation, ProgramText, Region, chosen, total
 
 
 @dataclass(frozen=True)
 class Rates:
     """What a device reaches: bytes and operations a second. On a GPU launch: seconds from one kernel of a graph to the
     next; fill: seconds more until a product reads at that speed. clock: cycles a second, of a TPU. context_share: of
-    the bytes a second, what attention of decodes reads; prompt_share: of the operations, what that of prompts makes."""
+    the bytes a second, what attention of decodes reads; prompt_share: of the operations, what that of prompts makes.
+    links: bytes a second that a device sends around a ring of devices, 0 where it has none; hop: seconds from one of
+    them to the next."""
 
     bandwidth: float
     flops: float
@@ -26,9 +29,21 @@ class Rates:
     context_share: float = 1.0
     prompt_share: float = 1.0
     clock: float = 0.0
+    links: float = 0.0
+    hop: float = 0.0
 
     def seconds(self, operation: Operation) -> float:
         """Of an operation, in which no other one makes progress."""
+        return max(self._own_seconds(operation), self.waited_seconds(operation))
+
+    def waited_seconds(self, operation: Operation) -> float:
+        """Of a collective, what nothing that runs beside it hides; of all else 0."""
+        if not operation.sent or not self.links:
+            return 0.0
+        whole = operation.sent / self.links + operation.hops * self.hop
+        return max(whole - sum(map(self._own_seconds, operation.beside)), 0.0)
+
+    def _own_seconds(self, operation: Operation) -> float:
         if self.clock:
             if operation.opcode.endswith("-start"):
                 return 0.0
@@ -68,8 +83,16 @@ def counts_of(text: ProgramText, rates: Rates) -> dict[str, float]:
         found["launches"] += sum(isinstance(each, Choice) for each in text.region)  # a node of the graph
         found["loops the host reads"] = host_reads(text.region)
     found["microseconds"] = round(1e6 * rates.program_seconds(text.region), 1)
-    found["waited bytes"] = text.collectives().waited_bytes
+    found["microseconds of collectives"] = round(1e6 * total(text.region, rates.waited_seconds), 1)
+    found |= collective_counts(text.collectives())
     return {name: value for name, value in found.items() if value}
+
+
+def collective_counts(collectives: Collectives) -> Counter[str]:
+    """How many there are of each kind, and the bytes of those that are waited for and of the others."""
+    found = Counter({f"collectives: {kind}": number for kind, number in collectives.counts.items()})
+    found.update({"waited bytes": collectives.waited_bytes, "hidden bytes": collectives.hidden_bytes})
+    return found
 
 
 def is_small(operation: Operation, rates: Rates) -> bool:

@@ -9,7 +9,7 @@ programs and no model.
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from jaxpaged.tools.counting.parts import XLA_ITSELF, parts_of
@@ -25,6 +25,8 @@ CONTRACTED = re.compile(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]+)')
 """Axes of the first operand that a product sums over, as dots have them and calls of cuBLAS."""
 KERNEL = re.compile(r'op_name="(?:[^"]*/)?(\w+)/pallas_call')
 CUBLAS = 'custom_call_target="__cublas$'
+GROUPS = re.compile(r"replica_groups=(?:mesh\[([^\]]*)\] \{([^}]*)\}|\{\{([\d,]*)\}|\[\d+,(\d+)\])")
+"""Who takes part in a collective: named axes of a mesh with sizes, lists of devices, or how many lists of how many."""
 
 FREE = {
     "parameter",
@@ -43,6 +45,7 @@ FREE = {
     "recv-done",
 }
 """Instructions that move nothing: names for what is there, or ends of what was counted at its start."""
+PRODUCTS = ("dot", "convolution")
 LOOKUPS = {"gather", "dynamic-slice", "slice"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that write a part of their first operand in place, and which operand is that part."""
@@ -62,7 +65,9 @@ class Operation:
     """What a device does at once: a kernel, a fusion, a copy. `bytes` are those to and from main memory.
 
     part: the part of jaxpaged that it comes from. kernel: the name of one of ours; "" for XLA's own. cycles: what a
-    TPU's compiler expects, or None where it does not say, as of our kernels. flops: of its products.
+    TPU's compiler expects, or None where it does not say, as of our kernels. flops: of its products. sent: bytes that
+    a device sends in a collective, around a ring, in `hops` steps that follow each other; beside: what runs until it is
+    waited for.
     """
 
     name: str
@@ -72,6 +77,9 @@ class Operation:
     flops: float = 0.0
     kernel: str = ""
     cycles: int | None = None
+    sent: float = 0.0
+    hops: int = 0
+    beside: Sequence["Operation"] = ()
 
 
 @dataclass(frozen=True)
@@ -176,11 +184,15 @@ class ProgramText:
         instructions = self.computations.get(computation, [])
         arrays = {each.name: each for each in instructions}
         region: list[Operation | Choice | Loop] = []
-        for each in instructions:
+        for i, each in enumerate(instructions):
             called = CALLED.findall(each.attributes)
             if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
                 continue
-            if each.opcode in ("call", "async-start"):
+            if (collective := self._collective(each)) is not None and each.opcode.endswith("-start"):
+                between = [other for other in until_done(each, instructions[i + 1 :]) if works(other)]
+                beside = [self._operation(other, arrays) for other in between if not is_nested(other)]
+                region.append(replace(self._operation(each, arrays), beside=beside))
+            elif each.opcode in ("call", "async-start"):
                 region += [inner for name in called for inner in self._region(name)]
             elif each.opcode == "while":
                 times = re.search(r'known_trip_count":\{"n":"(\d+)"', each.attributes)
@@ -206,7 +218,30 @@ class ProgramText:
             flops,
             kernel[1] if kernel and each.opcode == "custom-call" else "",
             int(cycles[1]) if cycles else None,
+            *self._sent(each),
         )
+
+    def _collective(self, each: Instruction) -> Instruction | None:
+        """The collective that an instruction is, or that it calls as a fusion or beside others."""
+        if each.opcode.removesuffix("-start") in COLLECTIVES:
+            return each
+        if each.opcode not in ("fusion", "async-start"):
+            return None
+        inside = (other for name in CALLED.findall(each.attributes) for other in self.computations.get(name, []))
+        return next((found for other in inside if (found := self._collective(other)) is not None), None)
+
+    def _sent(self, each: Instruction) -> tuple[float, int]:
+        """(Bytes that a device sends around a ring, in how many steps) in a collective; (0, 0) for all else."""
+        if (found := self._collective(each)) is None:
+            return 0.0, 0
+        kind, size = found.opcode.removesuffix("-start"), collective_bytes(found)
+        if kind == "collective-permute":
+            return size, 1
+        num_devices = group_size(found)
+        share = (num_devices - 1) / num_devices
+        if kind == "all-reduce":
+            return 2 * share * size, 2 * (num_devices - 1)
+        return share * size * (num_devices if kind == "reduce-scatter" else 1), num_devices - 1
 
     def _flops(self, each: Instruction, arrays: dict[str, Instruction]) -> float:
         """Of products, alone or in a fusion; of kernels that are not XLA's none are known."""
@@ -270,11 +305,11 @@ class ProgramText:
                     continue
                 found.counts[kind] = found.counts.get(kind, 0) + 1
                 overlaps = (
-                    name in in_fusions
+                    (name in in_fusions and any(other.opcode in PRODUCTS for other in instructions))
                     or name in started
                     or (each.opcode != kind and any(works(other) for other in until_done(each, instructions[i + 1 :])))
                 )
-                size = array_bytes(each.result if each.opcode == kind else first_parts(each.result, 2)[-1])
+                size = collective_bytes(each)
                 found.hidden_bytes += size * overlaps
                 found.waited_bytes += size * (not overlaps)
         return found
@@ -340,6 +375,21 @@ def first_parts(shape: str, count: int | None = None) -> list[str]:
     return [match[0] for match in list(ARRAY.finditer(shape))[:count]]
 
 
+def collective_bytes(each: Instruction) -> int:
+    """Of the result of a collective, also where an instruction starts it."""
+    return array_bytes(first_parts(each.result, 2)[-1] if each.opcode.endswith("-start") else each.result)
+
+
+def group_size(each: Instruction) -> int:
+    """How many devices take part in a collective; 1 where it does not say."""
+    if (found := GROUPS.search(each.attributes)) is None:
+        return 1
+    if found[1] is not None:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    return int(found[4]) if found[4] else len(found[3].split(","))
+
+
 def is_updated(user: Instruction, array: Instruction) -> bool:
     return user.opcode in UPDATES and user.operands[0] == array.name
 
@@ -357,6 +407,11 @@ def until_done(start: Instruction, following: list[Instruction]) -> Iterator[Ins
         if each.opcode.endswith("-done") and start.name in each.operands:
             return
         yield each
+
+
+def is_nested(each: Instruction) -> bool:
+    """Whether an instruction is made of others that run: their time is not its own."""
+    return each.opcode in ("while", "call", "conditional")
 
 
 def works(each: Instruction) -> bool:

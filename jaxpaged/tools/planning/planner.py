@@ -284,15 +284,21 @@ class Planner:
         if not programs or len(self.stages) > 1:
             return []
         rates = rates_of(self.target.device)
+        ring = (
+            f"estimated: collectives that nothing hides send {rates.links / 1e9:,.0f} GB/s around a ring, "
+            f"{1e6 * rates.hop:.1f} us from device to device"
+        )
+        rings = [ring] * (self.engine_spec.num_shards * self.num_ranks > 1)
         if rates.clock:
             what = (
                 f"operations of compiled programs take the cycles that their compiler expects, {rates.clock / 1e9} GHz"
             )
-            return [f"estimated: {what}, kernels of attention as long as their bytes; nothing was measured"]
+            return [f"estimated: {what}, kernels of attention as long as their bytes; nothing was measured", *rings]
         what = f"{rates.bandwidth / 1e9:,.0f} GB/s and {rates.flops / 1e12:,.0f} TFLOP/s"
         return [
             f"estimated: operations of compiled programs follow each other, at {what}, {1e6 * rates.launch:.1f} us for "
-            f"each and {1e6 * rates.fill:.1f} more for a product; attention reads at {rates.context_share:.2f} of that"
+            f"each and {1e6 * rates.fill:.1f} more for a product; attention reads at {rates.context_share:.2f} of that",
+            *rings,
         ]
 
     def obstacles(self) -> list[str]:

@@ -1,14 +1,14 @@
 """How long a step takes, estimated from compiled programs, and how fast devices were seen to be.
 
-A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, what attention reads of the
-contexts, and collectives during which nothing else runs. The host works meanwhile, so a step takes the longer of both.
+A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, collectives that nothing
+hides among them, and what attention reads of the contexts. The host works meanwhile, so a step takes the longer of both.
 """
 
 from collections.abc import Sequence
 
 from jaxpaged.tools.counting.estimate import Rates
 from jaxpaged.tools.planning.plan import DeviceFacts, PlannedProgram
-from jaxpaged.tools.planning.roofline import DISPATCH_SECONDS, decode_parts, link_seconds, pairs_of
+from jaxpaged.tools.planning.roofline import DISPATCH_SECONDS, decode_parts, pairs_of
 from jaxpaged.worker.costs import Work
 from jaxpaged.worker.programs.declare import ProgramKind
 
@@ -27,13 +27,22 @@ TILE_BUNDLES, TILE_FLOPS = {"TPU v5e": 1145, "TPU v5p": 1145, "TPU v6e": 808, "T
 """Of that kernel on a TPU, cycles for a tile of 512 queries by 512 keys, at least: as it is scheduled (v5p: as v5e)."""
 CLOCKS = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9, "TPU 7x": 2.2e9}
 """Cycles a second, from the data sheets' products a second and the sizes of the units that make them."""
+HOP_SECONDS = {"TPU": 1.0e-6, "NVIDIA": 0.7e-6}
+"""From one device of a ring to the next, assumed. NCCL sums a few bytes on eight GPUs in about ten microseconds."""
+RING_SHARE = {"TPU v5e": 1 / 2, "TPU v6e": 1 / 2, "TPU v5p": 1 / 3, "TPU 7x": 1 / 3}
+"""Of all links of a device those to both neighbours in a ring, of four or of six; of a GPU's, in both directions, one
+direction."""
 
 
 def rates_of(device: DeviceFacts) -> Rates:
+    ring = {
+        "links": device.links * RING_SHARE.get(device.name, 1 / 2),
+        "hop": HOP_SECONDS.get(device.name.split()[0], 0.0),
+    }
     if device.name in CLOCKS:
         clock = CLOCKS[device.name]
         share = min(1.0, TILE_FLOPS * clock / device.matmul_bf16 / TILE_BUNDLES[device.name])
-        return Rates(device.bandwidth, device.matmul_bf16, clock=clock, prompt_share=share)
+        return Rates(device.bandwidth, device.matmul_bf16, clock=clock, prompt_share=share, **ring)
     shares = (device.bandwidth * REACHED[0], device.matmul_bf16 * REACHED[1])
     return Rates(
         *MEASURED.get(device.name, shares),
@@ -41,6 +50,7 @@ def rates_of(device: DeviceFacts) -> Rates:
         fill=FILL_SECONDS,
         context_share=CONTEXT_SHARE.get(device.name, 0.75),
         prompt_share=PROMPT_SHARE,
+        **ring,
     )
 
 
@@ -80,9 +90,8 @@ def decode_seconds(
         ways.append([forward.seconds, head + rest])
     if not ways:
         return None
-    links = work.waited_share * link_seconds(work, device, of_rank)
     host = decode_parts(work, device, num_requests, context, 0)["host"]
-    return max(step_seconds(min(ways, key=sum), work, rates, num_requests, context) + links, host)
+    return max(step_seconds(min(ways, key=sum), work, rates, num_requests, context), host)
 
 
 def prefill_seconds(
@@ -93,8 +102,7 @@ def prefill_seconds(
     if forward is None:
         return None
     attention = 4 * pairs_of(work, num_tokens) * work.heads / (rates.flops * rates.prompt_share)
-    links = work.waited_share * link_seconds(work, device, num_tokens)
-    return max(num_steps * forward.seconds + attention + links, num_steps * DISPATCH_SECONDS)
+    return max(num_steps * forward.seconds + attention, num_steps * DISPATCH_SECONDS)
 
 
 def smallest(programs: Sequence[PlannedProgram], kind: ProgramKind, size: int) -> PlannedProgram | None:

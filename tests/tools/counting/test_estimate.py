@@ -93,3 +93,26 @@ def test_a_tpu_takes_the_cycles_of_its_compiler_or_as_long_as_all_bytes():
     assert slow.program_seconds(region) > 4096 * 512 * 2 / 1e9, "copies that are started ahead move too"
     found = counts_of(ProgramText(TPU), fast)
     assert found["cycles"] == 27 * 500 and "launches" not in found
+
+
+RING = """HloModule step, is_scheduled=true
+
+ENTRY %main (x: f32[1000]) -> f32[1000] {
+  %x = f32[1000]{0:S(1)} parameter(0)
+  %waited = f32[1000]{0:S(1)} all-reduce(%x), replica_groups={{0,1,2,3,4}}, to_apply=%add
+  %begun = (f32[1000]{0:S(1)}, f32[1000]{0:S(1)}) all-reduce-start(%x), replica_groups={{0,1,2,3,4}}, to_apply=%add
+  %work = f32[8]{0:S(1)} fusion(%x), kind=kLoop, calls=%add, backend_config={"window_config":{"estimated_cycles":"9000"}}
+  ROOT %ended = f32[1000]{0:S(1)} all-reduce-done(%begun)
+}
+"""
+
+
+def test_a_collective_takes_what_its_ring_takes_less_the_work_beside_it():
+    ring = 8 / 5 * 4000 / 1e9 + 8e-6
+    tpu = Rates(bandwidth=1e12, flops=1e14, clock=1e9, links=1e9, hop=1e-6)
+    found = counts_of(ProgramText(RING), tpu)
+    assert found["microseconds of collectives"] == pytest.approx(1e6 * (ring + ring - 9e-6), abs=0.1)
+    assert found["microseconds"] == pytest.approx(1e6 * 2 * ring, abs=0.1), "and the work itself"
+    assert found["collectives: all-reduce"] == 2 and found["waited bytes"] == found["hidden bytes"] == 4000
+    without = Rates(bandwidth=1e12, flops=1e14, clock=1e9)
+    assert counts_of(ProgramText(RING), without)["microseconds"] == 9, "of devices whose links are not known"

@@ -91,6 +91,41 @@ def test_a_collective_is_hidden_only_behind_work_between_its_start_and_its_end()
     assert (found.waited_bytes, found.hidden_bytes) == (2 * 32, 64 + 32)
 
 
+FUSED = """HloModule step, is_scheduled=true
+
+%scatter (p: f32[32]) -> f32[8] {
+  %p = f32[32]{0} parameter(0)
+  %sum = f32[32]{0} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %part = f32[8]{0} dynamic-slice(%sum)
+}
+
+%multiply (q: f32[32]) -> f32[8] {
+  %q = f32[32]{0} parameter(0)
+  %whole = f32[32]{0} all-gather(%q), replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %product = f32[8]{0} convolution(%whole, %q)
+}
+
+ENTRY %main (x: f32[32]) -> f32[8] {
+  %x = f32[32]{0} parameter(0)
+  %lone = f32[8]{0} fusion(%x), kind=kCustom, calls=%scatter
+  %mixed = f32[8]{0} fusion(%x), kind=kCustom, calls=%multiply
+  %moved = f32[32]{0} collective-permute(%x), source_target_pairs={{0,1}}
+  %some = f32[32]{0} all-reduce(%x), replica_groups={{0,1,2},{3,4,5}}, to_apply=%add
+  ROOT %part = f32[8]{0} reduce-scatter(%x), replica_groups=mesh['expert'=2,'tensor'=4] {'expert','tensor'}
+}
+"""
+
+
+def test_a_collective_in_a_fusion_is_hidden_only_behind_a_product():
+    found = ProgramText(FUSED).collectives()
+    assert (found.waited_bytes, found.hidden_bytes) == (3 * 128 + 32, 128)
+
+
+def test_what_a_device_sends_around_a_ring_depends_on_the_kind_and_on_how_many_take_part():
+    sent = [(each.sent, each.hops) for each in ProgramText(FUSED).region]
+    assert sent == [(2 * 96, 6), (96, 3), (128, 1), (pytest.approx(4 / 3 * 128), 4), (7 * 32, 7)]
+
+
 @pytest.mark.parametrize(("rows", "width"), [(4000, 64), (50_000, 32)])
 def test_a_lookup_that_xla_compiled_here_is_counted_by_its_rows(rows, width):
     table, ids = jax.ShapeDtypeStruct((rows, width), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
