@@ -7,15 +7,13 @@ this machine does not have.
 
 Needs the extra `aot-gpu` or `aot-tpu`, and of the model only config.json: a folder, or the name of one of
 bench_offline's random models, such as llama-8b. Without --programs those of the start, the first token's first, are
-measured, each at two depths; what a further layer adds is added for the others. Tracing and lowering hold the
-interpreter. Of compiling "longest" is the part of the busiest thread, which more cores do not shorten. Seconds are of
-CPU time, so a busy machine changes them little. Needs Linux. Nothing is run.
+measured, each at two depths; what a further layer adds is added for the others. Tracing, lowering included, holds the
+interpreter; a compiler has threads for all cores. Seconds are of CPU time, so a busy machine changes them little.
+Nothing is run.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -36,7 +34,7 @@ from jaxpaged.tools.planning.targets import parse_target
 from jaxpaged.worker.programs.declare import PROGRAMS, When
 from jaxpaged.worker.programs.engine_programs import NUM_FIRST
 
-PARTS = ("traced", "compiled", "longest")
+PARTS = ("traced", "compiled")
 
 
 def starting(planner: Planner) -> list[ProgramKey]:
@@ -45,26 +43,15 @@ def starting(planner: Planner) -> list[ProgramKey]:
     return [key for key in planner.compiler.builders if key.kind in at_start]
 
 
-def thread_seconds() -> Counter[str]:
-    """Of CPU time of every thread of this process, by its number."""
-    found: Counter[str] = Counter()
-    for path in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            user, system = (path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
-            found[path.name] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    return found
-
-
 def seconds_of(planner: Planner, key: ProgramKey) -> dict[str, float]:
     """CPU seconds by part of a program that was not traced before."""
     jax.clear_caches()
     with jax.sharding.use_abstract_mesh(planner.engine_spec.mesh.abstract_mesh):
         began = time.process_time()
         lowered = planner.compiler.builders[key]()
-        traced, before = time.process_time(), thread_seconds()
+        traced = time.process_time()
         lowered.compile()
-    longest = max((thread_seconds() - before).values(), default=0.0)
-    return dict(zip(PARTS, (traced - began, time.process_time() - traced, longest), strict=True))
+    return {"traced": traced - began, "compiled": time.process_time() - traced}
 
 
 def at_depth(few: dict[str, float], more: dict[str, float], depths: tuple[int, int], num_layers: int) -> dict[str, Any]:

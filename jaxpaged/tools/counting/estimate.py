@@ -4,14 +4,23 @@ On a GPU operations run one after the other. Each takes as long as its bytes or 
 reach, whichever is longer, and a launch more. On a TPU its compiler says how many cycles each takes; of our kernels it
 does not, and these take as long as their bytes. Copies that it starts ahead run beside all else, so a program takes at
 least as long as all its bytes. A collective takes as long as a ring of devices sends its bytes and as its hops follow
-each other; less what runs until it is waited for. Of conditionals the branch counts that takes least: what no request of a step asks for
-is not done. Nothing here is measured but the rates.
+each other; less what runs until it is waited for. Of conditionals the branch counts that takes least: what no request
+of a step asks for is not done. Nothing here is measured but the rates.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxpaged.tools.counting.program_text import Choice, Collectives, Loop, Operation, ProgramText, Region, chosen, total
+from jaxpaged.tools.counting.program_text import (
+    Choice,
+    Collectives,
+    Loop,
+    Operation,
+    ProgramText,
+    Region,
+    chosen,
+    total,
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How long a step takes, estimated from compiled programs, and how fast devices were seen to be.
 
-A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, collectives that nothing
-hides among them, and what attention reads of the contexts. The host works meanwhile, so a step takes the longer of both.
+A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, with collectives that
+nothing hides, and what attention reads of the contexts. The host works meanwhile, so a step takes the longer of both.
 """
 
 from collections.abc import Sequence

@@ -101,7 +101,7 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
   %x = f32[1000]{0:S(1)} parameter(0)
   %waited = f32[1000]{0:S(1)} all-reduce(%x), replica_groups={{0,1,2,3,4}}, to_apply=%add
   %begun = (f32[1000]{0:S(1)}, f32[1000]{0:S(1)}) all-reduce-start(%x), replica_groups={{0,1,2,3,4}}, to_apply=%add
-  %work = f32[8]{0:S(1)} fusion(%x), kind=kLoop, calls=%add, backend_config={"window_config":{"estimated_cycles":"9000"}}
+  %work = f32[8]{0:S(1)} fusion(%x), calls=%add, backend_config={"window_config":{"estimated_cycles":"9000"}}
   ROOT %ended = f32[1000]{0:S(1)} all-reduce-done(%begun)
 }
 """
