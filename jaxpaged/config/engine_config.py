@@ -79,7 +79,7 @@ class EngineConfig:
     def resolve(self, facts: ModelFacts, platform: str) -> "EngineConfig":
         """Settle what model and platform decide. Raises ConfigError where options contradict each other."""
         model = resolved_model(self.model, facts, platform)
-        cache = resolved_cache(self.cache, model, self.parallel, platform)
+        cache = resolved_cache(self.cache, model, self.parallel, facts, platform)
         scheduler = resolved_scheduler(self.scheduler, self.compile, settled(model.max_model_len), platform)
         speculation = self.speculative.speculative_config
         num_devices = self.parallel.tensor_parallel_size

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpaged.config.cache_types import OTHER_NAMES
+from jaxpaged.config.cache_types import CACHE_TYPES, OTHER_NAMES
 from jaxpaged.config.sections import CacheConfig, CompileConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.options import EXACT
@@ -32,6 +32,7 @@ class ModelFacts:
     task: str = "generate"  # what the checkpoint is made for; or "embed", "classify"
     pooler: Mapping[str, Any] = field(default_factory=dict)  # pooling options that come with it
     has_experts: bool = False
+    kv_cache_dtype: str = ""  # that the checkpoint was made for; empty: its dtype
 
 
 def settled[T](value: T | None) -> T:
@@ -57,8 +58,11 @@ def resolved_model(given: ModelConfig, facts: ModelFacts, platform: str) -> Mode
     )
 
 
-def resolved_cache(given: CacheConfig, model: ModelConfig, parallel: ParallelConfig, platform: str) -> CacheConfig:
-    """Blocks and their type. Raises ConfigError where a context cannot be split over devices as was asked."""
+def resolved_cache(
+    given: CacheConfig, model: ModelConfig, parallel: ParallelConfig, facts: ModelFacts, platform: str
+) -> CacheConfig:
+    """Blocks and their type. Raises ConfigError where a context cannot be split over devices as was asked, and for
+    scales without a type that has some."""
     shards, size = parallel.decode_context_parallel_size, parallel.tensor_parallel_size
     if size % shards:
         raise ConfigError(
@@ -70,10 +74,18 @@ def resolved_cache(given: CacheConfig, model: ModelConfig, parallel: ParallelCon
             f"block_size is {given.block_size}, but each block lies on decode_context_parallel_size = {shards} devices "
             "in equal parts. Choose a multiple."
         )
+    name = given.kv_cache_dtype
+    name = (facts.kv_cache_dtype or model.dtype) if name == "auto" else OTHER_NAMES.get(name, name)
+    of_heads = [each for each, cache_type in CACHE_TYPES.items() if cache_type.scales == "head"]
+    if given.kv_cache_scales is not None and name not in of_heads:
+        raise ConfigError(
+            f"kv_cache_scales names a file of scales, but kv_cache_dtype is {name!r}, which has none of layers and "
+            f"heads. Give {', '.join(map(repr, of_heads))}, or leave the file out."
+        )
     return dataclasses.replace(
         given,
         block_size=given.block_size or defaults_of(platform)[0] * shards,
-        kv_cache_dtype=model.dtype if (name := given.kv_cache_dtype) == "auto" else OTHER_NAMES.get(name, name),
+        kv_cache_dtype=name,
     )
 
 

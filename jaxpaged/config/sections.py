@@ -125,6 +125,12 @@ class CacheConfig:
         "full_attention",
         several=True,
     )
+    kv_cache_scales: str | None = option(
+        None,
+        "JSON file with the scales of layers or heads for kv_cache_dtype fp8, fp8_e5m2 and int8, as `jaxpaged "
+        "calibrate` writes it; default: the checkpoint's",
+        not_empty=True,
+    )
     gpu_memory_utilization: float = option(
         0.9, "share of device memory for weights, temporaries and KV blocks", above=0.0, maximum=1.0
     )

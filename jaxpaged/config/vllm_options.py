@@ -161,7 +161,7 @@ MODEL = (
     absent("use_fp64_gumbel", False, why="noise is drawn in float32"),
     absent("enable_trace_replay", False, why="there is no such mode", do="Give `jaxpaged bench` the times of arrival."),
     absent("quantization_config", {}, why="quantization says how weights are rounded", do="Give 'int8' or 'int4'."),
-    absent("quantization_param_path", None, why="the KV cache has no scales"),
+    renamed("quantization_param_path", (str, type(None)), lambda value: {"kv_cache_scales": value} if value else {}),
     pointless("allow_deprecated_quantization", False, bool),
     absent("rope_scaling", None, {}, why="it is a field of config.json", do="Give it in hf_overrides."),
     absent("rope_theta", None, why="it is a field of config.json", do="Give it in hf_overrides."),
@@ -279,7 +279,8 @@ MEMORY = (
            do="Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'."),
     pointless("swap_space", 4, NUMBER),  # vLLM ignores it too: what is preempted is computed again
     pointless("preemption_mode", "recompute", str, "a request that is preempted is always computed again"),
-    absent("calculate_kv_scales", False, why="the KV cache has no scales"),
+    absent("calculate_kv_scales", False, why="scales are found beforehand, or token by token",
+           do="Run `jaxpaged calibrate`, or give kv_cache_dtype 'int8_per_token_head' or 'fp8_per_token_head'."),
     absent("kv_sharing_fast_prefill", False, why="every layer has a KV cache of its own"),
     absent("prefix_caching_hash_algo", "sha256", "sha256_cbor", why="blocks are known by SHA-256 over canonical CBOR"),
     pointless("prefix_cache_retention_interval", 0, int),

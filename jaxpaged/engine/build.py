@@ -38,6 +38,7 @@ from jaxpaged.models.registry import model_for, task_of
 from jaxpaged.models.seeing import without_decoder, without_encoder
 from jaxpaged.params.checkpoint import settled_quantization
 from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
+from jaxpaged.params.kv_scales import named_type
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -338,6 +339,7 @@ def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
         num_heads=decoder.num_heads,
         vocab_size=decoder.vocab_size,
         has_experts=decoder.experts is not None,
+        kv_cache_dtype=named_type(load_hf_config(folder), folder) if folder else "",
         task="embed" if pooler and task == "generate" else task,
         pooler=pooler,
     )

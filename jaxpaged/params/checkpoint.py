@@ -27,6 +27,7 @@ from jaxpaged.params.encoded import matrices, settled
 from jaxpaged.params.expected import check_entries, dtypes_of, tensors_of
 from jaxpaged.params.gguf_folder.places_file import gguf_entries, is_gguf_folder
 from jaxpaged.params.hub import ASSETS
+from jaxpaged.params.kv_scales import LayerScales, stored_scales, without_kv_scales
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
 from jaxpaged.params.quantized import (
@@ -173,6 +174,19 @@ def num_bytes(shapes: Any) -> int:
 
 
 def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
+    """Tensor name, as a text model has it -> where it lies, of weights: without scales of what attention caches. Raises
+    what `every_entry` does."""
+    return without_kv_scales(every_entry(folder))
+
+
+def kv_scales_of(folder: Path, num_kv_heads: int) -> LayerScales:
+    """The scales of cached keys and values that a checkpoint has. Raises CheckpointError."""
+    if orbax_format.is_orbax(folder) or not any(folder.glob("*.safetensors")):
+        return {}
+    return stored_scales(every_entry(folder), num_kv_heads)
+
+
+def every_entry(folder: Path) -> dict[str, TensorEntry]:
     """Tensor name, as a text model has it -> where it lies. The index says in which file.
 
     Raises CheckpointError for a tensor that the index does not name there, and for two of one meaning, unless they are

@@ -132,7 +132,7 @@ class EngineSpec:
         self.draft: DraftModel | None = None
         if model.draft is not None:
             self._add_draft(model.draft)
-        has_snapshots = not all(spec.needs_blocks for spec in self._cache_specs)
+        has_snapshots = not all(spec.needs_blocks for spec in self.cache_specs)
         block_sizes = [settled(config.cache.block_size)]
         self.page_form = form_of(config.cache.offload, self.kv_dtype, block_sizes, has_snapshots=has_snapshots)
 
@@ -300,7 +300,7 @@ class EngineSpec:
             context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
             decoders = self.whole, *self.decoders[1:]
             num_heads = [decoder.num_heads for decoder in decoders for _ in range(decoder.num_caches)]
-            for heads, spec in zip(num_heads, self._cache_specs):  # the last may be features, to which nothing attends
+            for heads, spec in zip(num_heads, self.cache_specs):  # the last may be features, to which nothing attends
                 if spec.is_attended:
                     kind_of(spec).check_heads(context, heads, spec, self.dtype, self.kv_dtype)
         except ValueError as error:
@@ -308,7 +308,7 @@ class EngineSpec:
         return context
 
     @property
-    def _cache_specs(self) -> Sequence[CacheSpec]:
+    def cache_specs(self) -> Sequence[CacheSpec]:
         """Of all layers, those of other stages included."""
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
         specs = self.model.attention_specs(self.whole, block_size, itemsize, self.num_shards)
@@ -322,7 +322,7 @@ class EngineSpec:
     @property
     def scaled_layers(self) -> list[int]:
         """Layers of the whole decoder whose keys and values have a scale for each head."""
-        specs = list(self._cache_specs)[: self.whole.num_layers]
+        specs = list(self.cache_specs)[: self.whole.num_layers]
         return [i for i, spec in enumerate(specs) if spec.scales == "head"]
 
     @cached_property
@@ -347,7 +347,7 @@ class EngineSpec:
     @cached_property
     def whole_groups(self) -> tuple[KVCacheGroup, ...]:
         """Layers of all stages that cache alike, with the bytes that the kernel's layout takes."""
-        specs = [kind_of(spec).as_stored(spec, self.attention.backend) for spec in self._cache_specs]
+        specs = [kind_of(spec).as_stored(spec, self.attention.backend) for spec in self.cache_specs]
         return group_layers(specs, is_staged=self.stage is not None)
 
     @cached_property

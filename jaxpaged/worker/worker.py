@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.distributed.mesh import check_slice, stage_meshes
 from jaxpaged.errors import ConflictError
@@ -23,6 +24,8 @@ from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.messages import ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
+from jaxpaged.params.checkpoint import kv_scales_of
+from jaxpaged.params.kv_scales import LayerScales, read_scales_file
 from jaxpaged.worker.cache.head_scales import HeadScales, with_scales
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
@@ -89,7 +92,7 @@ class Worker:
         check_slice(config.parallel.num_cores, self.engine_spec.mesh)
         self.bundle = self._open_bundle()
         num_blocks = settle_blocks(min(self._size_kv_cache(stage).num_blocks[0] for stage in self.stages))
-        self.head_scales = self._find_scales()
+        self.head_scales = self._find_scales(folder)
         self.kv_cache_config = whole_kv_cache(self.engine_spec, num_blocks, self.head_scales)
         offload = config.cache.offload and check_offload(config.cache.offload, self.engine_spec, self.kv_cache_config)
         programs = [EnginePrograms(stage, stage.division.kv_cache(num_blocks)) for stage in self.stages]
@@ -134,11 +137,20 @@ class Worker:
             return compiled_kv_cache(self.bundle.num_blocks, cache, engine_spec.division, *place)
         return size_kv_cache(cache, engine_spec.division, engine_spec.demand, *place)
 
-    def _find_scales(self) -> HeadScales:
-        """What keys and values of 8 bits are multiplied with. Raises ConfigError."""
-        spec, scales = self.engine_spec, HeadScales()
-        if spec.cache_type.is_scaled:
-            scales.check(self.config.cache.kv_cache_dtype, spec.cache_type, spec.scaled_layers)
+    def _find_scales(self, folder: Path | None) -> HeadScales:
+        """What keys and values of 8 bits are multiplied with. Raises ConfigError, and CheckpointError."""
+        spec, cache = self.engine_spec, self.config.cache
+        if spec.cache_type.scales != "head":
+            return HeadScales()
+        num_layers, num_kv_heads = spec.whole.num_layers, spec.whole.num_kv_heads
+        found: LayerScales = {}
+        made_for = CACHE_TYPES["fp8_e4m3"].dtype
+        if cache.kv_cache_scales is not None:
+            made_for, found = read_scales_file(Path(cache.kv_cache_scales), num_layers, num_kv_heads)
+        elif folder is not None and self.config.load.load_format != "dummy":
+            found = kv_scales_of(folder, num_kv_heads)
+        scales = HeadScales.of(found, made_for, spec.cache_type, spec.scaled_layers)
+        scales.check(cache.kv_cache_dtype, spec.cache_type, spec.scaled_layers)
         return scales
 
     def _open_bundle(self) -> Bundle | None:

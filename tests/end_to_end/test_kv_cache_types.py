@@ -1,14 +1,21 @@
 """Caches of 8 bits in an engine: answers are those of attention over what the cache means, to the last bit of what is
 cached, whether tokens were computed here, found in the prefix cache, or computed again."""
 
+import itertools
+import json
+import shutil
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers import attention
+from jaxpaged.params.kv_scales import scales_file
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.quantized import quantize_new
 from tests.models.checkpoints import prompt_of, write_checkpoint
@@ -49,17 +56,36 @@ def answers(llm, given):
     return tokens, values, sum(result.num_cached_tokens for result in results)
 
 
-def meaning(cache_type):
-    """`ragged_paged_attention` over a cache of float32, of keys and values as they are once they were 8 bits."""
+def meaning(cache_type, scales=None):
+    """`ragged_paged_attention` over a cache of float32, of keys and values as they are once they were 8 bits. `scales`:
+    those of each layer, which is called in its turn."""
     attend, dtype = rpa.ragged_paged_attention, jnp.dtype(cache_type.dtype)
+    turns = itertools.cycle(scales or [None])
 
     def attend_meant(q_TNH, k_TKH, v_TKH, kv, metadata, **settings):
-        scale = None if cache_type.scales == "head" else jnp.zeros((1, 1, 1))
-        stored = [quantize_new(x, scale, dtype) for x in (k_TKH, v_TKH)]
+        of_layer = next(turns) or [None if cache_type.scales == "head" else jnp.zeros((1, 1, 1))] * 2
+        stored = [quantize_new(x, scale, dtype) for x, scale in zip((k_TKH, v_TKH), of_layer)]
         meant = [x.astype(jnp.float32) * scale_TK[..., None] for x, scale_TK in stored]
         return attend(q_TNH, *meant, kv, metadata, **settings)
 
     return attend_meant
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    """Log probabilities of a cache that rounds nothing."""
+    with LLM(folder, **OPTIONS) as llm:
+        return answers(llm, prompts())[1]
+
+
+@pytest.fixture(scope="module")
+def scales(folder):
+    """(file, scales of every layer): no two heads have the same."""
+    rng = np.random.default_rng(0)
+    of_layers = {i: tuple(rng.uniform(0.5, 1, 2).astype(np.float32) / 32 for _ in "kv") for i in range(2)}
+    file = Path(folder, "scales.json")
+    file.write_text(scales_file("gemma2", "int8", of_layers))
+    return str(file), [of_layers[i] for i in range(2)]
 
 
 SLOW = ("fp8_e5m2", "fp8_per_token_head")
@@ -70,22 +96,62 @@ SLOW = ("fp8_e5m2", "fp8_per_token_head")
     [
         pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
         for name, each in CACHE_TYPES.items()
-        if each.is_scaled and name != "int8"
+        if each.is_scaled
     ],
 )
-def test_answers_are_those_of_attention_over_what_the_cache_means(folder, name, monkeypatch):
-    given = prompts()
-    with LLM(folder, kv_cache_dtype=name, **OPTIONS) as llm:
+def test_answers_are_those_of_attention_over_what_the_cache_means(folder, scales, exact, name, monkeypatch):
+    given, of_layers, options = prompts(), None, {"kv_cache_dtype": name}
+    if name == "int8":
+        options["kv_cache_scales"], of_layers = scales
+    with LLM(folder, **options, **OPTIONS) as llm:
         tokens, values, _ = answers(llm, given)
-        assert llm.get_metrics() and llm.llm_engine._core.executor.worker.stats()["recompiles"] == 0
-    with LLM(folder, **OPTIONS) as llm:
-        _, exact, _ = answers(llm, given)
-    monkeypatch.setattr(attention.rpa, "ragged_paged_attention", meaning(CACHE_TYPES[name]))
+        assert llm.llm_engine._core.executor.worker.stats()["recompiles"] == 0
+    monkeypatch.setattr(attention.rpa, "ragged_paged_attention", meaning(CACHE_TYPES[name], of_layers))
     with LLM(folder, attention_backend="reference", compilation_cache_dir="off", **OPTIONS) as llm:
         expected, near, _ = answers(llm, given)
     assert tokens == expected
     np.testing.assert_allclose(values, near, atol=2e-5)
     assert np.abs(np.subtract(values[0][0], exact[0][0])).max() > 1e-4, "nothing was rounded"
+
+
+DEVICES = {
+    "two devices": {"tensor_parallel_size": 2},
+    "copies of heads": {"tensor_parallel_size": 4},
+    "stages": {"pipeline_parallel_size": 2},
+    "parts of contexts": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
+@pytest.mark.parametrize(
+    "devices", [key if i == 0 else pytest.param(key, marks=pytest.mark.slow) for i, key in enumerate(DEVICES)]
+)
+def test_scales_lie_on_devices_as_heads_and_tokens_do(folder, scales, devices, name):
+    options = {"kv_cache_dtype": name, **({"kv_cache_scales": scales[0]} if name == "int8" else {}), **OPTIONS}
+    with LLM(folder, **options) as llm:
+        tokens, values, _ = answers(llm, prompts())
+    with LLM(folder, **options, **DEVICES[devices]) as llm:
+        found, near, _ = answers(llm, prompts())
+    assert found == tokens
+    np.testing.assert_allclose(near, values, atol=2e-3)  # a number may be rounded to the neighbour
+
+
+def test_scales_of_a_checkpoint_are_taken_and_name_the_type(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    said = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme, "format": "dense"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
+    more = {"self_attn.k_scale": np.float32(0.125), "self_attn.v_scale": np.array([0.5, 0.25], np.float32)}
+    save_file({**load_file(file), **{f"model.layers.1.{name}": np.asarray(x) for name, x in more.items()}}, file)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        worker = llm.llm_engine._core.executor.worker
+        assert llm.llm_engine.config.cache.kv_cache_dtype == "fp8_e4m3"
+        (kv,) = worker.device.state.kv
+        rows = [np.asarray(each).tolist() for each in kv.scales]
+    places = [group.layer_idxs for group in worker.kv_cache_config.groups]
+    assert [rows[0][places.index((1,))], rows[1][places.index((1,))]] == [[0.125, 0.125], [0.5, 0.25]]
+    assert [rows[0][places.index((0,))], rows[1][places.index((0,))]] == [[1, 1], [1, 1]]
 
 
 def test_what_is_cached_preempted_and_asleep_changes_no_bit(folder):

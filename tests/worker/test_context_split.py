@@ -53,7 +53,7 @@ def test_what_does_not_grow_with_a_context_stays_whole(name, kind):
 
 def test_what_drafts_is_split_if_it_can_be():
     built = engine_spec("deepseek_v3", 4, 1)
-    [*specs], features = built._cache_specs, LatentSpec(8, 48, 4)
+    [*specs], features = built.cache_specs, LatentSpec(8, 48, 4)
     decoder = built.decoders[0]
     for num_kv_heads, shards in ((1, 4), (4, 1)):
         head = dataclasses.replace(decoder, layers=decoder.layers[:1], num_kv_heads=num_kv_heads)

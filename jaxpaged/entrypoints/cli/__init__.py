@@ -31,7 +31,7 @@ OWN_COMMANDS = {
 }
 """Those that need no tools."""
 FIRST_COMMANDS = ("generate", "chat", "serve", "models", "bench")
-DESCRIPTION = "LLM inference native to JAX: paged KV cache, continuous batching, prefix cache."
+DESCRIPTION = "LLM inference native to JAX: paged KV and prefix cache, continuous batching."
 FAILURE, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 
 
@@ -92,10 +92,10 @@ def command_line(word: str | None = None) -> Parser:
 
 def all_commands() -> Sequence[Any]:
     """Their modules in the order in which they are shown."""
-    from jaxpaged.tools import bench, buckets, collect_env
+    from jaxpaged.tools import bench, buckets, calibrate, collect_env
     from jaxpaged.tools.planning import command as plan
 
-    tools = (bench, compile_command, plan, convert, buckets)
+    tools = (bench, compile_command, plan, convert, calibrate, buckets)
     return (generate, chat, serve, proxy, *tools, kv, models, collect_env)
 
 

@@ -37,7 +37,7 @@ def read(fields: Fields) -> Quantization:
     refuse_sparse_and_turned(fields)
     form = fields.choice("format", (*FORMATS, MIXED, "dense", None))
     groups = fields.value("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    if not isinstance(groups, dict) or not (groups or fields.value("kv_cache_scheme")):  # or only the KV cache's
         raise fields.error("config_groups", groups, "an object with a group of modules each")
     rules = [rule_of(fields, name, None) for name in fields.names("ignore")]
     for key, group in groups.items():

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged.config.cache_types import CacheType
+from jaxpaged.config.cache_types import CACHE_TYPES, CacheType
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
+from jaxpaged.params.kv_scales import LayerScales, rescaled
 from pallas_kernels.ragged_paged_attention import KVTensor
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,16 @@ class HeadScales:
     """`of_layers`: layer -> (k_K, v_K), float32, one number where all heads have the same; 1 where a layer has none."""
 
     of_layers: Mapping[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: LayerScales, made_for: str, cache_type: CacheType, layers: Collection[int]) -> "HeadScales":
+        """Those of `layers` that were found for numbers of type `made_for`, for those that are cached. Raises
+        ConfigError for a type that is none of 8 bits."""
+        largest = {each.dtype: each.largest for each in CACHE_TYPES.values() if each.is_scaled}
+        if made_for not in largest:
+            raise ConfigError(f"scales were found for {made_for!r:.40}; accepted are {', '.join(sorted(largest))}.")
+        own = {layer: pair for layer, pair in found.items() if layer in layers}
+        return cls(rescaled(own, largest[made_for], cache_type.largest) if cls(own).identity else {})
 
     @property
     def identity(self) -> str:
@@ -55,7 +66,8 @@ class HeadScales:
         if cache_type.dtype == "int8":
             raise ConfigError(
                 f"kv_cache_dtype is {name!r}, but the scales of {len(missing)} layers are not known (first: "
-                f"{missing[0]}). Give int8_per_token_head, which needs none."
+                f"{missing[0]}). Find them (jaxpaged calibrate) and name their file as kv_cache_scales, or give "
+                "int8_per_token_head, which needs none."
             )
         logger.warning(SATURATES, name, cache_type.largest, cache_type.largest)
 

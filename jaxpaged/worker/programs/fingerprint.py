@@ -34,6 +34,7 @@ NOT_COMPILED_IN = frozenset(
     model hf_overrides tokenizer skip_tokenizer_init revision seed generation_config override_generation_config
     chat_template
     gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override enable_prefix_caching
+    kv_cache_scales
     kv_events_config kv_offload kv_offload_secrets kv_transfer_config kv_role kv_address kv_peers kv_lease_seconds
     kv_transport kv_ssl_certfile kv_ssl_keyfile kv_ssl_ca_certs
     otlp_traces_endpoint data_parallel_size
