@@ -179,11 +179,12 @@ def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
     return without_kv_scales(every_entry(folder))
 
 
-def kv_scales_of(folder: Path, num_kv_heads: int) -> LayerScales:
-    """The scales of cached keys and values that a checkpoint has. Raises CheckpointError."""
+def kv_scales_of(folder: Path, heads: Mapping[int, int]) -> LayerScales:
+    """The scales of cached keys and values that a checkpoint has, of the layers among `heads`, which have as many kv
+    heads. Raises CheckpointError."""
     if orbax_format.is_orbax(folder) or not any(folder.glob("*.safetensors")):
         return {}
-    return stored_scales(every_entry(folder), num_kv_heads)
+    return stored_scales(every_entry(folder), heads)
 
 
 def every_entry(folder: Path) -> dict[str, TensorEntry]:

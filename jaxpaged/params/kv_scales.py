@@ -50,18 +50,19 @@ def without_kv_scales(entries: Mapping[str, TensorEntry]) -> dict[str, TensorEnt
     return {name: entry for name, entry in entries.items() if place_of(name) is None and OTHERS.fullmatch(name) is None}
 
 
-def stored_scales(entries: Mapping[str, TensorEntry], num_kv_heads: int) -> LayerScales:
-    """Those of a checkpoint. Raises CheckpointError for some that no number may be multiplied with."""
+def stored_scales(entries: Mapping[str, TensorEntry], heads: Mapping[int, int]) -> LayerScales:
+    """Those of a checkpoint, of the layers among `heads`, which have as many kv heads. Raises CheckpointError for some
+    that no number may be multiplied with."""
     found: dict[int, dict[str, np.ndarray]] = {}
     for name, entry in entries.items():
-        if (place := place_of(name)) is None:
+        if (place := place_of(name)) is None or place[0] not in heads:
             continue
         with mapped(entry, DTYPES) as stored:
             values = np.asarray(stored, np.float32).reshape(-1)
         where = f"{entry.path}: tensor {entry.name}"
         own = found.setdefault(place[0], {})
         for part in place[1]:
-            scales = checked(values, num_kv_heads, where, CheckpointError)
+            scales = checked(values, heads[place[0]], where, CheckpointError)
             if part in own and place[1] != "kv" and (own[part] != scales).any():
                 raise CheckpointError(f"{where} is another scale of what has one already. Take one of them out.")
             own[part] = own[part] if part in own and place[1] == "kv" else scales
@@ -87,8 +88,9 @@ def checked(values: np.ndarray, num_kv_heads: int, where: str, error: type[Excep
 # ---- files of their own ------------------------------------------------------------------------------
 
 
-def read_scales_file(path: Path, num_layers: int, num_kv_heads: int) -> tuple[str, LayerScales]:
-    """(the type that they are for, scales). Raises ConfigError for a file that is none."""
+def read_scales_file(path: Path, num_layers: int, heads: Mapping[int, int]) -> tuple[str, LayerScales]:
+    """(the type that they are for, scales) of the layers among `heads`, which have as many kv heads. Raises ConfigError
+    for a file that is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         said = content["kv_cache"]
@@ -110,8 +112,9 @@ def read_scales_file(path: Path, num_layers: int, num_kv_heads: int) -> tuple[st
     found = {}
     for layer, given in pairs.items():
         where = f"{path}: layer {layer}"
-        k, v = (joined([each[which] for each in given], num_kv_heads, where) for which in range(2))
-        found[layer] = k, v
+        if layer in heads:
+            k, v = (joined([each[which] for each in given], heads[layer], where) for which in range(2))
+            found[layer] = k, v
     return dtype, found
 
 

@@ -313,17 +313,18 @@ class EngineSpec:
         block_size, itemsize = self.config.cache.block_size, self.kv_dtype.itemsize
         specs = self.model.attention_specs(self.whole, block_size, itemsize, self.num_shards)
         if self.cache_type.is_scaled:
-            skipped, num_layers = self.config.cache.kv_cache_dtype_skip_layers, self.whole.num_layers
+            skipped, num_layers = self.config.cache.kv_cache_dtype_skip_layers, self.whole.num_caches
             specs = in_eight_bits(specs, self.cache_type, skipped, num_layers)
         specs = [spec.with_drafts(self.num_drafts) for spec in specs]
         shards = self.config.parallel.decode_context_parallel_size
         return split_contexts(specs, shards, self.num_shards, (self.whole, *self.decoders[1:]))
 
     @property
-    def scaled_layers(self) -> list[int]:
-        """Layers of the whole decoder whose keys and values have a scale for each head."""
-        specs = list(self.cache_specs)[: self.whole.num_layers]
-        return [i for i, spec in enumerate(specs) if spec.scales == "head"]
+    def scaled_layers(self) -> dict[int, int]:
+        """Layers of the whole decoder whose keys and values have a scale for each head -> how many heads there are."""
+        specs = list(self.cache_specs)[: self.whole.num_caches]
+        heads = {i: spec.page_heads for i, spec in enumerate(specs) if spec.scales == "head"}
+        return {i: each[0] for i, each in heads.items() if each is not None}
 
     @cached_property
     def sampling_layout(self) -> StateLayout:

@@ -142,15 +142,14 @@ class Worker:
         spec, cache = self.engine_spec, self.config.cache
         if spec.cache_type.scales != "head":
             return HeadScales()
-        num_layers, num_kv_heads = spec.whole.num_layers, spec.whole.num_kv_heads
         found: LayerScales = {}
-        made_for = CACHE_TYPES["fp8_e4m3"].dtype
+        layers, made_for = spec.scaled_layers, CACHE_TYPES["fp8_e4m3"].dtype
         if cache.kv_cache_scales is not None:
-            made_for, found = read_scales_file(Path(cache.kv_cache_scales), num_layers, num_kv_heads)
+            made_for, found = read_scales_file(Path(cache.kv_cache_scales), spec.whole.num_layers, layers)
         elif folder is not None and self.config.load.load_format != "dummy":
-            found = kv_scales_of(folder, num_kv_heads)
-        scales = HeadScales.of(found, made_for, spec.cache_type, spec.scaled_layers)
-        scales.check(cache.kv_cache_dtype, spec.cache_type, spec.scaled_layers)
+            found = kv_scales_of(folder, layers)
+        scales = HeadScales.of(found, made_for, spec.cache_type)
+        scales.check(cache.kv_cache_dtype, spec.cache_type, layers)
         return scales
 
     def _open_bundle(self) -> Bundle | None:

@@ -38,7 +38,7 @@ def test_every_spelling_of_a_checkpoint_is_read_and_no_weight_is_missed(spelling
     plain = set(entries_of_folder(write_checkpoint("llama", tmp_path)))
     tensors, k, v = SPELLINGS[spelling]
     folder = with_tensors(tmp_path, tensors)
-    found = kv_scales_of(folder, 2)
+    found = kv_scales_of(folder, {0: 2, 1: 2})
     assert [*found] == [1]
     np.testing.assert_array_equal(found[1][0], k)
     np.testing.assert_array_equal(found[1][1], v)
@@ -58,18 +58,18 @@ def test_every_spelling_of_a_checkpoint_is_read_and_no_weight_is_missed(spelling
 def test_scales_that_nothing_can_be_multiplied_with_are_refused_by_their_tensor(value, message, tmp_path):
     folder = with_tensors(tmp_path, {"self_attn.k_scale": value})
     with pytest.raises(CheckpointError, match=message):
-        kv_scales_of(folder, 2)
+        kv_scales_of(folder, {0: 2, 1: 2})
 
 
 def test_two_scales_of_one_thing_must_be_equal(tmp_path):
     folder = with_tensors(tmp_path, {"self_attn.k_scale": K, "self_attn.k_proj.k_scale": V})
     with pytest.raises(CheckpointError, match="is another scale of what has one already"):
-        kv_scales_of(folder, 2)
+        kv_scales_of(folder, {0: 2, 1: 2})
 
 
 def read(path, content):
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-    return read_scales_file(path, num_layers=4, num_kv_heads=4)
+    return read_scales_file(path, num_layers=4, heads=dict.fromkeys(range(4), 4))
 
 
 def test_a_file_says_again_what_was_written(tmp_path):
@@ -118,7 +118,7 @@ def test_files_that_are_no_json_or_not_there_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no scales.*calibrate"):
         read(tmp_path / "x", "[" * 10_000)
     with pytest.raises(ConfigError, match="cannot read kv_cache_scales .*No such file"):
-        read_scales_file(tmp_path / "y", 4, 4)
+        read_scales_file(tmp_path / "y", 4, {})
 
 
 def test_scales_found_for_one_type_let_another_end_at_the_same_number():

@@ -37,14 +37,13 @@ class HeadScales:
     of_layers: Mapping[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: LayerScales, made_for: str, cache_type: CacheType, layers: Collection[int]) -> "HeadScales":
-        """Those of `layers` that were found for numbers of type `made_for`, for those that are cached. Raises
+    def of(cls, found: LayerScales, made_for: str, cache_type: CacheType) -> "HeadScales":
+        """Those that were found for numbers of type `made_for`, for those that are cached; none where all are 1. Raises
         ConfigError for a type that is none of 8 bits."""
         largest = {each.dtype: each.largest for each in CACHE_TYPES.values() if each.is_scaled}
         if made_for not in largest:
             raise ConfigError(f"scales were found for {made_for!r:.40}; accepted are {', '.join(sorted(largest))}.")
-        own = {layer: pair for layer, pair in found.items() if layer in layers}
-        return cls(rescaled(own, largest[made_for], cache_type.largest) if cls(own).identity else {})
+        return cls(rescaled(found, largest[made_for], cache_type.largest) if cls(found).identity else {})
 
     @property
     def identity(self) -> str:
