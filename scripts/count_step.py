@@ -8,8 +8,9 @@ Needs the extra `aot-gpu` or `aot-tpu`, and of the model only config.json: a fol
 bench_offline's random models, such as llama-8b. Each program is compiled at two depths, and what a further layer adds
 is added for the others. Seen, in what compilers write down: launches, graphs of CUDA, waits of the host, registers,
 spills, shared memory; bundles, spills and VMEM of a TPU's kernels; bytes; collectives. Estimated: cycles, by the TPU's
-compiler, and times (`jaxpaged/tools/counting/estimate.py` says how). Beside them stands the floor of a decode step, at
-the same rates: weights and contexts read once. Nothing is run.
+compiler, and times (`jaxpaged/tools/counting/estimate.py` says how). Beside bytes by purpose stands the least that the
+model needs (`minimum.py` there), and beside times the floor of a decode step, at the same rates: weights and contexts
+read once. What kernels read and write of the KV cache depends on requests, so only its least is told. Nothing is run.
 """
 
 import argparse
@@ -38,17 +39,19 @@ from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.models.registry import model_for
 from jaxpaged.tools.counting.estimate import Rates, counts_of
+from jaxpaged.tools.counting.minimum import Minimum, minimum_of
 from jaxpaged.tools.counting.program_text import ProgramText, chosen
 from jaxpaged.tools.planning.planner import Planner
-from jaxpaged.tools.planning.step_time import floor_seconds, rates_of, step_seconds
+from jaxpaged.tools.planning.step_time import context_bytes, floor_seconds, rates_of, step_seconds
 from jaxpaged.tools.planning.targets import Target, parse_target
 from jaxpaged.worker.programs.compiler_options import LAYERS
-from jaxpaged.worker.programs.declare import PROGRAMS
+from jaxpaged.worker.programs.declare import PROGRAMS, SAMPLE_KINDS
 from pallas_kernels.gpu_reports import Reports
 from pallas_kernels.tpu_reports import dump_options, schedules_of
 from pallas_kernels.tpu_targets import vmem_of_kernels
 
 HAVE_LAYERS = {str(program.kind) for program in PROGRAMS if program.options == LAYERS}
+DRAW = {*map(str, SAMPLE_KINDS), *(kind for kind in HAVE_LAYERS if kind.startswith("decode"))}
 
 
 @dataclass
@@ -111,7 +114,8 @@ class Counting:
             lowered = planner.compiler.builders[key]()
             compiled = lowered.compile(self.reports.options if self.reports else None)
         as_text = compiled.as_text()
-        text = ProgramText(as_text, planner.compiler.kv_tensor_bytes(-1))
+        vocabulary = -(-self.decoder.vocab_size // self.whole.engine_spec.num_shards)
+        text = ProgramText(as_text, planner.compiler.kv_tensor_bytes(-1), vocabulary)
         counted = Counted(counts_of(text, self.rates), as_text, list(dearest(text, self.rates)))
         if self.reports:
             counted.counts |= {f"{name} (seen)": value for name, value in asdict(self.reports.launches()).items()}
@@ -123,6 +127,14 @@ class Counting:
                 asdict(each) | {"vmem": vmem.get(each.kernel, 0)} for each in schedules_of(self.schedules, text.kernels)
             ]
         return counted
+
+    def minimum(self, key: ProgramKey, context: int) -> Minimum:
+        """Of the whole model's program, whose rows, one for each token, have contexts of so many tokens."""
+        (work,) = self.whole.works()[-1:]
+        seen = context_bytes(work, key.size * work.num_ranks, context)
+        layers, draws = key.kind in HAVE_LAYERS, key.kind in DRAW
+        itemsize = self.whole.engine_spec.dtype.itemsize
+        return minimum_of(work, self.decoder, itemsize, key.size, seen, layers=layers, draws=draws)
 
     def program(self, key: ProgramKey, depths: tuple[int, int]) -> tuple[Counted, dict[str, float], dict[str, float]]:
         """(the program at the second depth, what a layer adds, what all layers make of it)."""
@@ -159,12 +171,18 @@ def dearest(text: ProgramText, rates: Rates) -> Iterator[tuple[str, str, float, 
 
 
 def program_lines(
-    key: ProgramKey, counted: Counted, layer: dict[str, float], whole: dict[str, float], top: int
+    key: ProgramKey, counted: Counted, layer: dict[str, float], whole: dict[str, float], least: Minimum, top: int
 ) -> Iterator[str]:
     yield f"\n{key.kind}:{key.size}"
     yield f"  {'':34} {'a layer':>14} {'program':>14}"
     for name in sorted(whole, key=lambda name: (name.startswith(("bytes of", "cycles of")), name)):
         yield f"  {name:34} {layer.get(name, 0):14,.1f} {whole[name]:14,.1f}"
+    yield f"  {'MB by purpose':34} {'least':>14} {'program':>14}"
+    for purpose, size in asdict(least).items():
+        moved = whole.get(f"{purpose}, bytes")
+        if size or moved:
+            beside = f"{moved / 1e6:14,.2f}  {moved / size if size else 0:.2f} of it" if moved is not None else ""
+            yield f"  {purpose.replace('_', ' '):34} {size / 1e6:14,.2f} {beside}"
     yield "  dearest at the depth that was compiled, microseconds (estimated):"
     for name, part, microseconds, times in counted.operations[:top]:
         yield f"    {name:44} {times:4} x  {microseconds:9.1f}  {part}"
@@ -241,7 +259,8 @@ def main() -> None:
             if key not in counting.planner(depths[1]).compiler.builders:
                 sys.exit(f"this engine has no program {word}.")
             counted, layer, wholes[key] = counting.program(key, depths)
-            print("\n".join(program_lines(key, counted, layer, wholes[key], arguments.top)), flush=True)
+            least = counting.minimum(key, arguments.context)
+            print("\n".join(program_lines(key, counted, layer, wholes[key], least, arguments.top)), flush=True)
             if arguments.save:
                 arguments.save.mkdir(parents=True, exist_ok=True)
                 (arguments.save / f"{kind}_{size}.hlo").write_text(counted.text, encoding="utf-8")

@@ -27,7 +27,8 @@ class Work:
     reduced_bytes: summed over the devices per token in all layers, `waited_share` of it while nothing else runs.
     steps_per_program: decode steps that are dispatched at once, at most. expert_bytes: those of `weight_bytes` that
     are experts', of which a token goes to `expert_share`, as if by chance. merged_bytes: sent by a device per
-    token where contexts lie on several; sent_bytes: to the next stage.
+    token where contexts lie on several; sent_bytes: to the next stage. kv_itemsize: bytes of a cached number; kv_heads:
+    key heads of a device, 0 of latents; block_size: slots of a block.
     """
 
     num_shards: int
@@ -46,6 +47,9 @@ class Work:
     sent_bytes: int = 0
     num_ranks: int = 1
     expert_params: int = 0
+    kv_itemsize: int = 2
+    kv_heads: int = 0
+    block_size: int = 16
 
     def bytes_read(self, num_tokens: int) -> float:
         """The weights that a step of so many tokens needs: experts to which none of them goes are left alone."""
@@ -80,6 +84,9 @@ def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
         sent_bytes=0 if spec.is_last else decoder.hidden_size * spec.dtype.itemsize,
         waited_share=waited_share,
         steps_per_program=spec.max_steps,
+        kv_itemsize=spec.kv_dtype.itemsize,
+        kv_heads=0 if decoder.latents else -(-decoder.num_kv_heads // shards),
+        block_size=spec.config.cache.block_size,
     )
 
 

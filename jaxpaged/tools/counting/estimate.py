@@ -2,10 +2,11 @@
 
 On a GPU operations run one after the other. Each takes as long as its bytes or its products at rates that devices
 reach, whichever is longer, and a launch more. On a TPU its compiler says how many cycles each takes; of our kernels it
-does not, and these take as long as their bytes. Copies that it starts ahead run beside all else, so a program takes at
-least as long as all its bytes. A collective takes as long as a ring of devices sends its bytes and as its hops follow
-each other; less what runs until it is waited for. Of conditionals the branch counts that takes least: what no request
-of a step asks for is not done. Nothing here is measured but the rates.
+does not, and these take as long as their bytes (`planning/step_time.py` adds attention by its schedule). Copies that it
+starts ahead run beside all else, so a program takes at least as long as all its bytes. A collective takes as long as a
+ring of devices sends its bytes and as its hops follow each other; less what runs until it is waited for. Of
+conditionals the branch counts that takes least: what no request of a step asks for is not done. Nothing here is
+measured but the rates.
 """
 
 from collections import Counter
@@ -22,22 +23,31 @@ from jaxpaged.tools.counting.program_text import (
     total,
 )
 
+READERS = {"few_rows_matmul", "paged_attend"}
+"""Kernels of ours that read weights or contexts, and wait for the first of them as products do."""
+
 
 @dataclass(frozen=True)
 class Rates:
     """What a device reaches: bytes and operations a second. On a GPU launch: seconds from one kernel of a graph to the
-    next; fill: seconds more until a product reads at that speed. clock: cycles a second, of a TPU. context_share: of
-    the bytes a second, what attention of decodes reads; prompt_share: of the operations, what that of prompts makes.
-    links: bytes a second that a device sends around a ring of devices, 0 where it has none; hop: seconds from one of
-    them to the next."""
+    next; fill: seconds more until a kernel of `READERS` or a product reads at that speed. clock: cycles a second, of a
+    TPU. context_share: of the bytes a second, what attention of decodes reads, and narrow_share of a cache of 8 bits;
+    prompt_share: of the operations, what that of prompts makes. Cycles of a TPU's attention of decodes: item_cycles for
+    an item, head_cycles more for each of its kv heads, and block_cycles for a block that is copied. links: bytes a
+    second that a device sends around a ring of devices, 0 where it has none; hop: seconds from one of them to the
+    next."""
 
     bandwidth: float
     flops: float
     launch: float = 0.0
     fill: float = 0.0
     context_share: float = 1.0
+    narrow_share: float = 1.0
     prompt_share: float = 1.0
     clock: float = 0.0
+    item_cycles: float = 0.0
+    head_cycles: float = 0.0
+    block_cycles: float = 0.0
     links: float = 0.0
     hop: float = 0.0
 
@@ -58,7 +68,7 @@ class Rates:
                 return 0.0
             if operation.cycles is not None:
                 return operation.cycles / self.clock
-        begin = self.launch + (self.fill if operation.flops else 0.0)
+        begin = self.launch + (self.fill if operation.flops or operation.kernel in READERS else 0.0)
         return max(operation.bytes / self.bandwidth, operation.flops / self.flops) + begin
 
     def program_seconds(self, region: Region) -> float:
@@ -73,15 +83,18 @@ def moved(region: Region, rates: Rates) -> float:
 
 
 def counts_of(text: ProgramText, rates: Rates) -> dict[str, float]:
-    """What grows when a program gets worse, by name: bytes by part, the estimate, and what each device has of its own.
+    """What grows when a program gets worse, by name: bytes by part and by purpose, the estimate, and what each device
+    has of its own.
 
     "launches" are those of a GPU; "loops the host reads" are loops, and conditionals that have one, which no graph
-    takes in. A TPU has "cycles".
+    takes in. A TPU has "cycles" and "host transfers".
     """
     found: Counter[str] = Counter()
     for operation, times in chosen(text.region, rates.seconds):
         found["bytes"] += times * operation.bytes
         found[f"bytes of {operation.part}"] += times * operation.bytes
+        for purpose, size in purposes(operation).items():
+            found[f"{purpose}, bytes"] += times * size
         if rates.clock:
             found["cycles"] += times * (operation.cycles or 0)
             found[f"cycles of {operation.part}"] += times * (operation.cycles or 0)
@@ -91,6 +104,8 @@ def counts_of(text: ProgramText, rates: Rates) -> dict[str, float]:
     if not rates.clock:
         found["launches"] += sum(isinstance(each, Choice) for each in text.region)  # a node of the graph
         found["loops the host reads"] = host_reads(text.region)
+    else:
+        found["host transfers"] = text.num_host_transfers
     found["microseconds"] = round(1e6 * rates.program_seconds(text.region), 1)
     found["microseconds of collectives"] = round(1e6 * total(text.region, rates.waited_seconds), 1)
     found |= collective_counts(text.collectives())
@@ -102,6 +117,12 @@ def collective_counts(collectives: Collectives) -> Counter[str]:
     found = Counter({f"collectives: {kind}": number for kind, number in collectives.counts.items()})
     found.update({"waited bytes": collectives.waited_bytes, "hidden bytes": collectives.hidden_bytes})
     return found
+
+
+def purposes(operation: Operation) -> dict[str, int]:
+    """Bytes by what they are, whichever part moves them; keys and values that are cached are in none."""
+    rest = operation.bytes - operation.weights - operation.logits
+    return {"weights": operation.weights, "logits": operation.logits, "activations": rest}
 
 
 def is_small(operation: Operation, rates: Rates) -> bool:

@@ -23,6 +23,8 @@ CALLED = re.compile(r"(?:calls|body|condition|to_apply|true_computation|false_co
 BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 CONTRACTED = re.compile(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]+)')
 """Axes of the first operand that a product sums over, as dots have them and calls of cuBLAS."""
+WEIGHT = re.compile(r'op_name="(?:params|head)\b')
+"""Of parameters: what the engine's programs call weights."""
 KERNEL = re.compile(r'op_name="(?:[^"]*/)?(\w+)/pallas_call')
 CUBLAS = 'custom_call_target="__cublas$'
 GROUPS = re.compile(r"replica_groups=(?:mesh\[([^\]]*)\] \{([^}]*)\}|\{\{([\d,]*)\}|\[\d+,(\d+)\])")
@@ -49,6 +51,10 @@ PRODUCTS = ("dot", "convolution")
 LOOKUPS = {"gather", "dynamic-slice", "slice"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Instructions that write a part of their first operand in place, and which operand is that part."""
+SAME = {"bitcast", "copy", "copy-start", "copy-done", "slice-start", "slice-done", "get-tuple-element", "opt-barrier"}
+"""Instructions that give what their first operand is, or a part of it."""
+HOST = {"infeed", "outfeed"}
+"""Instructions that wait for the host; so do sends and receives that say so, and what has arrays in its memory."""
 
 
 @dataclass
@@ -62,7 +68,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Operation:
-    """What a device does at once: a kernel, a fusion, a copy. `bytes` are those to and from main memory.
+    """What a device does at once: a kernel, a fusion, a copy. `bytes` are those to and from main memory, of which
+    `weights` are read of weights, or of copies of them, and `logits` are moved of logits.
 
     part: the part of jaxpaged that it comes from. kernel: the name of one of ours; "" for XLA's own. cycles: what a
     TPU's compiler expects, or None where it does not say, as of our kernels. flops: of its products. sent: bytes that
@@ -80,6 +87,8 @@ class Operation:
     sent: float = 0.0
     hops: int = 0
     beside: Sequence["Operation"] = ()
+    weights: int = 0
+    logits: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,11 +152,12 @@ class Collectives:
 class ProgramText:
     """A compiled program's text, split into computations of instructions in the order in which they run.
 
-    `paged` are the sizes in bytes of arrays that hold the KV cache, on one device.
+    `paged` are the sizes in bytes of arrays that hold the KV cache, on one device; `vocabulary`: how many logits of a
+    row it has.
     """
 
-    def __init__(self, text: str, paged: Collection[int] = ()):
-        self.paged = paged
+    def __init__(self, text: str, paged: Collection[int] = (), vocabulary: int = 0):
+        self.paged, self.vocabulary = paged, vocabulary
         self.parts = parts_of(text)
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
@@ -172,6 +182,38 @@ class ProgramText:
         """What one run of the program does."""
         return self._region(self.entry)
 
+    @cached_property
+    def weights(self) -> dict[str, set[str]]:
+        """The names of weights, which are parameters of the program, and of copies of them, by computation."""
+        found: dict[str, set[str]] = {}
+        given = {each.name for each in self.computations.get(self.entry, []) if WEIGHT.search(each.attributes)}
+        self._spread(self.entry, given, found)
+        return found
+
+    def _spread(self, computation: str, names: set[str], found: dict[str, set[str]]) -> None:
+        names = found.setdefault(computation, set()) | names
+        for each in self.computations.get(computation, []):
+            if each.opcode in SAME and each.operands and each.operands[0] in names:
+                names.add(each.name)
+            elif each.opcode in ("call", "async-start"):
+                for called in CALLED.findall(each.attributes):
+                    inner = [other for other in self.computations.get(called, []) if other.opcode == "parameter"]
+                    places = {other.name: int(other.operands[0]) for other in inner}
+                    given = {name for name, i in places.items() if i < len(each.operands) and each.operands[i] in names}
+                    self._spread(called, given, found)
+        found[computation] = names
+
+    @property
+    def num_host_transfers(self) -> int:
+        """Instructions that exchange data with the host, in whichever branch."""
+        bodies = (each for instructions in self.computations.values() for each in instructions)
+        return sum(
+            each.opcode in HOST
+            or (each.opcode in ("send", "recv") and "is_host_transfer=true" in each.attributes)
+            or (each.opcode in ("copy-start", "copy", "custom-call") and "S(5)" in each.result)
+            for each in bodies
+        )
+
     @property
     def kernels(self) -> set[str]:
         """The names of our kernels, in whichever branch."""
@@ -182,7 +224,7 @@ class ProgramText:
 
     def _region(self, computation: str) -> Region:
         instructions = self.computations.get(computation, [])
-        arrays = {each.name: each for each in instructions}
+        arrays, weights = {each.name: each for each in instructions}, self.weights.get(computation, set())
         region: list[Operation | Choice | Loop] = []
         for i, each in enumerate(instructions):
             called = CALLED.findall(each.attributes)
@@ -190,8 +232,8 @@ class ProgramText:
                 continue
             if self._collective(each) is not None and each.opcode.endswith("-start"):
                 between = [other for other in until_done(each, instructions[i + 1 :]) if works(other)]
-                beside = [self._operation(other, arrays) for other in between if not is_nested(other)]
-                region.append(replace(self._operation(each, arrays), beside=beside))
+                beside = [self._operation(other, arrays, weights) for other in between if not is_nested(other)]
+                region.append(replace(self._operation(each, arrays, weights), beside=beside))
             elif each.opcode in ("call", "async-start"):
                 region += [inner for name in called for inner in self._region(name)]
             elif each.opcode == "while":
@@ -203,22 +245,28 @@ class ProgramText:
                 names = re.findall(r"[\w.\-]+", branches[1]) if branches else called
                 region.append(Choice(each.name, [self._region(name) for name in names]))
             else:
-                region.append(self._operation(each, arrays))
+                region.append(self._operation(each, arrays, weights))
         return region
 
-    def _operation(self, each: Instruction, arrays: dict[str, Instruction]) -> Operation:
+    def _operation(self, each: Instruction, arrays: dict[str, Instruction], weights: set[str]) -> Operation:
         cycles = re.search(r'estimated_cycles":"(\d{1,12})"', each.attributes)
         kernel = KERNEL.search(each.attributes)
         part, flops = self.parts.get(each.name, XLA_ITSELF), self._flops(each, arrays)
+        read, written = self._moved(each, arrays)
+        is_logits = lambda name: name in arrays and has_extent(arrays[name].result, self.vocabulary)
+        named = [*zip(each.operands, read)]
         return Operation(
             each.name,
             each.opcode,
             "products" if part == XLA_ITSELF and flops else part,
-            self._moved(each, arrays),
+            sum(read) + written,
             flops,
             kernel[1] if kernel and each.opcode == "custom-call" else "",
             int(cycles[1]) if cycles else None,
             *self._sent(each),
+            weights=sum(size for name, size in named if name in weights),
+            logits=sum(size for name, size in named if name not in weights and is_logits(name))
+            + written * (has_extent(each.result, self.vocabulary) and each.name not in weights),
         )
 
     def _collective(self, each: Instruction) -> Instruction | None:
@@ -256,29 +304,33 @@ class ProgramText:
         axes = [int(axis) for axis in re.findall(r"\d+", summed[1])]
         return 2.0 * math.prod(length) * math.prod(extents[axis] for axis in axes)
 
-    def _moved(self, each: Instruction, arrays: dict[str, Instruction]) -> int:
+    def _moved(self, each: Instruction, arrays: dict[str, Instruction]) -> tuple[list[int], int]:
+        """(bytes that are read of each operand, bytes that are written)."""
         sizes = [main_bytes(arrays[name].result) if name in arrays else 0 for name in each.operands]
         result = main_bytes(each.result)
         if each.opcode in LOOKUPS:
-            return min(sizes[0], result) + result
+            return [min(sizes[0], result)], result
         if each.opcode in UPDATES:
-            return 2 * sizes[UPDATES[each.opcode]]
+            part = UPDATES[each.opcode]
+            return [size * (i == part) for i, size in enumerate(sizes)], sizes[part]
         if is_for_next_run(each, arrays):
-            return 0
+            return [], 0
         if each.opcode == "copy-start":  # its result names destination and source
-            return sum(map(main_bytes, first_parts(each.result, 2)))
+            destination, source = first_parts(each.result, 2)
+            return [main_bytes(source)], main_bytes(destination)
         if each.opcode == "slice-start":  # source and destination
             source, destination = first_parts(each.result, 2)
-            return min(main_bytes(source), array_bytes(destination)) + main_bytes(destination)
+            return [min(main_bytes(source), array_bytes(destination))], main_bytes(destination)
         if each.opcode == "custom-call":
             count = 1 if CUBLAS in each.attributes else None  # room to work in follows
-            parts = [*sizes, *(main_bytes(part) for part in first_parts(each.result, count))]
-            return sum(size for size in parts if size not in self.paged)
+            parts = [main_bytes(part) for part in first_parts(each.result, count)]
+            read, written = ([size * (size not in self.paged) for size in of] for of in (sizes, parts))
+            return read, sum(written)
         if each.opcode == "fusion" and (called := CALLED.findall(each.attributes)):
             return self._fused(called[0], sizes, result)
-        return sum(sizes) + result
+        return sizes, result
 
-    def _fused(self, computation: str, sizes: list[int], result: int) -> int:
+    def _fused(self, computation: str, sizes: list[int], result: int) -> tuple[list[int], int]:
         """A fusion reads of a parameter what its lookups take, and writes of an array that it updates the update."""
         body = self.computations.get(computation, [])
         arrays = {each.name: each for each in body}
@@ -291,7 +343,7 @@ class ProgramText:
                     update = sum(array_bytes(arrays[user.operands[UPDATES[user.opcode]]].result) for user in users)
                     result = max(result - sizes[index], 0) + update
                     sizes[index] = 0
-        return sum(sizes) + result
+        return sizes, result
 
     def collectives(self) -> Collectives:
         """How often each kind occurs, and which of them run while something else does."""
@@ -360,6 +412,13 @@ def extents_of(shape: str) -> list[int]:
     """Of the first array of a shape."""
     found = ARRAY.search(shape)
     return [int(extent) for extent in found[2].split(",") if extent] if found else []
+
+
+def has_extent(shape: str, extent: int) -> bool:
+    """Whether an array of floating point numbers of a shape is so long along an axis."""
+    return any(
+        str(extent) in extents.split(",") for dtype, extents, _ in ARRAY.findall(shape) if dtype[0] in "bf" and extent
+    )
 
 
 def array_bytes(shape: str) -> int:

@@ -293,7 +293,7 @@ class Planner:
             what = (
                 f"operations of compiled programs take the cycles that their compiler expects, {rates.clock / 1e9} GHz"
             )
-            return [f"estimated: {what}, kernels of attention as long as their bytes; nothing was measured", *rings]
+            return [f"estimated: {what}, attention those of its schedule or its bytes; nothing was measured", *rings]
         what = f"{rates.bandwidth / 1e9:,.0f} GB/s and {rates.flops / 1e12:,.0f} TFLOP/s"
         return [
             f"estimated: operations of compiled programs follow each other, at {what}, {1e6 * rates.launch:.1f} us for "

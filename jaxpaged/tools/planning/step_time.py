@@ -2,6 +2,7 @@
 
 A step adds up: its programs, one after the other, as `counting/estimate.py` estimates them, with collectives that
 nothing hides, and what attention reads of the contexts. The host works meanwhile, so a step takes the longer of both.
+A TPU's compiler does not say how long our kernels take: their schedules do, which were counted.
 """
 
 from collections.abc import Sequence
@@ -12,19 +13,30 @@ from jaxpaged.tools.planning.roofline import DISPATCH_SECONDS, decode_parts, pai
 from jaxpaged.worker.costs import Work
 from jaxpaged.worker.programs.declare import ProgramKind
 
-MEASURED = {"NVIDIA H100 SXM": (2.983e12, 7.03e14), "NVIDIA H200": (4.211e12, 7.03e14)}
-"""Bytes and bf16 operations a second as `pallas_kernels.timing` measured them (the operations on an H100)."""
-REACHED = (0.88, 0.71)
+MEASURED = {"NVIDIA H100 SXM": (2.983e12, 7.03e14), "NVIDIA H200": (4.217e12, 6.96e14)}
+"""Bytes and bf16 operations a second as `pallas_kernels.timing` measured them."""
+REACHED = (0.88, 0.70)
 """What these are of the data sheet's, which other GPUs are taken to reach as well."""
-CONTEXT_SHARE = {"NVIDIA H100 SXM": 0.79, "NVIDIA H200": 0.70}
-"""Of those bytes, what attention of decodes was measured to read a second (`scripts/bench_kernel.py`)."""
+CONTEXT_SHARE, NARROW_SHARE, PROMPT_SHARE = 0.91, 0.50, 0.55
+"""Of those rates, what attention was measured to reach on an H200, a layer among eight: 64 decodes x 2,048, the same
+from caches of 8 bits (int8 0.51, float8 0.48), and a prompt of 8,192 (`scripts/gpu_minutes.py`). Other GPUs are taken
+to reach as much. An H100 had older kernels, with which it reached 0.79 for decodes, and an H200 0.70."""
 LAUNCH_SECONDS, FILL_SECONDS = 1.3e-6, 2.9e-6
 """From one kernel of a CUDA graph to the next, and until a product reads its weights at full speed, in a profile of an
 8B Llama's decode step on an H200: norms and the like took 1.4 to 1.7 us, and 225 products 4.52 ms of 15.0 GB."""
-PROMPT_SHARE = 0.4
-"""Of the operations a second, what attention of prompts was measured to reach on an H100."""
 TILE_BUNDLES, TILE_FLOPS = {"TPU v5e": 1145, "TPU v5p": 1145, "TPU v6e": 808, "TPU 7x": 814}, 4 * 512 * 512 * 128
-"""Of that kernel on a TPU, cycles for a tile of 512 queries by 512 keys, at least: as it is scheduled (v5p: as v5e)."""
+"""Of attention of prompts on a TPU, cycles for a tile of 512 queries by 512 keys, at least: as it is scheduled (v5p: as
+v5e)."""
+ITEM_SLOTS = 256
+DECODE_BUNDLES = {
+    "TPU v5e": (141, 56, 8.3),
+    "TPU v5p": (141, 56, 8.3),
+    "TPU v6e": (143, 48, 8.0),
+    "TPU 7x": (140, 47, 17.4),
+}
+"""Of attention of decodes, as it is scheduled: cycles at least of an item of `ITEM_SLOTS`, for each kv head of it, and
+for each block that is copied. They give the counts of `pallas_kernels/README.md`, of 1 and 8 heads and of blocks of 16
+and 128, within 3 %."""
 CLOCKS = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9, "TPU 7x": 2.2e9}
 """Cycles a second, from the data sheets' products a second and the sizes of the units that make them."""
 HOP_SECONDS = {"TPU": 1.0e-6, "NVIDIA": 0.7e-6}
@@ -42,13 +54,16 @@ def rates_of(device: DeviceFacts) -> Rates:
     if device.name in CLOCKS:
         clock = CLOCKS[device.name]
         share = min(1.0, TILE_FLOPS * clock / device.matmul_bf16 / TILE_BUNDLES[device.name])
-        return Rates(device.bandwidth, device.matmul_bf16, clock=clock, prompt_share=share, **ring)
+        item, head, block = DECODE_BUNDLES[device.name]
+        cycles = {"clock": clock, "item_cycles": item, "head_cycles": head, "block_cycles": block}
+        return Rates(device.bandwidth, device.matmul_bf16, prompt_share=share, **cycles, **ring)
     shares = (device.bandwidth * REACHED[0], device.matmul_bf16 * REACHED[1])
     return Rates(
         *MEASURED.get(device.name, shares),
         launch=LAUNCH_SECONDS,
         fill=FILL_SECONDS,
-        context_share=CONTEXT_SHARE.get(device.name, 0.75),
+        context_share=CONTEXT_SHARE,
+        narrow_share=NARROW_SHARE,
         prompt_share=PROMPT_SHARE,
         **ring,
     )
@@ -61,6 +76,19 @@ def context_bytes(work: Work, num_requests: int, context: int) -> float:
     return of_rank * sum(seen * token_bytes for seen, token_bytes in layers)
 
 
+def context_seconds(work: Work, rates: Rates, num_requests: int, context: int) -> float:
+    """Of a decode step's attention: of what it reads, or as long as its kernel's schedule is, whichever is longer."""
+    share = rates.context_share if work.kv_itemsize > 1 else rates.narrow_share
+    reading = context_bytes(work, num_requests, context) / (rates.bandwidth * share)
+    if not (rates.clock and work.kv_heads):
+        return reading
+    cycles = 0.0
+    for window, layers, _ in work.attention_layers:
+        seen, item = min(window or context, context), rates.item_cycles + rates.head_cycles * work.kv_heads
+        cycles += layers * (-(-seen // ITEM_SLOTS) * item + -(-seen // work.block_size) * rates.block_cycles)
+    return max(reading, -(-num_requests // work.num_ranks) * cycles / rates.clock)
+
+
 def floor_seconds(work: Work, rates: Rates, num_requests: int, context: int) -> float:
     """Of a decode step: its weights and contexts are read once, or its products take longer."""
     seen = sum(min(window or context, context) * n for window, n, _ in work.attention_layers)
@@ -71,7 +99,7 @@ def floor_seconds(work: Work, rates: Rates, num_requests: int, context: int) -> 
 
 def step_seconds(program_seconds: Sequence[float], work: Work, rates: Rates, num_requests: int, context: int) -> float:
     """Of a decode step of these programs on one device."""
-    return sum(program_seconds) + context_bytes(work, num_requests, context) / (rates.bandwidth * rates.context_share)
+    return sum(program_seconds) + context_seconds(work, rates, num_requests, context)
 
 
 def decode_seconds(

@@ -64,6 +64,35 @@ def test_memory_is_counted_by_space_and_tables_by_their_rows():
     assert [ProgramText(text, [100 * 16 * 4]).memory_bytes() for text in (TPU, scattered)] == [expected, expected]
 
 
+NAMED = """HloModule step, is_scheduled=true
+
+%graph (g: bf16[512,64], h: bf16[8,64]) -> f32[8,512] {
+  %g = bf16[512,64]{1,0} parameter(0)
+  %h = bf16[8,64]{1,0} parameter(1)
+  ROOT %logits = f32[8,512]{1,0} dot(%h, %g), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+ENTRY %main (w: bf16[64,512], x: bf16[8,64]) -> f32[8] {
+  %w = bf16[64,512]{1,0} parameter(0), metadata={op_name="params.layers[0].mlp.weight"}
+  %x = bf16[8,64]{1,0} parameter(1), metadata={op_name="rows"}
+  %turned = bf16[512,64]{1,0} copy(%w)
+  %call = f32[8,512]{1,0} call(%turned, %x), to_apply=%graph
+  %sent = f32[8,512]{1,0:S(5)} copy(%call)
+  ROOT %drawn = f32[8]{0} fusion(%call), kind=kInput, calls=%most
+}
+"""
+
+
+def test_bytes_of_weights_of_copies_of_them_and_of_logits_are_told_apart():
+    text, logits = ProgramText(NAMED, vocabulary=512), 8 * 512 * 4
+    copy, product, sent, drawn = text.region
+    assert copy.bytes == 2 * copy.weights == 2 * 64 * 512 * 2, "what is written is no weight"
+    assert (product.weights, product.logits) == (64 * 512 * 2, logits)
+    assert product.bytes == product.weights + logits + 8 * 64 * 2
+    assert (drawn.weights, drawn.logits, drawn.bytes) == (0, logits, logits + 32)
+    assert text.num_host_transfers == 1 and sent.bytes == logits
+
+
 COLLECTIVES = """HloModule step, is_scheduled=true
 
 %async_part (p: f32[4]) -> f32[8] {

@@ -1,11 +1,21 @@
 """Estimated times of steps, against sums done by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxpaged.tools.planning.plan import DeviceFacts, PlannedProgram
-from jaxpaged.tools.planning.step_time import decode_seconds, floor_seconds, prefill_seconds, rates_of
+from jaxpaged.tools.planning.step_time import (
+    ITEM_SLOTS,
+    context_seconds,
+    decode_seconds,
+    floor_seconds,
+    prefill_seconds,
+    rates_of,
+)
 from jaxpaged.tools.planning.targets import CHIPS, GPUS, tpu_facts
 from jaxpaged.worker.costs import Work
+from pallas_kernels.ragged_paged_attention.tpu.segments import DECODE_ITEM_SLOTS
 
 DEVICE = DeviceFacts("toy", memory=10**9, bandwidth=1e9, matmul_bf16=1e12, links=1e8)
 RATES = rates_of(DEVICE)
@@ -37,8 +47,44 @@ def test_a_step_adds_its_programs_and_what_is_read_of_contexts():
     assert decode_seconds([*PROGRAMS, run], WORK, DEVICE, 4, 1000) == pytest.approx(0.001 + 4 * CONTEXTS)
     assert decode_seconds(PROGRAMS[:1], WORK, DEVICE, 4, 1000) is None, "nothing was compiled that draws"
     assert decode_seconds(PROGRAMS, WORK, DEVICE, 65, 1000) is None
+    narrow = replace(WORK, kv_itemsize=1)
+    slower = CONTEXTS * RATES.context_share / RATES.narrow_share
+    assert decode_seconds([run], narrow, DEVICE, 4, 1000) == pytest.approx(0.001 + 4 * slower), "bytes are as given"
     quick = [PlannedProgram("decode", 64, 1.0, seconds=1e-9)]
     assert decode_seconds(quick, WORK, DEVICE, 64, 0) == pytest.approx(110e-6 + 64 * 3.2e-6), "the host's time"
+
+
+def test_attention_of_decodes_on_a_tpu_is_as_long_as_its_schedule_where_that_is_longer():
+    work = replace(WORK, kv_heads=1, attention_layers=((None, 2, 512), (300, 1, 512)))
+    rates = rates_of(tpu_facts("v6e", 1))
+    items, blocks = 2 * 4 + 2, 2 * 63 + 19  # of contexts of 1,000 tokens, and of a window of 300
+    cycles = items * (143 + 48) + blocks * 8
+    assert ITEM_SLOTS == DECODE_ITEM_SLOTS
+    assert context_seconds(work, rates, 7, 1000) == pytest.approx(7 * cycles / 1.75e9)
+    wide = replace(work, kv_heads=8, attention_layers=((None, 2, 8 * 512),))
+    assert context_seconds(wide, rates, 7, 1000) == pytest.approx(7 * 2 * 1000 * 8 * 512 / rates.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("chip", "heads", "items", "blocks", "bundles"),
+    [
+        ("v5e", 1, 8, 128, 2610),
+        ("v5e", 1, 8, 16, 1702),
+        ("v5e", 8, 4, 64, 2897),
+        ("v5e", 8, 4, 8, 2413),
+        ("v6e", 1, 8, 128, 2504),
+        ("v6e", 1, 8, 16, 1647),
+        ("v6e", 8, 4, 64, 2636),
+        ("v6e", 8, 4, 8, 2169),
+        ("tpu7x", 1, 8, 128, 3627),
+        ("tpu7x", 1, 8, 16, 1757),
+        ("tpu7x", 8, 4, 64, 3272),
+    ],
+)
+def test_cycles_of_items_heads_and_blocks_are_those_of_the_schedules_in_the_readme(chip, heads, items, blocks, bundles):
+    rates = rates_of(tpu_facts(chip, 1))
+    counted = items * (rates.item_cycles + heads * rates.head_cycles) + blocks * rates.block_cycles
+    assert counted == pytest.approx(bundles, rel=0.03)
 
 
 def test_a_prompt_adds_its_steps_and_its_attention():
@@ -58,5 +104,5 @@ def test_every_device_has_rates_that_are_no_more_than_its_data_sheet():
     for device in facts:
         rates = rates_of(device)
         assert rates.bandwidth <= device.bandwidth and rates.flops <= device.matmul_bf16, device
-        assert 0 < rates.context_share <= 1 and 0 < rates.prompt_share <= 1
+        assert 0 < rates.narrow_share <= rates.context_share <= 1 and 0 < rates.prompt_share <= 1
         assert bool(rates.clock) == device.name.startswith("TPU") != bool(rates.launch)
