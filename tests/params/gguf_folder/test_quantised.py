@@ -1,0 +1,125 @@
+"""Quantised matrices of a GGUF file become parameters that hold what ggml makes of them, whatever lies in the file
+turned or stacked, on one device and on several."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.errors import CheckpointError
+from jaxpaged.models.config import load_hf_config
+from jaxpaged.models.registry import model_for
+from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.formats.gguf.blocks import DECODERS
+from jaxpaged.params.gguf_folder.folder import make_folder
+from tests.models.checkpoints import CONFIGS, random_tensors
+from tests.models.tensor_shapes import tensor_shapes
+from tests.params.formats.gguf.writer import write_gguf
+from tests.params.gguf_folder.gguf_checkpoints import facts_of, tensors_of, turned
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = {**CONFIGS["mixtral"], **SIZES, **HEADS, "tie_word_embeddings": False}
+GOLDEN = dict(np.load(Path(__file__).parents[2] / "golden" / "formats" / "gguf_weights.npz"))
+
+
+def in_blocks(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes, weights) of a matrix of rows that ggml packed, drawn at random."""
+    inputs = shape[-1]
+    rows, weights = GOLDEN[f"{name}/rows"], GOLDEN[f"{name}/weight"]
+    rows, weights = rows.reshape(-1, rows.shape[1] * inputs // 512), weights.reshape(-1, inputs)
+    drawn = rng.integers(0, len(rows), shape[:-1])
+    return rows[drawn], weights[drawn]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(folder of a GGUF file with matrices of all types, checkpoint with what they mean)."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("quantised")
+    plain = random_tensors(tensor_shapes(CONFIG), CONFIG, 0)
+    in_file, meant = tensors_of(CONFIG, plain), {}
+    kinds = 3 * list(DECODERS)
+    for name, tensor in in_file.items():
+        if tensor.ndim > 1 and "ffn_gate_inp" not in name:
+            kind = kinds.pop()
+            rows, meant[name] = in_blocks(kind, tensor.shape, rng)
+            in_file[name] = (kind, rows)
+    path = write_gguf(folder / "model.gguf", facts_of(CONFIG), in_file)
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    save_file({**plain, **dequantised(meant)}, checkpoint / "model.safetensors")
+    return make_folder(path, folder / "cache"), checkpoint
+
+
+def dequantised(meant: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Matrices under the names of a checkpoint, with rows in its order."""
+    found = {"model.embed_tokens.weight": meant.pop("token_embd.weight"), "lm_head.weight": meant.pop("output.weight")}
+    projections = {"gate": "w1", "up": "w3", "down": "w2"}
+    for name, weight in meant.items():
+        _, layer, own, _ = name.split(".")
+        start = f"model.layers.{layer}"
+        if own.endswith("_exps"):
+            projection = projections[own.split("_")[1]]
+            experts = {f"{start}.block_sparse_moe.experts.{i}.{projection}.weight": one for i, one in enumerate(weight)}
+            found |= {each: np.ascontiguousarray(one) for each, one in experts.items()}
+        else:
+            heads = {"attn_q": 4, "attn_k": 2}.get(own)
+            straight = weight if heads is None else unturned(weight, heads)
+            found[f"{start}.self_attn.{own[5]}_proj.weight"] = straight
+    return found
+
+
+def unturned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What `turned` makes `rows` of."""
+    places = turned(np.arange(len(rows)), heads)
+    found = np.empty_like(rows)
+    found[places] = rows
+    return found
+
+
+def loaded(folder, num_devices=1):
+    hf = load_hf_config(folder)
+    model = model_for(hf)
+    config = model.config_from_hf(hf)
+    specs = model.param_specs(config, num_devices)
+    return load_params(specs, config, folder, make_mesh(num_devices), "bfloat16")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_parameters_are_what_ggml_makes_of_the_file(folders, num_devices):
+    found, expected = (loaded(folder, num_devices) for folder in folders)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_damaged_blocks_are_refused_with_the_tensor(folders, tmp_path):
+    rows, _ = in_blocks("Q4_K", (CONFIG["vocab_size"], 256), np.random.default_rng(0))
+    rows[7, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    in_file = tensors_of(CONFIG, random_tensors(tensor_shapes(CONFIG), CONFIG, 0))
+    path = write_gguf(tmp_path / "a.gguf", facts_of(CONFIG), {**in_file, "token_embd.weight": ("Q4_K", rows)})
+    with pytest.raises(
+        CheckpointError, match="embed_tokens.weight belongs to a weight in GGUF's Q4_K, and the scale of"
+    ):
+        loaded(make_folder(path, tmp_path / "cache"))
+
+
+def test_types_that_are_not_read_are_refused_before_anything_is_loaded(tmp_path):
+    in_file = tensors_of(CONFIG, random_tensors(tensor_shapes(CONFIG), CONFIG, 0))
+    rows = np.zeros((CONFIG["vocab_size"], 66), np.uint8)
+    path = write_gguf(tmp_path / "a.gguf", facts_of(CONFIG), {**in_file, "token_embd.weight": ("IQ2_XXS", rows)})
+    with pytest.raises(
+        CheckpointError, match="token_embd.weight has the type IQ2_XXS, which is not read; F32.*another"
+    ):
+        make_folder(path, tmp_path / "cache")
+
+
+def test_a_tensor_that_no_such_model_has_is_refused(tmp_path):
+    in_file = tensors_of(CONFIG, random_tensors(tensor_shapes(CONFIG), CONFIG, 0))
+    extra = {"blk.0.attn_surprise.weight": np.zeros((4, 4), np.float32)}
+    path = write_gguf(tmp_path / "a.gguf", facts_of(CONFIG), {**in_file, **extra})
+    with pytest.raises(CheckpointError, match="holds blk.0.attn_surprise.weight, which is no part of"):
+        make_folder(path, tmp_path / "cache")
