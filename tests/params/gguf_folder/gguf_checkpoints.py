@@ -69,6 +69,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 12},
     "phi3": {"original_max_position_embeddings": 4096},
     "phi3_partial": {"original_max_position_embeddings": 4096},
+    "olmo2": {"head_dim": None},
     "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": None, "use_sliding_window": False},
 }
 """Name of a checkpoint -> what a GGUF file of it can say, where it cannot say what the checkpoint does."""
@@ -131,6 +132,15 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         if "original_max_position_embeddings" in scaling:
             own["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
     return {"general.architecture": arch, **{f"{arch}.{name}": value for name, value in own.items()}}
+
+
+def attention_factor(hf: Mapping[str, Any]) -> dict[str, float]:
+    """What longrope multiplies cos and sin with, which llama.cpp's converter computes and readers may compute too."""
+    if "original_max_position_embeddings" not in hf:
+        return {}
+    length, original = hf["max_position_embeddings"], hf["original_max_position_embeddings"]
+    factor = np.sqrt(1 + np.log(max(1, length / original)) / np.log(original))
+    return {f"{ARCHITECTURES[hf['architectures'][0]]}.rope.scaling.attn_factor": float(factor)}
 
 
 def turned(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxpaged.distributed.mesh import make_mesh
+from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.gguf_folder.folder import make_folder
-from tests.params.gguf_folder.gguf_checkpoints import write_gguf_checkpoint, write_hf_checkpoint
+from tests.params.gguf_folder.gguf_checkpoints import config_of, write_gguf_checkpoint, write_hf_checkpoint
 
 NAMES = [
     "llama",
@@ -55,3 +56,12 @@ def test_a_file_is_the_same_model_as_the_checkpoint(name, tmp_path):
             assert found == wanted, f"{field.name}: {found} and not {wanted}"
     lost = 1e-6 if config.offset_norms else 0  # Gemma's norms, to which 1 was added in float32
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=lost), params, expected_params)
+
+
+def test_factors_of_single_frequencies_are_those_of_llama_3(tmp_path):
+    folder = make_folder(write_gguf_checkpoint("llama3", tmp_path / "a.gguf"), tmp_path / "cache")
+    found, expected = (
+        model_for(hf).config_from_hf(hf).layers[0].rope for hf in (load_hf_config(folder), config_of("llama3"))
+    )
+    assert found.attention_factor == expected.attention_factor == 1.0
+    np.testing.assert_allclose(inverse_frequencies(found, 64), inverse_frequencies(expected, 64), rtol=1e-6)

@@ -26,7 +26,7 @@ def fact(value: Any) -> bytes:
         case bool():
             return struct.pack("<I?", 7, value)
         case int():
-            return struct.pack("<Ii", 5, value)
+            return struct.pack("<II", 4, value)
         case float():
             return struct.pack("<If", 6, value)
         case str():
