@@ -7,8 +7,10 @@ is not being placed. Knows letters and files, and no models.
 Letters: I inputs and O outputs of a matrix, R some of the outputs.
 """
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,31 +161,52 @@ class EncodedMatrix:
         """One of its tensors."""
         return next(iter(self.entries.values()))
 
-    def parts(self) -> Iterator[tuple[slice, StoredWeight]]:
-        """Some rows at a time: where they are among `rows`, and what they are. CheckpointError for what cannot be."""
+    def each_part(self, take: Callable[[slice, StoredWeight], None]) -> None:
+        """Decode some rows at a time, several at once where there are cores, and hand them over: where they are among
+        `rows`, and what they are. CheckpointError for what cannot be."""
         step = max(1, DECODED_AT_ONCE // self.inputs)
+        parts = [slice(start, min(start + step, len(self.rows))) for start in range(0, len(self.rows), step)]
         with ExitStack() as maps:
             tensors = {end: maps.enter_context(mapped(each, STORED_DTYPES)) for end, each in self.entries.items()}
             if self.index is not None:
                 tensors = {end: tensor[self.index] for end, tensor in tensors.items()}
-            for start in range(0, len(self.rows), step):
-                part = slice(start, min(start + step, len(self.rows)))
-                try:
-                    weight = self.scheme.decoded(tensors, self.inputs, as_range(self.rows[part]))
-                    check_numbers(weight)
-                except ValueError as error:
-                    raise CheckpointError(
-                        f"{self.file.path}: {self.file.name} belongs to a weight in {self.scheme.title}, and {error}. "
-                        "The file is damaged, or its config.json is another model's: download both again."
-                    ) from None
-                yield part, weight
+            one = lambda part: take(part, self._decoded(tensors, part))
+            if len(parts) == 1:
+                one(parts[0])
+                return
+            with ThreadPoolExecutor(min(len(parts), num_cores(), MOST_THREADS)) as threads:
+                for _ in threads.map(one, parts):
+                    pass
+
+    def _decoded(self, tensors: Mapping[str, np.ndarray], part: slice) -> StoredWeight:
+        try:
+            weight = self.scheme.decoded(tensors, self.inputs, as_range(self.rows[part]))
+            check_numbers(weight)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.file.path}: {self.file.name} belongs to a weight in {self.scheme.title}, and {error}. "
+                "The file is damaged, or its config.json is another model's: download both again."
+            ) from None
+        return weight
 
     def dequantized(self, dtype: Any) -> np.ndarray:
         """[R, I] in `dtype`."""
         out_RI = np.empty(self.shape, dtype)
-        for part, weight in self.parts():
+
+        def take(part: slice, weight: StoredWeight) -> None:
             out_RI[part] = weight.dequantized(dtype)
+
+        self.each_part(take)
         return out_RI
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+MOST_THREADS = 16
+"""That decode one matrix."""
 
 
 class Decoded(Sequence[np.ndarray]):

@@ -102,12 +102,15 @@ def place_encoded(
     is_stack = spec.stored_dims.startswith("E")
     name, array = np.dtype(dtype).name, partial(place_array, sizes=sizes, mesh=mesh, rooms=rooms)
     if form in ROWS:
-        rows = [rows_of(matrix, form, losses) for matrix in matrices]
-        values, scales = (np.stack(each) if is_stack else each[0] for each in zip(*rows, strict=True))
+        values = np.empty((len(matrices), *matrices[0].shape), ROWS[form])
+        scales = np.empty(values.shape[:2], np.float32)
+        for i, matrix in enumerate(matrices):
+            rows_of(matrix, form, losses, out=(values[i], scales[i]))
         of_rows = scales_spec(spec)
-        scales = scales.reshape(shape[: len(of_rows.dims)])
         return QuantizedArray(
-            array(spec, values.reshape(shape), dtype=ROWS[form]), array(of_rows, scales, dtype=np.float32), name
+            array(spec, values.reshape(shape), dtype=ROWS[form]),
+            array(of_rows, scales.reshape(shape[: len(of_rows.dims)]), dtype=np.float32),
+            name,
         )
     if isinstance(form, Stored):
         parts = [stored_parts(matrix, form, losses) for matrix in matrices]

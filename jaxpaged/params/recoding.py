@@ -44,22 +44,24 @@ def square_sum(x: np.ndarray) -> float:
     return float(np.vdot(x, x))
 
 
-def rows_of(matrix: EncodedMatrix, dtype: str, losses: Losses) -> tuple[np.ndarray, np.ndarray]:
-    """(values [O, I] of a type, float32 scales [O])."""
-    values_OI, scales_O = np.empty(matrix.shape, dtype), np.empty(len(matrix.rows), np.float32)
-    error = weight = None
-    for part, stored in matrix.parts():
+def rows_of(matrix: EncodedMatrix, dtype: str, losses: Losses, out: tuple[np.ndarray, np.ndarray]) -> None:
+    """Fill `out`: values [O, I] of a type, and float32 scales [O]."""
+    values_OI, scales_O = out
+    looked_at = list[tuple[np.ndarray, np.ndarray]]()
+
+    def take(part: slice, stored: StoredWeight) -> None:
         exact = exact_rows(stored, dtype)
         if exact is not None:
             values_OI[part], scales_O[part] = exact
-            continue
+            return
         weight_OI = stored.dequantized(np.float32)
         values, scales = rounded_rows(weight_OI, np) if dtype == "int8" else float_rows(weight_OI, dtype)
         values_OI[part], scales_O[part] = values, scales
         if part.start == 0:
-            weight, error = weight_OI, values_OI[part].astype(np.float32) * scales[:, None] - weight_OI
-    losses.add(matrix.scheme.title, in_words(dtype), error, weight)
-    return values_OI, scales_O
+            looked_at.append((values_OI[part].astype(np.float32) * scales[:, None] - weight_OI, weight_OI))
+
+    matrix.each_part(take)
+    losses.add(matrix.scheme.title, in_words(dtype), *(looked_at[0] if looked_at else (None, None)))
 
 
 def exact_rows(stored: StoredWeight, dtype: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -85,12 +87,18 @@ def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[n
     groups = matrix.inputs // form.group
     values_OI, scales_OC = np.empty(matrix.shape, form.values), np.empty((len(matrix.rows), groups), np.float32)
     zeros_OC, order_I = np.zeros_like(scales_OC), np.arange(matrix.inputs, dtype=np.int32)
-    for part, stored in matrix.parts():
+    orders = dict[int, np.ndarray]()
+
+    def take(part: slice, stored: StoredWeight) -> None:
         values_OI[part] = stored.values
         scales_OC[part] = np.repeat(stored.scales, groups // stored.scales.shape[1], axis=1)
         if stored.zeros is not None:
             zeros_OC[part] = np.repeat(stored.zeros, groups // stored.zeros.shape[1], axis=1)
-        order_I = order_I if stored.order is None else stored.order.astype(np.int32)
+        if stored.order is not None:
+            orders[part.start] = stored.order.astype(np.int32)
+
+    matrix.each_part(take)
+    order_I = orders.get(0, order_I)
     is_ordered = bool((np.diff(order_I) != 1).any())
     if (is_ordered and not form.has_order) or (zeros_OC.any() and not form.has_zeros):
         raise CheckpointError(

@@ -122,9 +122,7 @@ class EngineSpec:
         self.cache_type = CACHE_TYPES[config.cache.kv_cache_dtype]
         self.kv_dtype = self.dtype if self.cache_type.is_scaled else jnp.dtype(self.cache_type.dtype)
         specs, sizes = model.param_specs(self.whole, self.num_shards), self.whole.dim_sizes()
-        self.whole_specs = self._formed(
-            quantized_specs(specs, rounding_of(config.model.quantization, decoder.quantization), sizes), sizes
-        )
+        self.whole_specs = self._formed(specs, rounding_of(config.model.quantization, decoder.quantization), sizes)
         self.specs = self.whole_specs if stage is None else params_of(stage, self.whole_specs)
         self.param_shapes = self.shapes_of(self.specs, self.decoder)
         if balance is not None:
@@ -165,9 +163,7 @@ class EngineSpec:
         self.model = drafted_model(self.model, self.draft)
         specs = draft.model.param_specs(self.draft.config, self.num_shards)
         sizes = self.draft.config.dim_sizes()
-        self.draft_specs = self._formed(
-            quantized_specs(specs, rounding_of(draft.quantization, draft.config.quantization), sizes), sizes
-        )
+        self.draft_specs = self._formed(specs, rounding_of(draft.quantization, draft.config.quantization), sizes)
         shapes = self.shapes_of(self.draft_specs, self.draft.config)
         self.param_shapes = DraftedParams(self.param_shapes, shapes)
 
