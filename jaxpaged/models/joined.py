@@ -63,8 +63,9 @@ def map_blocks(side_by_side: Callable[..., Any], params: Any) -> Any:
 
 
 def are_alike(parts: tuple[Linear | None, ...]) -> bool:
-    """Whether all of the weights are there, and of one form, which takes inputs in their order."""
-    if any(part is None for part in parts):
+    """Whether all of the weights are there, of one form, which takes inputs in their order, and with heads of one
+    size."""
+    if any(part is None for part in parts) or len({part.weight.shape[1:] for part in parts}) > 1:
         return False
     forms = {(jax.tree.structure(part), *(leaf.dtype for leaf in jax.tree.leaves(part))) for part in parts}
     weight = parts[0].weight

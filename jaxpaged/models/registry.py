@@ -27,6 +27,7 @@ from jaxpaged.models.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.llama4 import LLAMA4
 from jaxpaged.models.mimo import MIMO
+from jaxpaged.models.mimo_v2 import MIMO_V2
 from jaxpaged.models.minimax_m2 import HY_V3, MINIMAX_M2
 from jaxpaged.models.mistral3 import MINISTRAL3, MISTRAL3, PIXTRAL, is_pixtral
 from jaxpaged.models.mistral4 import MISTRAL4, WRAPPED_MISTRAL4
@@ -91,6 +92,7 @@ MODELS: dict[str, Model] = {
         MISTRAL4,
         GLM4_MOE_LITE,
         GEMMA4,
+        MIMO_V2,
     )
     for name in model.architectures
 }

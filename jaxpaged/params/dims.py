@@ -41,7 +41,7 @@ ALPHABET = {
     "x": "channels of a short convolution",
     "t": "tokens that such a convolution sees: the one that it is of, and those before it",
     "v": "width of a head's values, where it is another than its keys'",
-    "p": "key and value heads of layers that see all tokens, where others have another number",
+    "p": "key and value heads of layers that see all tokens, where others have another number of them",
     "q": "width of their heads",
     "y": "feed-forward width of layers with wide blocks",
     "l": "numbers of a layer's own input",

@@ -34,7 +34,7 @@ SOUNDS = re.compile(r"(model\.)?(audio_tower|embed_audio)\..*")
 """The same of sounds."""
 POOLED = re.compile(r"vision_tower\.head\..*")
 """What makes one vector of a picture, which language models do not read."""
-FURTHER = re.compile(r"model\.mtp_(layers|block|emb_norm|hidden_norm|linear_proj)\..*")
+FURTHER = re.compile(r"model\.mtp(_(layers|block|emb_norm|hidden_norm|linear_proj))?\..*")
 """Layers that predict further tokens, where they do not stand behind the others: read for drafts only."""
 FREQUENCIES = re.compile(r"model\.(layers\.(?P<layer>\d+)\.self_attn\.)?rotary_emb\.inv_freq")
 """What positions are multiplied with, as old checkpoints keep it: it follows from `rope_theta`."""

@@ -39,6 +39,7 @@ NAMES = (
     "apertus",
     "mistral4",
     "gemma4",
+    "mimo_v2",
 )
 # They have nothing that one of those has not.
 OTHERS = (

@@ -444,6 +444,29 @@ GEMMA4_MOE = {
     "moe_intermediate_size": 24,
 }
 
+MIMO_V2 = {
+    **BASE,
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "model_type": "mimo_v2_flash",
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "v_head_dim": 10,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "attention_value_scale": 0.6,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_mqa_bias_tied": {
@@ -594,6 +617,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral4": MISTRAL4,
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
+    "mimo_v2": MIMO_V2,
     "lfm2": LFM2,
     "lfm2_bias": {
         **{name: value for name, value in LFM2.items() if name not in ("layer_types", "rope_theta")},
@@ -679,9 +703,9 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], hf: dict[str, Any], seed:
             noise = np.full(shape, 0.5 if tensor.endswith("beta") else -1e-6)
         elif "norm" in tensor or ".ln_" in tensor or tensor.endswith(("scalar", "scale")):
             noise = noise * 0.2 + (0.0 if hf["model_type"].startswith(OFFSET_NORMS) else 1.0)
-        elif tensor.endswith("bias") or ".act_fn." in tensor:
+        elif (tensor.endswith("bias") and not tensor.endswith("sink_bias")) or ".act_fn." in tensor:
             noise = noise * 0.3
-        elif tensor.endswith("sinks"):
+        elif tensor.endswith(("sinks", "sink_bias")):
             noise = noise * 2.0
         elif tensor.endswith(("gate_up_proj", "down_proj")):
             noise = noise / np.float32(shape[2 if hf["model_type"] in OUTPUTS_FIRST else 1] ** 0.5)

@@ -15,7 +15,7 @@ NORMS = {
 
 
 CORRECTIONS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite"), ("gate.e_score_correction_bias",)),
+    **dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"), ("gate.e_score_correction_bias",)),
     "ernie4_5_moe": ("moe_statics.e_score_correction_bias", 1),
     "minimax_m2": ("e_score_correction_bias",),
     "hy_v3": ("expert_bias",),
@@ -36,6 +36,7 @@ def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(hf["num_hidden_layers"]):
         layer = {**attention_shapes(hf), **(expert_shapes(hf) if i in sparse_layers(hf) else mlp_shapes(hf))}
         layer |= {f"{norm}.weight": (width,) for norm in NORMS.get(kind, PRE_NORMS)}
+        layer |= mimo_v2_shapes(hf, hf["layer_types"][i]) if kind == "mimo_v2_flash" else {}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -51,6 +52,8 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             "self_attn.qkv_proj.weight": ((heads + 2 * kv_heads) * head_dim, width),
             "self_attn.o_proj.weight": (width, heads * head_dim),
         }
+    if kind == "mimo_v2_flash":
+        return {}  # see `mimo_v2_shapes`
     out_sizes = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
     shapes = {f"self_attn.{name}.weight": (size, width) for name, size in out_sizes.items()}
     shapes["self_attn.o_proj.weight"] = (width, heads * head_dim)
@@ -312,4 +315,21 @@ def gemma4_attention_shapes(hf: dict[str, Any], is_full: bool, is_shared: bool) 
         shapes |= {"k_proj.weight": (kv_heads * head_dim, width), "k_norm.weight": (head_dim,)}
         if not (is_full and hf["attention_k_eq_v"]):
             shapes["v_proj.weight"] = (kv_heads * head_dim, width)
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def mimo_v2_shapes(hf: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    """A layer's attention of MiMo-V2-Flash."""
+    width, heads, head_dim, value_dim = (
+        hf[name] for name in ("hidden_size", "num_attention_heads", "head_dim", "v_head_dim")
+    )
+    has_window = kind == "sliding_attention"
+    kv_heads = hf["num_key_value_heads"] * (2 if has_window else 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (heads * head_dim, width),
+        "k_proj.weight": (kv_heads * head_dim, width),
+        "v_proj.weight": (kv_heads * value_dim, width),
+        "o_proj.weight": (width, heads * value_dim),
+    }
+    shapes |= {"attention_sink_bias": (heads,)} if has_window else {}
     return {f"self_attn.{name}": shape for name, shape in shapes.items()}

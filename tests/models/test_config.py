@@ -62,6 +62,29 @@ def test_configs_are_hashable_and_equal_when_made_twice(name):
     assert hash(parse(CONFIGS[name])) == hash(parse(dict(CONFIGS[name])))
 
 
+def test_the_publishers_spelling_of_mimo_v2_means_that_of_transformers():
+    hf = CONFIGS["mimo_v2"]
+    names = ("layer_types", "mlp_layer_types", "rope_parameters", "sliding_window")
+    published = {
+        **without(hf, *names),
+        "hybrid_layer_pattern": [0, 1, 1],
+        "moe_layer_freq": [0, 1, 1],
+        "sliding_window_size": 8,
+        "rope_theta": 5000.0,
+        "swa_rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 10,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": None,
+    }
+    assert parse(published) == parse(hf)
+    with pytest.raises(CheckpointError, match="swa_head_dim is 12; of MiMo-V2-Flash only 16"):
+        parse({**published, "swa_head_dim": 12})
+
+
 def test_a_wrapper_of_a_model_with_images_gives_the_text_model():
     text = {
         "hidden_size": 2560,

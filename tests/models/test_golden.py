@@ -31,6 +31,7 @@ OTHERS = (
     "ministral3",
     "mistral4",
     "gemma4_moe",
+    "mimo_v2",
 )
 SHARDED_NAMES = [
     "llama_mqa_bias_tied",
