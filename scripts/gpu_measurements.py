@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,31 @@ NUM_PROFILED = 24
 TIMED_CALLS = {True: 8, False: 2}  # of decodes and of others, in one program of several layers each
 NUM_CALLS = 20
 MOSAIC_S = 75
-MOSAIC_TILES = {
-    "128 slots": (128, 2, True),
-    "128 slots, no turns": (128, 2, False),
-    "64 slots": (64, 4, True),
-    "64 slots, no turns": (64, 4, False),
-}
-"""What tiles of Mosaic's kernel are called -> slots, stages and whether warp groups take turns."""
+LONG = ((0, 8192),)
+PROMPT_STEPS = (
+    ("a prompt of 8,192", LONG, {}),
+    ("16 prompts of 512", ((0, 512),) * 16, {}),
+    ("2,048 behind 6,144", ((6144, 2048),), {}),
+    ("64 decodes, 1,024 behind 1,024", (*((2047, 1),) * 64, (1024, 1024)), {}),
+    ("256 behind 30,000", ((30_000, 256),), {}),
+    ("48 behind 8,000", ((8000, 48),), {}),
+    ("window of 1,024", LONG, {"window": 1024}),
+    ("group of 8", LONG, {"group_size": 8, "num_kv_heads": 4}),
+    ("group of 2", LONG, {"group_size": 2}),
+    ("group of 1", LONG, {"group_size": 1, "num_kv_heads": 16}),
+    ("group of 7", LONG, {"group_size": 7, "num_kv_heads": 4}),
+    ("group of 5", LONG, {"group_size": 5}),
+    ("heads of 64, group of 4", LONG, {"head_dim": 64}),
+    (
+        "heads of 64, group of 8, window of 128, sinks",
+        LONG,
+        {"head_dim": 64, "group_size": 8, "window": 128, "sinks": True},
+    ),
+    ("heads of 64, group of 8", LONG, {"head_dim": 64, "group_size": 8}),
+    ("heads of 64, group of 1", LONG, {"head_dim": 64, "group_size": 1, "num_kv_heads": 16}),
+)
+"""(name, rows of (cached, new) tokens, the shape's other sizes), 8 kv heads of 128 and groups of 4 unless given."""
+TINY_PROMPT_STEPS = (("a prompt of 40", ((0, 40),), {"num_kv_heads": 1, "head_dim": 64}),)
 
 
 class Lines(list[dict[str, Any]]):
@@ -387,82 +405,79 @@ def measure_attention(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_mosaic(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Mosaic's kernel for prompts: its largest error in each of its cases, then microseconds of a layer with each of
-    its tiles beside those with Triton's kernel. What fails is told in its line."""
+    """Mosaic's kernel for prompts: its largest error in each of its cases, then microseconds of a layer with its tiles
+    beside those with Triton's kernel, for steps and heads. What fails is told in its line."""
     from pallas_kernels.ragged_paged_attention.cases import PROMPT_CASES, serving_step
-    from pallas_kernels.ragged_paged_attention.gpu.mosaic import MosaicTiles
+    from pallas_kernels.ragged_paged_attention.gpu.mosaic import default_mosaic_tiles
     from pallas_kernels.timing import measured_matmul
 
     tiny, lines = options.model == "tiny", Lines(options.out)
     end = time.monotonic() + (600 if tiny else MOSAIC_S)
-    tiles = {name: MosaicTiles(2 * 64, slots, 1, 1024, 12, *rest) for name, (slots, *rest) in MOSAIC_TILES.items()}
-    tiles = dict(itertools.islice(tiles.items(), 1 if tiny else None))
-    first, *others = tiles
-    attempts = [(case, first, 64) for case in PROMPT_CASES] + [(PROMPT_CASES[-1], name, 1024) for name in others]
-    for line in mosaic_errors(attempts[:1] if tiny else attempts, tiles, tiny):
+    for line in mosaic_errors(PROMPT_CASES[:1] if tiny else PROMPT_CASES, tiny):
         lines.append(line)
     speed = measured_matmul(64 if tiny else 8192, "bfloat16")
     lines.append({"case": "measured on this device", "of the products": 1.0, "TFLOP/s": speed / 1e12})
-    heads = {"num_kv_heads": 1, "group_size": 4, "head_dim": 64} if tiny else {}
-    lengths = (40,) if tiny else (8192, 32_768, 2048)
-    steps = [serving_step(f"prefill, {length:,}", ((0, length),), **heads) for length in lengths]
-    for step in steps:
-        for name, calls, chain in mosaic_chains(step, {"Triton": None} | ({} if tiny else tiles), tiny):
-            if time.monotonic() > end or isinstance(calls, Exception):
-                why = f"{type(calls).__name__}: {calls}"[-500:] if isinstance(calls, Exception) else "no time"
-                lines.append({"case": step.name, "tiles": name, "error": why})
-                continue
-            lines.append({"case": step.name, "tiles": name, **timed_layer(step, calls, chain, speed)})
+    steps = [serving_step(name, rows, **heads) for name, rows, heads in (TINY_PROMPT_STEPS if tiny else PROMPT_STEPS)]
+    tried = [(step, None) for step in steps]
+    if not tiny:  # the interpreter would take minutes
+        tried += [(step, default_mosaic_tiles(step.shape.head_dim)) for step in steps]
+    tried.sort(key=lambda pair: steps.index(pair[0]))
+    for (step, tiles), (calls, chain) in zip(tried, mosaic_chains(tried, tiny)):
+        line = {"case": step.name, "kernel": "Triton" if tiles is None else "Mosaic"}
+        if isinstance(calls, Exception):
+            line["error"] = f"{type(calls).__name__}: {calls}"[-500:]
+        elif time.monotonic() > end:
+            line["error"] = "no time"
+        else:
+            line |= timed_layer(step, calls, chain, speed)
+        lines.append(line)
     return lines
 
 
-def mosaic_errors(
-    attempts: list[tuple[Any, str, int]], tiles: dict[str, Any], interpret: bool
-) -> Iterator[dict[str, Any]]:
-    """Of cases, with tiles and shortest parts of contexts: the largest error and what is allowed, or why there is
-    none."""
+def mosaic_errors(cases: Sequence[Any], interpret: bool) -> Iterator[dict[str, Any]]:
+    """The largest error of each case and what is allowed, or why there is none."""
     import jax.numpy as jnp
 
     from pallas_kernels import ragged_paged_attention as rpa
     from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+    from pallas_kernels.ragged_paged_attention.gpu.mosaic import default_mosaic_tiles
     from pallas_kernels.testing import make_step
     from tests.pallas_kernels.ragged_paged_attention.one_step import case_tolerance, error, run
 
-    def attempt(number: int) -> dict[str, Any]:
-        (case, name, least), backend = attempts[number], f"mosaic {number}"
-        chosen = dataclasses.replace(tiles[name], min_slots=max(least, tiles[name].slots))
-        rpa._BACKENDS[backend] = GpuBackend(interpret, choose_mosaic=lambda *_: chosen)
-        line = {"case": case.name, "tiles": name, "least part": chosen.min_slots}
+    def attempt(case: Any) -> dict[str, Any]:
+        tiles = dataclasses.replace(default_mosaic_tiles(case.head_dim), min_slots=128)  # so that there are parts
+        rpa._BACKENDS[case.name] = GpuBackend(interpret, choose_mosaic=lambda *_: tiles)
         try:
             step = make_step(case, jnp.bfloat16)
-            out_TNH, _ = run(case, step, jnp.bfloat16, backend)
-            return line | {"error": error(case, out_TNH, step), "allowed": case_tolerance(case, jnp.bfloat16)}
+            out_TNH, _ = run(case, step, jnp.bfloat16, case.name)
+            found = {"error": error(case, out_TNH, step), "allowed": case_tolerance(case, jnp.bfloat16)}
         except Exception as failure:
-            return line | {"error": f"{type(failure).__name__}: {failure}"[-500:]}
+            found = {"error": f"{type(failure).__name__}: {failure}"[-500:]}
+        return {"case": case.name} | found
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        yield from threads.map(attempt, range(len(attempts)))
+        yield from threads.map(attempt, cases)
 
 
-def mosaic_chains(step: Any, tiles: dict[str, Any], interpret: bool) -> Iterator[tuple[str, Any, Callable]]:
-    """(tiles, calls or why there are none, what makes their chain) of a step with each of these tiles for prompts."""
+def mosaic_chains(tried: Sequence[tuple[Any, Any]], interpret: bool) -> list[tuple[Any, Callable]]:
+    """(calls or why there are none, what makes their chain) of steps with these tiles for prompts; None: Triton's."""
     from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
     from pallas_kernels.serving import attention_chain, layer_with
     from pallas_kernels.timing import compiled
 
-    def chain(name: str) -> Any:
-        backend = GpuBackend(interpret, choose_mosaic=lambda *_: tiles[name])
+    def chain(step: Any, tiles: Any) -> Any:
+        backend = GpuBackend(interpret, choose_mosaic=lambda *_: tiles)
         return attention_chain(step, "gpu-interpret" if interpret else "gpu", layer_with(backend, step))
 
-    def prepare(name: str) -> Any:
+    def prepare(pair: tuple[Any, Any]) -> tuple[Any, Callable]:
+        make = functools.partial(chain, *pair)
         try:
-            return compiled(chain(name), 1 if interpret else TIMED_CALLS[False])
+            return compiled(make(), 1 if interpret else TIMED_CALLS[False]), make
         except Exception as error:
-            return error
+            return error, make
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for name, calls in zip(tiles, list(threads.map(prepare, tiles))):
-            yield name, calls, functools.partial(chain, name)
+        return list(threads.map(prepare, tried))
 
 
 def timed_layer(step: Any, calls: Any, chain: Callable[[], Any], speed: float) -> dict[str, Any]:
