@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Record what llama.cpp makes of GGUF's types of weights, into tests/golden/formats/gguf_weights.npz.
+"""Record what llama.cpp makes of GGUF's types of weights and of texts, into tests/golden/formats/gguf_*.
 
     scripts/update_gguf_goldens.py [--env FOLDER]
 
 For each type, some rows are packed by ggml's C functions and decoded by them: TYPE/rows are the bytes, TYPE/weight
-the weights. The library comes with the package xllamacpp. Runs itself in the environment of update_format_goldens.py.
+the weights. For each way to split texts, and for sentencepiece's pieces, a small vocabulary and the tokens of some
+texts. The library comes with the package xllamacpp. Runs itself in the environment of update_format_goldens.py.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from update_format_goldens import GOLDEN, OWN_ENV, own_environment
+from update_format_goldens import GOLDEN, OWN_ENV, ROOT, own_environment
 
 DEQUANTIZE = {
     "Q4_0": "q4_0",
@@ -41,6 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.inside:
         record_weights()
+        record_tokenizers()
         return
     python = own_environment(arguments.env)
     sys.exit(subprocess.run([python, __file__, "--inside"]).returncode)
@@ -86,6 +88,163 @@ def test_rows(np: Any) -> Any:
     rows[4] = -0.25
     rows[5] = np.where(np.arange(INPUTS) % 256 < 128, -0.5, random.standard_normal(INPUTS) * 1e-4)
     return rows.astype(np.float32)
+
+
+TEXTS = (
+    "Hello world! It's 12345 o'clock, isn't it?",
+    "  two  spaces\n\n\tand a tab \r\n end ",
+    "HTTPServer fooBar camelCase ÄÖÜß naïve café",
+    "日本語のテキスト、中文 한국어 и русский текст",
+    "price: $3.50/kg (+10%) @home #tag a_b <b>x</b> /path/to\n/x",
+    "'S 'T DON'T We'Ll they'RE",
+    "emoji 🙂🙂 and \u200d joined \u0915\u094d\u0937",
+    "1 22 333 4444 55555 666666",
+    "<s>chat</s> <|im_start|>",
+    "",
+    " ",
+    "x",
+)
+WAYS = "gpt-2 smollm llama-bpe dbrx qwen2 gpt-4o tekken deepseek-v3".split()
+"""What `tokenizer.ggml.pre` may say, one of each kind."""
+ENDS = ["<s>", "</s>", "<|im_start|>"]
+"""Control tokens."""
+
+
+def record_tokenizers() -> None:
+    """The vocabularies are trained on the documents of this repository and on the texts themselves."""
+    import json
+    import tempfile
+
+    corpus = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("jaxpaged/guides/*.md"))]
+    made: dict[str, Any] = {"texts": TEXTS, "byte_level": byte_level_pieces([*corpus, *TEXTS])}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        pieces = made["byte_level"]
+        made["ways"] = {}
+        for way in WAYS:
+            write_vocabulary(path, {**pieces, "model": "gpt2", "pre": way, "bos_token_id": 0, "eos_token_id": 1})
+            made["ways"][way] = tokens_of(path)
+        made["sentencepiece"], made["of_sentencepiece"] = {}, {}
+        for prefix in (True, False):
+            pieces = sentencepieces(Path(folder), [*corpus, *TEXTS], prefix)
+            write_vocabulary(path, {**pieces, "model": "llama", "bos_token_id": 1, "eos_token_id": 2})
+            name = "prefix" if prefix else "plain"
+            made["sentencepiece"][name], made["of_sentencepiece"][name] = pieces, tokens_of(path)
+    text = json.dumps(made, ensure_ascii=False)
+    (GOLDEN / "gguf_tokenizers.json").write_text(text + "\n", encoding="utf-8")
+    print(f"{len(text)} bytes of tokenizers")
+
+
+def byte_level_pieces(corpus: list[str]) -> dict[str, Any]:
+    """Facts of a vocabulary of pairs of bytes."""
+    import json
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=ENDS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    kinds = [3 if token in ENDS else 1 for token in tokens]
+    return {"tokens": tokens, "token_type": kinds, "merges": [" ".join(merge) for merge in model["merges"]]}
+
+
+def sentencepieces(folder: Path, corpus: list[str], prefix: bool) -> dict[str, Any]:
+    """Facts of a vocabulary of pieces with scores, and bytes for what they lack."""
+    import sentencepiece
+
+    lines = [line for text in corpus for line in text.splitlines() if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "spm"),
+        vocab_size=900,
+        model_type="bpe",
+        byte_fallback=True,
+        add_dummy_prefix=prefix,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        character_coverage=0.99,
+        user_defined_symbols=["<|im_start|>"],
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
+    ids = range(model.get_piece_size())
+    kinds = [6 if model.is_byte(i) else 3 if model.is_control(i) else 2 if model.is_unknown(i) else 1 for i in ids]
+    tokens = [model.id_to_piece(i) for i in ids]
+    kinds = [4 if token == "<|im_start|>" else kind for token, kind in zip(tokens, kinds)]
+    scores = [model.get_score(i) for i in ids]
+    facts = {"tokens": tokens, "token_type": kinds, "scores": scores, "add_space_prefix": prefix}
+    return {**facts, "unknown_token_id": model.unk_id()}
+
+
+def write_vocabulary(path: Path, facts: dict[str, Any]) -> None:
+    """A model of nothing but its tokenizer, as far as llama.cpp allows."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, value in facts.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    shapes = {"token_embd": (len(facts["tokens"]), 8), "output_norm": (8,)}
+    names = ("attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes |= {f"blk.0.{name}": (8,) if name.endswith("norm") else (8, 8) for name in names}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Params(ctypes.Structure):
+    """Any of llama.cpp's structures of options, whose content is not looked at: larger than all of them."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 1024),)
+
+
+def tokens_of(path: Path) -> list[list[int]]:
+    """Of each text, as llama.cpp tokenises it, with the tokens around it."""
+    library = ggml()
+    library.llama_model_default_params.restype = Params
+    library.llama_model_load_from_file.restype = ctypes.c_void_p
+    library.llama_model_load_from_file.argtypes = [ctypes.c_char_p, Params]
+    library.llama_model_get_vocab.restype = ctypes.c_void_p
+    library.llama_model_get_vocab.argtypes = [ctypes.c_void_p]
+    library.llama_tokenize.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_bool,
+        ctypes.c_bool,
+    ]
+    model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
+    assert model, f"llama.cpp does not load {path}"
+    vocab, found = library.llama_model_get_vocab(model), []
+    for text in TEXTS:
+        raw, room = text.encode(), (ctypes.c_int32 * 1024)()
+        count = library.llama_tokenize(vocab, raw, len(raw), room, len(room), True, True)
+        assert count >= 0, (text, count)
+        found.append(list(room[:count]))
+    return found
 
 
 def pointer(array: Any) -> ctypes.c_void_p:

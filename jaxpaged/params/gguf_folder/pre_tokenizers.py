@@ -45,6 +45,6 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), OF_QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((GPT4O,))),
-    "tekken": PreTokenizer((TEKKEN,), takes_whole=True),
+    "tekken": PreTokenizer((TEKKEN,), takes_whole=True, begins=True),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(DEEPSEEK_V3)),
 }
