@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, StateArray, StateSpec, pool_layouts
@@ -15,6 +16,7 @@ from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.kv_store.tier_options import TierWish
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.rope import RopeConfig
+from jaxpaged.worker.cache.attention import as_stored
 from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
@@ -66,6 +68,43 @@ def test_pages_come_back_as_they_were(backend, num_devices, spec):
         all_heads = lower_gather(structs, replace(spec, head_copies=1), backend, whole, 1, EXACTLY).compile()
         (cached,) = all_heads(written, np.array([2], np.int32))
         assert (np.asarray(cached) == pages[[2]].repeat(spec.head_copies, axis=-2)).all(), "some copies are not written"
+
+
+TOKEN_SCALES, HEAD_SCALES = CACHE_TYPES["int8_per_token_head"], CACHE_TYPES["fp8_e5m2"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec", "num_devices", "cache_type"),
+    [
+        ("reference", ATTENTION, 2, TOKEN_SCALES),
+        ("reference", SPLIT, 4, TOKEN_SCALES),
+        ("tpu-interpret", ATTENTION, 1, TOKEN_SCALES),
+        ("tpu-interpret", SPLIT, 4, TOKEN_SCALES),
+        ("reference", COPIED, 2, HEAD_SCALES),
+    ],
+    ids=["heads", "contexts split", "lanes", "lanes, contexts split", "scales of heads"],
+)
+def test_pages_of_8_bits_come_with_the_scales_of_their_tokens(backend, spec, num_devices, cache_type):
+    """Two blocks make a page, and one is written that is not read."""
+    spec, mesh = replace(spec, block_size=4).cached_as(cache_type), make_mesh(num_devices)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    structs = [tensor_struct(AttentionContext(mesh, backend), spec, 8, jnp.bfloat16)] * 2
+    form, rng = EXACTLY.of(spec), np.random.default_rng(1)
+    scatter = lower_scatter(structs, spec, backend, whole, 2, form).compile()
+    gather = lower_gather(structs, spec, backend, whole, 2, form).compile()
+    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    shape = (2, 2, *spec.page_shape(8))
+    pages = [rng.integers(-100, 100, shape).astype(form.page_dtype)]
+    if form.is_scaled:
+        pages.append(rng.random(shape[:-1], np.float32))
+    assert [(each.shape, each.dtype) for each in pages] == form.layout(shape)
+    written = scatter(zeros, np.array([4, 5, 2, 7], np.int32), tuple(pages))
+    found = [np.asarray(each) for each in gather(written, np.array([2, 7, 4, 5], np.int32))]
+    for is_, should_be in zip(found, pages, strict=True):
+        np.testing.assert_array_equal(is_, should_be[::-1])
+    stored = as_stored(spec, backend)
+    arrays = (*structs[0].arrays, *(structs[0].scales if form.is_scaled else ()))
+    assert sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in arrays) == 8 * stored.block_bytes
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

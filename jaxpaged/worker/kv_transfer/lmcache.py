@@ -43,6 +43,11 @@ def agreed_lmcache(
             f"kv_offload has pages={pages}, and LMCache's chunks hold keys and values as they are cached. Leave one of "
             "them out."
         )
+    if kv_cache.content:
+        raise ConfigError(
+            f"kv_cache_dtype is {engine_spec.config.cache.kv_cache_dtype}, and LMCache's chunks hold keys and values "
+            "of 16 or 32 bits, without scales. Leave lmcache out, or cache in 16 bits."
+        )
     if engine_spec.draft is not None:
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
     settings = agreed_settings(wish)

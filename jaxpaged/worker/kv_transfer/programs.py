@@ -46,7 +46,7 @@ def piece_size_of(spec: Any, form: PageForm) -> PieceSize:
 
 
 def layer_bytes(spec: Any, num_tokens: int, form: PageForm) -> int:
-    """Of one layer of so many tokens, as they are cached."""
+    """Of one layer of so many tokens, as they are cached, without scales."""
     return int(np.prod(spec.page_shape(num_tokens))) * form.of(spec).dtype.itemsize
 
 
@@ -55,7 +55,7 @@ def token_bytes(kv_cache: KVCacheConfig, form: PageForm) -> float:
     specs = [(group.spec, len(group.layer_idxs)) for group in kv_cache.groups]
     if not all(spec.needs_blocks for spec, _ in specs):
         return 0.0
-    return sum(num_layers * form.num_bytes(spec.page_shape(1)) for spec, num_layers in specs)
+    return sum(num_layers * form.of(spec).num_bytes(spec.page_shape(1)) for spec, num_layers in specs)
 
 
 def first_tensor(kv_cache: KVCacheConfig, pool_idx: int) -> int:
