@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
@@ -226,7 +226,7 @@ class StepFunctions:
 
         `masks_SW`: the tokens that grammars allow; None: no row has a grammar.
         """
-        lines_SF = placed_lines(packed_SF, rows.num_computed_R)
+        lines_SF = self.whole(placed_lines(packed_SF, rows.num_computed_R))
         if sampling is None:
             output = sample_plain(logits_SV, lines_SF, self.limits)
         else:
@@ -240,7 +240,18 @@ class StepFunctions:
                 custom=self.custom,
                 method=self.limits,
             )
+        output = jax.tree.map(self.whole, output)
         return *record_sample(rows, lines_SF, output), sampling, output.logprobs
+
+    def whole(self, small: Any) -> Any:
+        """A small array as each device has it whole.
+
+        Rows of logits are split over the devices to draw from them. Without the constraint XLA splits by rows whatever
+        meets them too, and sends each of some thirty such arrays around by itself, in every decode step.
+        """
+        if self.attention.mesh.size == 1:
+            return small
+        return jax.lax.with_sharding_constraint(small, lying_like(self.attention.mesh, PartitionSpec()))
 
     def no_logprobs(self, *shape: int) -> LogprobOutput:
         """Room for log probabilities, `shape` in front."""
