@@ -94,8 +94,10 @@ def test_programs_of_one_and_of_two_gpus_compile_where_their_compilers_are(folde
         target = parse_target(name)
         plan = planner(folder, target, tensor_parallel_size=num_devices)
         keys = [next(key for key in plan.compiler.builders if key.kind == kind) for kind in ("forward", "sample")]
-        forward, sample = plan.compiler.compile(keys, lambda *_: None)
-        assert target.compiles and forward.error is sample.error is None, (forward, sample)
+        keys.append(ProgramKey("decode", keys[0].size))
+        forward, sample, decode = plan.compiler.compile(keys, lambda *_: None)
+        assert target.compiles and forward.error is sample.error is decode.error is None, (forward, sample, decode)
+        assert "collective-permute" not in decode.collectives, "arrays of rows are sent around one by one"
         assert bool(forward.collectives) == (num_devices > 1), forward
         assert 0 < forward.temporary_bytes <= plan.reserves[0].temporaries
     assert not parse_target("h100", compile=False).compiles
