@@ -30,6 +30,9 @@ MXFP4 = Numbers("float4_e2m1fn", 32)
 OF_BLOCKS = Numbers("float8_e4m3fn", BLOCK)
 """What `fp8_per_block` makes of a model in 16 bits."""
 
+NOT_QUANTISED = ("bfloat16", "float16", "float32")
+"""Weights that have a scheme for their order only (`schemes/gguf.py`)."""
+
 KernelFor = Callable[[Stored, int, int, bool], str | None]
 """Of a form, outputs, inputs, and whether the weights are those of experts: the kernel that multiplies what one device
 has; None: there is none but the product that writes the weights to memory first."""
@@ -61,7 +64,7 @@ def formed_specs(specs: Any, wish: str, sizes: Mapping[str, int], device: Device
 
 def form_of(spec: Spec, numbers: Numbers, wish: str, sizes: Mapping[str, int], device: Device) -> Any:
     """`Spec.quantized` of a weight; None: 16 bits."""
-    if wish == SIXTEEN:
+    if wish == SIXTEEN or numbers.values in NOT_QUANTISED:
         return None
     rows = rows_type(numbers, device.platform)
     if wish == ROWS or (wish == AUTO and device.platform == "cpu"):

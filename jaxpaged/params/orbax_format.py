@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, UsageError
+from jaxpaged.params.gguf_folder.places_file import PLACES
 from jaxpaged.params.placing import place_part
 from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
@@ -78,7 +79,7 @@ def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:
     """Configuration, with the type that the arrays have now and without a word of quantisation, and whatever the
     tokenizer needs."""
     for path in (path for pattern in SIDE_FILES for path in model_folder.glob(pattern)):
-        if path.name not in {"model.safetensors.index.json", *BESIDE}:
+        if path.name not in {"model.safetensors.index.json", PLACES, *BESIDE}:
             shutil.copyfile(path, out_folder / path.name)
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
     plain = without_description(config)

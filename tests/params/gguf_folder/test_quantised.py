@@ -15,7 +15,10 @@ from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.formats.gguf.blocks import DECODERS
+from jaxpaged.params.forms import Device, form_of
 from jaxpaged.params.gguf_folder.folder import make_folder
+from jaxpaged.params.schemes.gguf import Gguf
+from jaxpaged.params.spec import Spec
 from tests.models.checkpoints import CONFIGS, random_tensors
 from tests.models.tensor_shapes import tensor_shapes
 from tests.params.formats.gguf.writer import write_gguf
@@ -94,6 +97,15 @@ def loaded(folder, num_devices=1):
 def test_parameters_are_what_ggml_makes_of_the_file(folders, num_devices):
     found, expected = (loaded(folder, num_devices) for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(("kind", "form"), [("F16", None), ("BF16", None), ("F32", None), ("Q8_0", "int8")])
+def test_weights_that_nobody_quantised_stay_so_though_their_rows_lie_in_another_order(platform, kind, form):
+    spec = Spec("NHD", "NH D", "model.layers.0.self_attn.q_proj.weight", scheme=Gguf(kind, 4))
+    device = Device(platform, lambda *_: None, {})
+    sizes = {"N": 4, "H": 64, "D": 256}
+    assert form_of(spec, spec.scheme.numbers, "auto", sizes, device) == form
 
 
 def test_damaged_blocks_are_refused_with_the_tensor(folders, tmp_path):
