@@ -63,14 +63,12 @@ WIDE = [(64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128,
 WIDE += [(256, 64, 8, 3), (256, 64, 8, 4)]
 """(rows of weights in an instruction's tile, inputs, warps, stages): for few rows, for few rows that are the narrow
 side, and for more rows."""
-FIRST_8 = [(64, 128, 2, 4), (64, 128, 2, 6), (64, 256, 2, 3), (64, 256, 2, 4), (32, 128, 2, 6), (32, 256, 2, 4)]
-FIRST_8 += [(32, 256, 1, 4), (16, 256, 1, 4), (32, 512, 2, 3)]
-ROWS_8 = [(128, 128, 4, 3), (128, 128, 4, 4), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3), (256, 64, 8, 4)]
-ROWS_8 += [(256, 128, 8, 3), (128, 64, 4, 5), (32, 128, 4, 5), (32, 256, 4, 3)]
-FIRST_4 = [(64, 256, 2, 4), (64, 256, 2, 3), (64, 128, 2, 5), (64, 512, 2, 3), (64, 256, 4, 4), (32, 256, 2, 4)]
-FIRST_4 += [(32, 512, 2, 3), (32, 256, 1, 4), (32, 512, 1, 3), (16, 512, 1, 3)]
-ROWS_4 = [(128, 128, 4, 3), (128, 128, 4, 4), (128, 256, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (256, 128, 8, 3)]
-ROWS_4 += [(32, 256, 4, 3), (32, 128, 4, 5)]
+FIRST_8 = [(64, 128, 2, 4), (64, 256, 2, 3), (64, 128, 4, 4), (64, 256, 4, 3), (64, 256, 4, 4), (32, 256, 2, 4)]
+FIRST_8 += [(32, 512, 2, 3), (128, 128, 8, 4)]
+ROWS_8 = [(128, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 5), (32, 256, 4, 3)]
+FIRST_4 = [(64, 256, 2, 3), (64, 512, 2, 3), (64, 256, 4, 4), (64, 512, 4, 3), (32, 256, 2, 4), (32, 512, 2, 3)]
+FIRST_4 += [(128, 256, 8, 4)]
+ROWS_4 = [(128, 128, 4, 3), (128, 256, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (32, 256, 4, 3)]
 """The same for weights of 8 and of 4 bits: few rows as the narrow side, and more rows as the tall one."""
 
 
@@ -157,13 +155,15 @@ def candidates(product: Product, rows: int) -> Iterator[Tiles]:
     else:
         kinds = [(WIDE, (1,), False), (WIDE, (1, 2, 4), True)]
     weights = 2 if product.is_gated else 1
+    shares = (1,) if bits == 16 or product.is_gated or product.num_outputs > product.num_inputs * 4 else (1, 2, 4)
     for listed, all_folds, weight_first in kinds:
-        for (height, inputs, warps, stages), folds in itertools.product(listed, all_folds):
+        for (height, inputs, warps, stages), folds, parts in itertools.product(listed, all_folds, shares):
             outputs = height // weights // folds
-            programs = product.num_outputs // weights // max(1, outputs)
+            programs = product.num_outputs // weights // max(1, outputs) * parts
             held = stages * inputs * (height * bits // 8 + 2 * max(rows * folds, gpu.FEWEST_ROWS))
-            if held <= SHARED_MEMORY and programs in PROGRAMS and outputs >= 8:
-                yield Tiles(outputs, inputs, folds, warps, stages, weight_first)
+            is_whole = parts == 1 or (folds == 1 and product.num_inputs % (parts * inputs) == 0)
+            if held <= SHARED_MEMORY and programs in PROGRAMS and outputs >= 8 and is_whole:
+                yield Tiles(outputs, inputs, folds, warps, stages, weight_first, parts)
 
 
 Way = Callable[[jax.Array, Any, jax.Array], jax.Array]
@@ -305,7 +305,8 @@ def kind_of(bits: int) -> str:
 
 def describe(tiles: Tiles) -> str:
     first = ", weight first" if tiles.weight_first else ""
-    return f"{tiles.outputs} x {tiles.folds} x {tiles.inputs}, {tiles.warps} w {tiles.stages} s{first}"
+    shared = f", {tiles.parts} parts" if tiles.parts > 1 else ""
+    return f"{tiles.outputs} x {tiles.folds} x {tiles.inputs}, {tiles.warps} w {tiles.stages} s{first}{shared}"
 
 
 def print_row(*cells: Any) -> None:

@@ -4,7 +4,7 @@ It is there where it was timed and found faster than XLA's way, which is cuBLAS 
 which scripts/tune_products.py writes, has tiles for devices, numbers of rows, shapes, and kinds of weights. All else is
 XLA's.
 
-Grid: (tiles of rows, tiles of outputs); a program walks over all inputs, a piece at a time.
+Grid: (tiles of rows, tiles of outputs, parts of inputs); a program walks over all its inputs, a piece at a time.
 
 Folding: few rows fill no matrix instruction, whose wide side takes 64 outputs, with which programs are too few. With
 x as [T * folds, D / folds], and weights likewise, both in place, an instruction takes several parts of the inputs of
@@ -138,31 +138,40 @@ def call(
 ) -> jax.Array:
     T, (X, _), is_scaled = len(x_TD), sizes_of(weight), isinstance(weight, ScaledWeight)
     values, of_groups = (weight.values, (weight.scales, weight.zeros)) if is_scaled else (weight, ())
-    form = form_of(weight, tiles.folds, bool(interpret))
+    F, form = len(values), form_of(weight, tiles, bool(interpret))
     fewest = FEWEST_ROWS // 2 if is_scaled and tiles.weight_first else FEWEST_ROWS
     rows = min(MOST_ROWS, max(fewest // form.folds, pl.next_power_of_2(T)))
     views = [x_TD.reshape(T * form.folds, -1), values.reshape(X * form.folds, -1)]
     of_groups_shape = (X * form.folds, -1) if form.groups > 1 else (X,)
     views += [x.reshape(of_groups_shape) for x in of_groups if x is not None]
-    return pl.pallas_call(
+    is_whole = form.parts == 1
+    out = pl.pallas_call(
         functools.partial(kernel, tiles=tiles, rows=rows, form=form),
-        out_shape=jax.ShapeDtypeStruct((T, len(values)), dtype),
-        grid=(ceil_div(T, rows), ceil_div(len(values), tiles.outputs)),
+        out_shape=jax.ShapeDtypeStruct((T, F) if is_whole else (form.parts, T, F), dtype if is_whole else jnp.float32),
+        grid=(ceil_div(T, rows), ceil_div(F, tiles.outputs), *([] if is_whole else [form.parts])),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="few_rows_matmul",
-    )(*views, *([] if added_TF is None else [added_TF]))
+    )(*views, *([added_TF] if is_whole and added_TF is not None else []))
+    if is_whole:
+        return out
+    sum_TF = jnp.sum(out, axis=0)
+    return (sum_TF if added_TF is None else sum_TF + added_TF.astype(jnp.float32)).astype(dtype)
 
 
-def form_of(weight: Any, folds: int, interpret: bool) -> Form:
-    """What the kernel must know of a weight. It is not folded where parts would not be whole groups."""
-    D = weight.shape[-1]
-    if not isinstance(weight, ScaledWeight):
-        return Form(folds if D % folds == 0 else 1, interpret=interpret)
-    groups, has_zeros = weight.scales.shape[-1], weight.zeros is not None
-    parts = groups if groups > 1 else 1 if has_zeros else D // (PACKED_GROUP if weight.is_packed else 1)
-    folds = folds if parts % folds == 0 else 1
-    return Form(folds, max(1, groups // folds), has_zeros, weight.is_packed, interpret)
+def form_of(weight: Any, tiles: Tiles, interpret: bool) -> Form:
+    """What the kernel must know of a weight. Its inputs are neither folded nor shared where parts would not be whole
+    groups and pieces, and those of gates are not shared."""
+    D, folds, groups, has_zeros, is_packed, is_shrunk = weight.shape[-1], tiles.folds, 0, False, False, False
+    units = D
+    if isinstance(weight, ScaledWeight):
+        groups, has_zeros, is_packed = weight.scales.shape[-1], weight.zeros is not None, weight.is_packed
+        units = groups if groups > 1 else 1 if has_zeros else D // (PACKED_GROUP if is_packed else 1)
+        is_shrunk = weight.dtype != jnp.float8_e4m3fn
+    folds = folds if units % folds == 0 else 1
+    is_shared = len(weight.shape) == 2 and D // folds % (tiles.parts * tiles.inputs) == 0
+    parts = tiles.parts if is_shared else 1
+    return Form(folds, parts, groups and max(1, groups // folds), has_zeros, is_packed, is_shrunk, interpret)
 
 
 def odd_groups(weight: ScaledWeight) -> str | None:

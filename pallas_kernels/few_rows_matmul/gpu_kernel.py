@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -23,7 +24,8 @@ class Tiles:
     """Outputs of a program, parts of the inputs that are multiplied side by side, inputs of a piece of each; warps and
     stages are Triton's.
 
-    weight_first: rows are the narrow side of the matrix instructions, not the tall one.
+    weight_first: rows are the narrow side of the matrix instructions, not the tall one. parts: programs that share the
+    inputs of the same outputs, where pieces are whole parts of them; XLA adds what they leave.
     """
 
     outputs: int
@@ -32,24 +34,38 @@ class Tiles:
     warps: int = 4
     stages: int = 4
     weight_first: bool = False
+    parts: int = 1
+
+
+SHRUNK = 2.0**-23
+"""What whole numbers are multiplied with on their way into products, which are multiplied with the reverse."""
+LEAST = 2.0**133
+"""The reverse of the least bfloat16 above zero."""
+SIGN = 128
+"""What makes an int8 a whole number from 0 on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for. groups: of a row of weights, 0 where there are no scales. interpret: no machine
-    code is there."""
+    """What a kernel is compiled for. parts: programs that share inputs; their sums are the last of the results, which
+    have another axis then. groups: of a row of weights, 0 where there are no scales. is_shrunk: sums are those
+    of whole numbers times `SHRUNK`. interpret: no machine code is there."""
 
     folds: int
+    parts: int = 1
     groups: int = 0
     has_zeros: bool = False
     is_packed: bool = False
+    is_shrunk: bool = False
     interpret: bool = False
 
 
 def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
     """refs: scales [W, C] or, where there is one for each output, [X]; zeros likewise; what is added; the result."""
     scales, zeros, added_TF, out_TF = apart(refs, form)
-    folds, inputs, (T, F), D = form.folds, tiles.inputs, out_TF.shape, x_UD.shape[1]
+    folds, inputs, (T, F), D = form.folds, tiles.inputs, out_TF.shape[-2:], x_UD.shape[1]
+    count = ceil_div(D, inputs) // form.parts
+    first_piece = pl.program_id(2) * count if form.parts > 1 else 0
     of_output = weight_WB.shape[0] // F  # rows of the view
     first_t, first_f = pl.program_id(0) * rows, pl.program_id(1) * tiles.outputs
     num_u, num_w = rows * folds, tiles.outputs * of_output
@@ -82,7 +98,7 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
         return load(x_UD.at[u[:, None], d[None, :]], both(in_u, d < D if is_ragged else None))
 
     def add_piece(i, sum):
-        start = i * inputs
+        start = (first_piece + i) * inputs
         b = lax.div(start, halves) + jnp.arange(inputs // halves)
         in_b = b < lax.div(D, halves) if is_ragged else None
         tile_b = pl.ds(lax.div(start, halves), inputs // halves)
@@ -91,9 +107,8 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
         scale = of_groups(scales, start) if form.groups > 1 else None
         whole = jnp.zeros_like(sum) if scales_sums else sum
         for half in range(halves):
-            w_wd, x_ud = as_bfloat16(values_wb, zero, half, form), inputs_of(half, start)
-            if scale is not None and not scales_sums:
-                w_wd *= scale.astype(jnp.bfloat16)
+            w_wd = as_bfloat16(values_wb, zero, None if scales_sums else scale, half, form)
+            x_ud = inputs_of(half, start)
             left, right = (w_wd, x_ud) if tiles.weight_first else (x_ud, w_wd)
             whole += plgpu.dot(left, right, trans_b=True)
         if not scales_sums:
@@ -102,8 +117,10 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
         return sum + whole * (scale if tiles.weight_first else scale.reshape(1, num_w))
 
     zero_sums = jnp.zeros((num_w, num_u) if tiles.weight_first else (num_u, num_w), jnp.float32)
-    sum_wu = lax.fori_loop(0, ceil_div(D, inputs), add_piece, zero_sums)
+    sum_wu = lax.fori_loop(0, count, add_piece, zero_sums)
     sum_wt = unfolded(sum_wu if tiles.weight_first else sum_wu.T, folds)
+    if form.is_shrunk:
+        sum_wt *= 1 / SHRUNK
     if form.groups == 1:
         num_x = num_w // folds
         first_x = pl.program_id(1) * num_x
@@ -115,7 +132,8 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
     in_f = None if F % tiles.outputs == 0 else first_f + jnp.arange(tiles.outputs) < F
     if added_TF is not None:
         result_tf += load(added_TF.at[out], both(in_t, in_f)).astype(jnp.float32)
-    plgpu.store(out_TF.at[out], result_tf.astype(out_TF.dtype), mask=both(in_t, in_f))
+    part = (pl.program_id(2),) if form.parts > 1 else ()
+    plgpu.store(out_TF.at[(*part, *out)], result_tf.astype(out_TF.dtype), mask=both(in_t, in_f))
 
 
 def apart(refs: Sequence[Any], form: Form) -> tuple[Any, Any, Any, Any]:
@@ -126,46 +144,79 @@ def apart(refs: Sequence[Any], form: Form) -> tuple[Any, Any, Any, Any]:
     return scales, zeros, others.pop() if others else None, out
 
 
-def as_bfloat16(values_wb: jax.Array, zero: jax.Array | None, half: int, form: Form) -> jax.Array:
-    """Values less zeros, exactly; of bytes of two values those of a half."""
-    if form.is_packed:
-        # In bfloat16 128 + value differs from 128 in its last four bits.
-        values, none = with_128(values_wb, 4 * half, form.interpret), jnp.bfloat16(128 + ZERO)
-        return values - (none if zero is None else zero + jnp.bfloat16(128))
+def as_bfloat16(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Form) -> jax.Array:
+    """(values - zero) * scale * SHRUNK, of bytes of two values those of a half; without a scale they are exact. Of
+    float8 neither zero nor `SHRUNK` are in it, and a weight without groups stays as it is."""
+    if not form.groups:
+        return values_wb
     if values_wb.dtype == jnp.float8_e4m3fn:
         # Triton's own way to bfloat16 has a slow instruction a value.
-        values_wb = values_wb.astype(jnp.float16).astype(jnp.float32)
-    values = values_wb.astype(jnp.bfloat16)
-    return values if zero is None else values - zero
+        values = values_wb.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+        return values if scale is None else values * scale.astype(jnp.bfloat16)
+    if scale is not None:
+        scale = scale.astype(jnp.bfloat16)
+    if form.interpret:
+        return by_numbers(values_wb, zero, scale, half, form)
+    factor = SHRUNK * LEAST / (16 if half else 1)
+    lowest = ZERO if form.is_packed else SIGN
+    # With zeros that are not powers of two the product with a scale would be rounded twice.
+    if zero is not None or scale is None:
+        added = -lowest * SHRUNK
+        if zero is not None:
+            added = (zero if form.is_packed else zero + SIGN) * -SHRUNK
+        values = by_bits(values_wb, factor, added, half, form)
+        return values if scale is None else values * scale
+    return by_bits(values_wb, scale * factor, scale * (-lowest * SHRUNK), half, form)
 
 
-def with_128(bytes_wb: jax.Array, shift: int, interpret: bool) -> jax.Array:
-    """128 more than the four bits of each byte that begin at `shift`."""
-    if interpret:
-        return ((bytes_wb >> shift) & 15).astype(jnp.bfloat16) + jnp.bfloat16(128)
-    shape = jax.ShapeDtypeStruct(bytes_wb.shape, jnp.bfloat16)
-    asm = WITH_128.replace("SHIFT", str(shift))
+def by_numbers(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Form) -> jax.Array:
+    """The same without machine code."""
+    values = ((values_wb >> (4 * half)) & 15 if form.is_packed else values_wb).astype(jnp.float32)
+    values -= (ZERO if form.is_packed else 0) if zero is None else zero.astype(jnp.float32)
+    return (values * SHRUNK * (1 if scale is None else scale.astype(jnp.float32))).astype(jnp.bfloat16)
+
+
+def by_bits(bytes_wb: jax.Array, factor: Any, added: Any, half: int, form: Form) -> jax.Array:
+    """factor * number + added, rounded once, for whole numbers from 0 on in `bytes_wb`, in units of the least bfloat16:
+    8 bits with the others zero are such a multiple, those below the least normal number included."""
+    given, others, named = [bytes_wb], list[str](), list[tuple[str, str]]()
+    for name, x in (("f", factor), ("c", added)):
+        if isinstance(x, jax.Array):
+            named.append((f"${2 * len(given) + 1}", f"${2 * len(given) + 2}"))
+            given.append(jnp.broadcast_to(x, bytes_wb.shape))
+        else:
+            others.append(f".reg .b32 {name}; mov.b32 {name}, 0x{bits_of(x) * 2};")
+            named.append((name, name))
+    (first_factor, second_factor), (first_added, second_added) = named
+    take = f"and.b32 NAME, NAME, {'0x00f000f0' if half else '0x000f000f'};" if form.is_packed else ""
+    lines = [
+        "{ .reg .b32 a, b;",
+        *others,
+        "mov.b32 a, $2;" if form.is_packed else "xor.b32 a, $2, 0x80808080;",  # 128 more than int8
+        "prmt.b32 b, a, 0, 0x4342;",
+        "prmt.b32 a, a, 0, 0x4140;",
+        *(take.replace("NAME", name) for name in "ab"),
+        f"fma.rn.bf16x2 $0, a, {first_factor}, {first_added};",
+        f"fma.rn.bf16x2 $1, b, {second_factor}, {second_added}; }}",
+    ]
     (out,) = plgpu.elementwise_inline_asm(
-        asm, args=[bytes_wb], constraints="=r,=r,r", pack=4, result_shape_dtypes=[shape]
+        "\n".join(lines),
+        args=given,
+        constraints="=r,=r,r" + ",r,r" * (len(given) - 1),
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(bytes_wb.shape, jnp.bfloat16)],
     )
     return out
 
 
-WITH_128 = """{
-.reg .b32 first, second;
-prmt.b32 first, $2, 0, 0x4140;
-prmt.b32 second, $2, 0, 0x4342;
-shr.b32 first, first, SHIFT;
-shr.b32 second, second, SHIFT;
-lop3.b32 $0, first, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 $1, second, 0x000f000f, 0x43004300, 0xea;
-}"""
-"""Of a register of four bytes: each in 16 bits, its four bits, those of 128 as bfloat16."""
+def bits_of(number: float) -> str:
+    """Those of a bfloat16, as digits of base 16."""
+    return np.asarray(number, jnp.bfloat16).tobytes()[::-1].hex()
 
 
 def load(ref: Any, mask: jax.Array | None, **settings: Any) -> jax.Array:
     """What is there, and zeros elsewhere."""
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0, **settings)
+    return plgpu.load(ref, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype), **settings)
 
 
 def unfolded(sum_wu: jax.Array, folds: int) -> jax.Array:

@@ -56,6 +56,8 @@ def check(weight: ScaledWeight) -> None:
     D = weight.shape[-1]
     if weight.is_packed and D % PACKED_GROUP:
         raise ValueError(f"values is {spelled(values)}; accepted is a multiple of {PACKED_GROUP // 2} bytes an output.")
+    if weight.zeros is not None and str(values.dtype) == "float8_e4m3fn":
+        raise ValueError(f"zeros is {spelled(weight.zeros)} for values of float8_e4m3fn; accepted is None.")
     for name, x, types in (("scales", scales, SCALES), ("zeros", weight.zeros, ("bfloat16",))):
         if x is None:
             continue

@@ -352,8 +352,11 @@ def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
 
 def as_operand(layer: Layer, x: jax.Array, dtype: Any) -> jax.Array:
     """`x` in the type of the products."""
-    if x.dtype != jnp.float8_e4m3fn or layer.reads_float8:
+    if x.dtype != jnp.float8_e4m3fn:
         return x.astype(dtype)
+    if layer.reads_float8:
+        # Triton's own way to bfloat16 has a slow instruction a number.
+        return x.astype(jnp.float16).astype(jnp.float32).astype(dtype)
     # The bits of a float16 whose exponent is too small by 8: its bias is 15, not 7. Holds for subnormal numbers too.
     bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)

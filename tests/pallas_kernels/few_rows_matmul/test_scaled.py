@@ -44,6 +44,8 @@ CASES = (
     Case("uint8", 33, 40, 384, 128, True),
     Case("uint8", 8, 40, 320, 64, False, Tiles(16, 128, warps=2, weight_first=True)),
     Case("uint8", 9, 40, 96, 0, True, FOLDED),
+    Case("int8", 9, 40, 256, tiles=dataclasses.replace(FOLDED, parts=2)),
+    Case("uint8", 5, 40, 384, 32, False, dataclasses.replace(NARROW, parts=3)),
 )
 
 
@@ -94,7 +96,7 @@ def test_products_are_those_with_the_dequantised_weight(case):
     np.testing.assert_array_less(np.abs(np.asarray(reference_TF) - expected_TF), 1e-6 * sizes_TF)
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[-1]], ids=str)
 def test_a_gate_and_what_is_added_are_of_scaled_sums(case):
     x_TD, weight = make_rows(case), make_weight(case, case.num_outputs, 2)
     gate_TF, up_TF = np.einsum("td,fgd->gtf", np.asarray(x_TD, np.float64), in_float64(weight))
