@@ -5,6 +5,7 @@
     python scripts/tune_kernel.py --interpret --output FILE
 
 The kernels read `tuned.json` beside them: device kind, kind of work, types and heads -> tiles; defaults elsewhere.
+`tuned_mosaic.json` in the same folder has the tiles of prompts for which Mosaic's kernel is faster than Triton's best.
 Entries that exist for other keys stay. A candidate that does not compile, or is slower than the default, is passed
 over. Several steps of one key choose together, by the product of their times. Candidates are compiled side by side, on
 all cores, and timed one after the other. --interpret goes through the same motions in Pallas's interpreter: a test,
@@ -27,9 +28,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.ragged_paged_attention.cases import SERVING_STEPS, TINY_STEPS, ServingStep
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
+from pallas_kernels.ragged_paged_attention.gpu.mosaic import TUNED as TUNED_MOSAIC
+from pallas_kernels.ragged_paged_attention.gpu.mosaic import MosaicTiles, cannot_take, default_mosaic_tiles
+from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.ragged_paged_attention.gpu.tiles import TUNED, Tiles, choose_tiles, device_kind, tuned_key
 from pallas_kernels.serving import attention_chain, layer_with
 from pallas_kernels.timing import Calls, Chain, compiled
@@ -75,10 +80,27 @@ def main() -> None:
     if reason is not None:
         sys.exit(f"nothing to tune on {jax.default_backend()}: {reason}. Use --interpret to try this script.")
     kind = device_kind(options.interpret)
-    entries = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+    entries, of_mosaic = read(options.output), read(options.output.with_name(TUNED_MOSAIC.name))
     for key, steps in steps_to_tune(options, kind).items():
-        entries[key] = tune(key, steps[: options.steps], options, kind)
-        options.output.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        steps, work = steps[: options.steps], work_of(steps[0])
+        default = choose_tiles(*arguments_of(steps[0]), kind)
+        entries[key] = tune(key, steps, [default, *candidates(default, work, options)], options.interpret)
+        write(options.output, entries)
+        if work == "prefill" and mosaic_takes(steps[0], kind):
+            best = Tiles(**entries[key]["tiles"])
+            found = tune(key, steps, [best, *mosaic_candidates(steps[0])], options.interpret)
+            of_mosaic.pop(key, None)
+            if "takes_turns" in found["tiles"]:
+                of_mosaic[key] = found
+            write(options.output.with_name(TUNED_MOSAIC.name), of_mosaic)
+
+
+def read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def write(file: Path, entries: dict[str, Any]) -> None:
+    file.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def steps_to_tune(options: argparse.Namespace, kind: str) -> dict[str, list[ServingStep]]:
@@ -101,15 +123,13 @@ def arguments_of(step: ServingStep) -> tuple[Any, ...]:
     return work_of(step), shape.group_size, shape.head_dim, shape.kv_dtype
 
 
-def tune(key: str, steps: list[ServingStep], options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """The entry of the fastest candidate, or of the default where that is about as fast."""
-    work = work_of(steps[0])
-    default = choose_tiles(*arguments_of(steps[0]), kind)
-    choices = [default, *candidates(default, work, options)]
+def tune(key: str, steps: list[ServingStep], choices: list[Tiles], interpret: bool) -> dict[str, Any]:
+    """The entry of the fastest choice, or of the first one where that is about as fast."""
+    default = choices[0]
     found: dict[Tiles, list[float]] = {tiles: [] for tiles in choices}
     for step in steps:
         print(f"{key}: {step.name}", flush=True)
-        for tiles, seconds in timed(choices, step, options.interpret):
+        for tiles, seconds in timed(choices, step, interpret):
             if isinstance(seconds, Exception):  # too many registers, too much shared memory, not supported by Triton
                 print(f"  {describe(tiles)}  {type(seconds).__name__}", flush=True)
                 continue
@@ -167,13 +187,29 @@ def candidates(default: Tiles, work: str, options: argparse.Namespace) -> Iterat
             yield tiles
 
 
+def mosaic_takes(step: ServingStep, kind: str) -> bool:
+    """Whether Mosaic's kernel can attend for the step's layer."""
+    shape = step.shape
+    rule = LayerRule(1.0, shape.window, shape.soft_cap, shape.sinks, shape.kv_scales, shape.sees_ahead)
+    heads = {"group_size": shape.group_size, "head_dim": shape.head_dim, "block_size": shape.block_size}
+    types = {"q_dtype": jnp.dtype(shape.dtype), "kv_dtype": jnp.dtype(shape.kv_dtype), "shares": shape.shares}
+    return cannot_take(default_mosaic_tiles(shape.head_dim), rule, **heads, **types, kind=kind) is None
+
+
+def mosaic_candidates(step: ServingStep) -> list[MosaicTiles]:
+    """128 slots in turns were fastest on an H200; where iterations are few, 64 were as fast."""
+    first = default_mosaic_tiles(step.shape.head_dim)
+    return [first, dataclasses.replace(first, slots=64, stages=2 * first.stages)]
+
+
 def chain_with(step: ServingStep, tiles: Tiles, interpret: bool) -> Chain:
     """Calls of the step, with these tiles for its kind of work."""
+    mosaic = tiles if isinstance(tiles, MosaicTiles) else None
 
     def choose(work: str, *arguments: Any) -> Tiles:
-        return tiles if work == work_of(step) else choose_tiles(work, *arguments)
+        return tiles if work == work_of(step) and mosaic is None else choose_tiles(work, *arguments)
 
-    backend = GpuBackend(interpret, choose=choose)
+    backend = GpuBackend(interpret, choose=choose, choose_mosaic=lambda *_: mosaic)
     return attention_chain(step, "gpu-interpret" if interpret else "gpu", layer_with(backend, step))
 
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.ragged_paged_attention.gpu import tiles
+from pallas_kernels.ragged_paged_attention.cases import serving_step
+from pallas_kernels.ragged_paged_attention.gpu import mosaic_calls, tiles
+from pallas_kernels.ragged_paged_attention.gpu.mosaic import MosaicTiles, default_mosaic_tiles
 from pallas_kernels.timing import Chain
 
 
@@ -79,6 +81,32 @@ def test_what_is_as_fast_as_the_default_does_not_replace_it(tune, monkeypatch):
     for key, entry in tune().items():
         default = tiles.default_tiles(key.split(", ")[1], 16, "float32", tiles.INTERPRETER)
         assert entry["tiles"] == dataclasses.asdict(default)
+
+
+@pytest.mark.parametrize(("gain", "is_taken"), [(0.9, True), (0.99, False)])
+def test_prompts_for_which_mosaic_is_faster_have_an_entry_of_their_own(tune, monkeypatch, gain, is_taken):
+    step = serving_step("prefill, 64", ((0, 64),), num_kv_heads=2, group_size=2, head_dim=64)
+    monkeypatch.setattr(tune.script, "TINY_STEPS", [step, *tune.script.TINY_STEPS])
+    is_mosaic = lambda choice: isinstance(choice, MosaicTiles)
+    timed_by(tune, monkeypatch, lambda choice: gain if is_mosaic(choice) else 1.0)
+    key = tiles.tuned_key("prefill", 2, 64, "bfloat16", tiles.INTERPRETER)
+    written = tune.output.with_name("tuned_mosaic.json")
+    written.write_text(json.dumps({key: "an older entry", "another device": {}}), encoding="utf-8")
+    entry = tune()[key]
+    found = json.loads(written.read_text(encoding="utf-8"))
+    assert set(found) == ({"another device", key} if is_taken else {"another device"})
+    assert "takes_turns" not in entry["tiles"]
+    if is_taken:
+        assert MosaicTiles(**found[key]["tiles"]) == default_mosaic_tiles(64)
+
+
+def test_a_chain_of_mosaic_has_its_kernel(tune, monkeypatch):
+    step = serving_step("prefill, 64", ((0, 64),), num_kv_heads=1, group_size=2, head_dim=64)
+    launched = []
+    monkeypatch.setattr(mosaic_calls, "attend", lambda *args: launched.append(args[1]) or args[6])
+    chain = tune.script.chain_with(step, default_mosaic_tiles(64), interpret=True)
+    jax.eval_shape(chain.function, chain.state, *chain.operands)
+    assert launched == [default_mosaic_tiles(64)]
 
 
 def test_the_kernels_read_what_was_written(tune, monkeypatch):
