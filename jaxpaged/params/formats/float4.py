@@ -87,11 +87,6 @@ def e2m1_numbers(packed_RB: np.ndarray) -> np.ndarray:
     return fours.view(ml_dtypes.float8_e4m3fn)
 
 
-def e2m1_of_codes(codes: np.ndarray) -> np.ndarray:
-    """float8_e4m3fn of codes, one in a byte."""
-    return np.take(numbers_of_codes(), codes, mode="clip").view(ml_dtypes.float8_e4m3fn)
-
-
 @functools.cache
 def numbers_of_codes() -> np.ndarray:
     """[16]: the byte of float8_e4m3fn that each code of E2M1 is."""

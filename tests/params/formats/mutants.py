@@ -57,7 +57,11 @@ MUTANTS = (
     *_of(
         f"{_FORMATS}/gguf/blocks.py",
         "gguf",
-        ("halves change places", "np.bitwise_and(packed, np.uint8(15)", "np.bitwise_xor(packed, np.uint8(15)"),
+        (
+            "halves change places",
+            "out[..., 0, :] = (packed & np.uint8(15))",
+            "out[..., 0, :] = (packed >> np.uint8(4))",
+        ),
         ("scales of 6 bits lose their upper ones", "third & 15 | first >> 2 & 48", "third & 15"),
         ("minima are those of the first inputs", "third >> 4 | second >> 2 & 48", "third >> 4 | first >> 2 & 48"),
         ("a group that is its minimum is zero", "flat.any()", "False"),

@@ -6,12 +6,13 @@ blocks of 32 the lower halves of bytes are the first 16 inputs, and the upper ha
 Letters: R rows, B bytes of a row, N blocks of a row, C groups of a row's inputs, I inputs.
 """
 
+import functools
 from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
 
-from jaxpaged.params.formats.float4 import MX_GROUP, e2m1_of_codes
+from jaxpaged.params.formats.float4 import MX_GROUP, numbers_of_codes
 from jaxpaged.params.formats.gguf.types import TensorType
 from jaxpaged.params.formats.stored_weight import StoredWeight, powers_of_two
 
@@ -38,42 +39,43 @@ def decoded(rows_RB: np.ndarray, kind: TensorType) -> StoredWeight | np.ndarray:
 
 
 def q4_0(blocks: np.ndarray) -> StoredWeight:
-    values = halves(blocks[..., 2:])
+    values = halves(cut(blocks, 2, 16))
     values -= 8
     return stored(values, half_floats(blocks, 0))
 
 
 def q4_1(blocks: np.ndarray) -> StoredWeight:
-    values = halves(blocks[..., 4:])
+    values = halves(cut(blocks, 4, 16))
     values -= 8
     return stored(values, half_floats(blocks, 0), -half_floats(blocks, 2), shift=8)
 
 
 def q5_0(blocks: np.ndarray) -> StoredWeight:
-    values = halves(blocks[..., 6:])
+    values = halves(cut(blocks, 6, 16))
     values |= bits_of(blocks[..., 2:6])
     values -= 16
     return stored(values, half_floats(blocks, 0))
 
 
 def q5_1(blocks: np.ndarray) -> StoredWeight:
-    values = halves(blocks[..., 8:])
+    values = halves(cut(blocks, 8, 16))
     values |= bits_of(blocks[..., 4:8])
     return stored(values, half_floats(blocks, 0), -half_floats(blocks, 2))
 
 
 def q8_0(blocks: np.ndarray) -> StoredWeight:
-    return stored(blocks[..., 2:].copy(), half_floats(blocks, 0))
+    return stored(cut(blocks, 2, 32), half_floats(blocks, 0))
 
 
 def mxfp4(blocks: np.ndarray) -> StoredWeight:
     scales_RC = powers_of_two(blocks[..., 0], "a block's exponent")
-    values = e2m1_of_codes(halves(blocks[..., 1:]))
-    return StoredWeight(values.reshape(len(blocks), -1), scales_RC, None, MX_GROUP)
+    values = looked_up(halves(cut(blocks, 1, 16)), pairs_of(numbers_of_codes().tobytes()))
+    values_RI = values.reshape(len(blocks), -1).view(ml_dtypes.float8_e4m3fn)
+    return StoredWeight(values_RI, scales_RC, None, MX_GROUP)
 
 
 def iq4_nl(blocks: np.ndarray) -> StoredWeight:
-    values = np.take(IQ4_VALUES, halves(blocks[..., 2:]), mode="clip")
+    values = looked_up(halves(cut(blocks, 2, 16)), pairs_of(IQ4_VALUES.tobytes()))
     return stored(values, half_floats(blocks, 0))
 
 
@@ -82,20 +84,19 @@ def iq4_xs(blocks: np.ndarray) -> StoredWeight:
     high = high >> np.arange(0, 16, 2) & 3
     low = np.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1).reshape(high.shape)
     scales = half_floats(blocks, 0) * ((low | high << 4) - 32).astype(np.float32)
-    fours = halves(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))
-    return stored(np.take(IQ4_VALUES, fours, mode="clip"), scales)
+    codes = halves(cut(blocks, 8, 128).reshape(*blocks.shape[:2], 8, 16))
+    return stored(looked_up(codes, pairs_of(IQ4_VALUES.tobytes())), scales)
 
 
 def q2_k(blocks: np.ndarray) -> StoredWeight:
     packed, scale, least = blocks[..., :16], half_floats(blocks, 80), half_floats(blocks, 82)
-    return stored(quarters(blocks[..., 16:80]), scale * floats(packed & 15), least * floats(packed >> 4))
+    return stored(quarters(cut(blocks, 16, 64)), scale * floats(packed & 15), least * floats(packed >> 4))
 
 
 def q3_k(blocks: np.ndarray) -> StoredWeight:
-    values = quarters(blocks[..., 32:96])
+    values = quarters(cut(blocks, 32, 64))
     # a byte of the mask has a bit for each 32 inputs of the block; those that are not set take off 4
-    mask = ~blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    values -= (mask << np.uint8(2)).reshape(values.shape)
+    values -= bit_by_bit(~cut(blocks, 0, 32), 2)
     low, high = blocks[..., 96:104], blocks[..., 104:108]
     low = np.concatenate([low & 15, low >> 4], axis=-1)
     high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
@@ -105,24 +106,23 @@ def q3_k(blocks: np.ndarray) -> StoredWeight:
 
 def q4_k(blocks: np.ndarray) -> StoredWeight:
     scales, minima = six_bits(blocks[..., 4:16])
-    values = halves(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    values = halves(cut(blocks, 16, 128).reshape(*blocks.shape[:2], 4, 32))
     values -= 8
     return stored(values, half_floats(blocks, 0) * scales, half_floats(blocks, 2) * minima, shift=8)
 
 
 def q5_k(blocks: np.ndarray) -> StoredWeight:
     scales, minima = six_bits(blocks[..., 4:16])
-    values = halves(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32))
-    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    values |= (fifth << np.uint8(4)).reshape(values.shape)
+    values = halves(cut(blocks, 48, 128).reshape(*blocks.shape[:2], 4, 32))
+    values |= bit_by_bit(cut(blocks, 16, 32), 4).reshape(values.shape)
     return stored(values, half_floats(blocks, 0) * scales, half_floats(blocks, 2) * minima)
 
 
 def q6_k(blocks: np.ndarray) -> StoredWeight:
     shape = blocks.shape[:2]
     # each half of a block: four times 32 inputs, of which two share bytes, and all share those of the upper bits
-    values = halves(blocks[..., :128].reshape(*shape, 2, 64))
-    upper = quarters(blocks[..., 128:192])
+    values = halves(cut(blocks, 0, 128).reshape(*shape, 2, 64))
+    upper = quarters(cut(blocks, 128, 64))
     upper <<= np.uint8(4)
     values |= upper.reshape(values.shape)
     values -= 32
@@ -158,28 +158,65 @@ def half_floats(blocks: np.ndarray, at: int) -> np.ndarray:
     return found
 
 
+SIXTEEN = np.dtype(np.complex128)
+"""What 16 bytes are copied as: one number is copied at once, where bytes are one by one."""
+
+
+def cut(blocks: np.ndarray, at: int, count: int) -> np.ndarray:
+    """uint8 [R, N, count], in memory of their own: bytes from `at` on of each block, a multiple of 16 of them."""
+    shape, strides = (*blocks.shape[:2], count // 16), (*blocks.strides[:2], 16)
+    return np.ndarray(shape, SIXTEEN, blocks, at, strides).copy().view(np.uint8)
+
+
 def halves(packed: np.ndarray) -> np.ndarray:
-    """uint8 [..., 2 * bytes]: the lower halves of some bytes, then the upper ones."""
-    packed = np.ascontiguousarray(packed)
-    out = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), np.uint8)
-    np.bitwise_and(packed, np.uint8(15), out=out[..., 0, :])
-    np.right_shift(packed, np.uint8(4), out=out[..., 1, :])
-    return out.reshape(*packed.shape[:-1], -1)
+    """uint8 [..., 2 * bytes]: the lower halves of some bytes, a multiple of 16, then the upper ones."""
+    *outer, count = packed.shape
+    out = np.empty((*outer, 2, count // 16), SIXTEEN)
+    out[..., 0, :] = (packed & np.uint8(15)).view(SIXTEEN)
+    out[..., 1, :] = (packed >> np.uint8(4)).view(SIXTEEN)
+    return out.view(np.uint8).reshape(*outer, 2 * count)
 
 
 def quarters(packed: np.ndarray) -> np.ndarray:
     """uint8 [R, N, 256] of 2 bits each: of 32 bytes the lowest quarters, then the next ones, then of the other 32."""
-    bytes_ = packed.reshape(*packed.shape[:2], 2, 1, 32)
-    fields = bytes_ >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    fields &= np.uint8(3)
-    return fields.reshape(*packed.shape[:2], SUPER)
+    shape = packed.shape[:2]
+    out = np.empty((*shape, 2, 4, 2), SIXTEEN)
+    for i in range(4):
+        out[..., i, :] = (packed >> np.uint8(2 * i) & np.uint8(3)).view(SIXTEEN).reshape(*shape, 2, 2)
+    return out.view(np.uint8).reshape(*shape, SUPER)
+
+
+def bit_by_bit(packed: np.ndarray, place: int) -> np.ndarray:
+    """uint8 [R, N, 256]: of 32 bytes the lowest bits, then the next ones, each at a place of its own."""
+    shape = packed.shape[:2]
+    out = np.empty((*shape, 8, 2), SIXTEEN)
+    for i in range(8):
+        out[..., i, :] = ((packed >> np.uint8(i) & np.uint8(1)) << np.uint8(place)).view(SIXTEEN)
+    return out.view(np.uint8).reshape(*shape, SUPER)
 
 
 def bits_of(packed: np.ndarray) -> np.ndarray:
     """uint8 [R, N, 32]: the bits of four bytes, each as a fifth bit."""
-    bits = np.unpackbits(np.ascontiguousarray(packed), axis=-1, bitorder="little")
-    bits <<= np.uint8(4)
-    return bits
+    return np.take(fifth_bits(), packed, mode="clip").view(np.uint8).reshape(*packed.shape[:2], SMALL)
+
+
+@functools.cache
+def fifth_bits() -> np.ndarray:
+    """[256]: the eight bits of a byte, each as a fifth bit of a byte, as one number of 64 bits."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=-1, bitorder="little") << 4
+    return bits.view(np.uint64)[:, 0]
+
+
+def looked_up(codes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """uint8: what each of some codes of 4 bits means, two at a time."""
+    return np.take(pairs, codes.view(np.uint16), mode="clip").view(np.uint8)
+
+
+@functools.cache
+def pairs_of(meanings: bytes) -> np.ndarray:
+    """[0x0F10]: what the codes in two bytes mean, as one number of 16 bits, of the 16 bytes that codes mean."""
+    pair, meaning = np.arange(0x0F10), np.frombuffer(meanings, np.uint8)
+    return np.stack([meaning[pair & 15], meaning[pair >> 8]], axis=-1).view(np.uint16)[:, 0]
 
 
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
