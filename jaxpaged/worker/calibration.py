@@ -71,6 +71,11 @@ class Calibration:
 
     def _forward(self, params: Any, tokens_C: Any, where_2: Any, kv: Any) -> Any:
         """The KV tensors with a chunk, of so many tokens behind so many."""
+        batch = self.batch(tokens_C, where_2)
+        return self._engine_spec.model.forward(params, self._engine_spec.decoder, batch, kv).kv
+
+    def batch(self, tokens_C: Any, where_2: Any) -> Batch:
+        """What a model is asked of a chunk."""
         start, length = where_2
         tables = jnp.stack([self._table, np.zeros_like(self._table)])
         parts = StepParts(
@@ -85,5 +90,4 @@ class Calibration:
         context = self._engine_spec.attention
         attention = [kind_of(spec).step_batch(context, spec, parts, tables, **settings) for spec in self._groups]
         caches = tuple((self._groups.index(spec), i) for i, spec in enumerate(self.specs))
-        batch = Batch(tokens_C, start + jnp.arange(self._chunk), tuple(attention), caches)
-        return self._engine_spec.model.forward(params, self._engine_spec.decoder, batch, kv).kv
+        return Batch(tokens_C, start + jnp.arange(self._chunk), tuple(attention), caches)

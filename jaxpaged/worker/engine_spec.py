@@ -440,7 +440,14 @@ def in_eight_bits(
             return spec.cached_as(of_draft(cache_type))
         return spec if str(i) in skipped or spec.kind in skipped else spec.cached_as(cache_type)
 
-    return [of_layer(i, spec) for i, spec in enumerate(specs)]
+    found = [of_layer(i, spec) for i, spec in enumerate(specs)]
+    if all(spec.scales == "none" for spec in found):
+        kinds = ", ".join(sorted({spec.kind for spec in specs}))
+        raise ConfigError(
+            f"kv_cache_dtype asks for 8 bits, but no layer is cached so: the model's layers are of {kinds}, and "
+            "kv_cache_dtype_skip_layers may name others. Leave it out."
+        )
+    return found
 
 
 def engine_specs(

@@ -192,3 +192,9 @@ def test_names_of_layers_that_there_are_not_are_refused(folder):
     accepted = "accepted are numbers of layers, 0 to"
     with pytest.raises(ConfigError, match=f"kv_cache_dtype_skip_layers names 99, all; {accepted}"):
         LLM(folder, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["all", "99"], **OPTIONS)
+
+
+def test_a_model_of_which_nothing_would_have_8_bits_is_refused(tmp_path):
+    folder = write_checkpoint("deepseek_v3", tmp_path)
+    with pytest.raises(ConfigError, match="asks for 8 bits, but no layer is cached so: .* mla_attention"):
+        LLM(str(folder), kv_cache_dtype="int8_per_token_head", **OPTIONS)
