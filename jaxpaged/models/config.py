@@ -114,7 +114,8 @@ class DecoderConfig:
     normalised, without weights. `residual_scale` and `logit_scale` multiply what a block adds to the residual stream,
     and the logits. `latents`: there are latents in place of keys and values; then `head_dim` is that of queries.
     `short_conv`: what the convolutions are of layers that have one.
-    `vision`: what the tower is that makes embeddings of pictures, where there is one.
+    `vision`: what the tower is that makes embeddings of pictures, where there is one. `normed_embeddings`: embeddings
+    are normalised, without weights.
     `quantization`: how the checkpoint stores weights in fewer bits, if it does (`params/schemes`).
     """
 
@@ -159,6 +160,7 @@ class DecoderConfig:
     matmul_backend: str = field(default=XLA, metadata={NAMED: "few_rows"})
     short_conv: ShortConvConfig | None = field(default=None, metadata={LATER: True})
     vision: VisionConfig | None = field(default=None, metadata={LATER: True})
+    normed_embeddings: bool = field(default=False, metadata={LATER: True})
 
     splits_into_stages: ClassVar[bool] = True
     """Whether neighbouring layers can be a model of their own."""

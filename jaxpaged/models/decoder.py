@@ -234,7 +234,9 @@ def forward(
     x_TD, kv = batch.stream_TD, list(kv)
     if x_TD is None:
         assert params.embed_tokens is not None, "the first layers need embeddings"
-        x_TD = kept_apart(config, embed(batch.tokens_T, params.embed_tokens, config.embed_scale))
+        x_TD = embed(batch.tokens_T, params.embed_tokens, config.embed_scale)
+        x_TD = normalised(x_TD, config.norm).astype(x_TD.dtype) if config.normed_embeddings else x_TD
+        x_TD = kept_apart(config, x_TD)
     x_TD, *deeper = (x_TD,) if batch.visual_TE is None else seen(config, batch, x_TD)
     cos_sin = rotations(config, batch.positions_T, batch.rope_offsets_3T)
     growth_T = None if config.query_growth is None else query_growth(config.query_growth, batch.positions_T)

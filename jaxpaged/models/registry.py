@@ -32,6 +32,7 @@ from jaxpaged.models.minimax_m2 import HY_V3, MINIMAX_M2
 from jaxpaged.models.mistral3 import MINISTRAL3, MISTRAL3, PIXTRAL, is_pixtral
 from jaxpaged.models.mistral4 import MISTRAL4, WRAPPED_MISTRAL4
 from jaxpaged.models.mixtral import MIXTRAL
+from jaxpaged.models.muse_glimmer import MUSE_GLIMMER
 from jaxpaged.models.olmo2 import OLMO2, OLMO3
 from jaxpaged.models.phi3 import PHI3
 from jaxpaged.models.qwen2 import QWEN2
@@ -93,6 +94,7 @@ MODELS: dict[str, Model] = {
         GLM4_MOE_LITE,
         GEMMA4,
         MIMO_V2,
+        MUSE_GLIMMER,
     )
     for name in model.architectures
 }

@@ -13,6 +13,7 @@ OF_IMAGES = frozenset(
     vision_feature_select_strategy image_seq_length
     media_placeholder_token_id ignore_index use_unified_vision_chunk video_placeholder
     audio_config audio_token_id boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
+    out_hidden_size projector_hidden_size
     vision_start_token_id vision_end_token_id vision_token_id video_token_id
     """.split()
 )

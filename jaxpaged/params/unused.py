@@ -28,7 +28,7 @@ ALL_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BOOL_DTYP
 ROWS_AT_ONCE = 4096
 """Of two tensors that are compared."""
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-IMAGES = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|mm_projector|embed_vision)\..*")
+IMAGES = re.compile(r"(model\.)?(vision_\w+|multi_modal_projector|visual|mm_projector|embed_vision)\..*")
 """What makes embeddings of images, in a model that also reads them."""
 SOUNDS = re.compile(r"(model\.)?(audio_tower|embed_audio)\..*")
 """The same of sounds."""

@@ -60,6 +60,7 @@ OTHERS = (
     "ministral3",
     "minimax_m2",
     "gemma4_moe",
+    "muse_glimmer",
 )
 ON_ONE_DEVICE = ("qwen2_moe", "lfm2_moe")
 # What is split as in these, or in eight by `models/test_golden.py`, is exhaustive.

@@ -467,6 +467,22 @@ MIMO_V2 = {
     },
 }
 
+MUSE_GLIMMER = {
+    **{name: value for name, value in BASE.items() if name != "hidden_act"},
+    "architectures": ["MuseGlimmerForConditionalGeneration"],
+    "model_type": "muse_glimmer_text",
+    "hidden_activation": "silu",
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "layer_rope_theta": [5000.0, 5000.0, 0],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "qk_scale_factor": 2.5,
+    "output_multiplier": 0.4,
+    "final_logit_softcapping": 1.5,
+    "post_norm_eps": 1e-3,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_mqa_bias_tied": {
@@ -618,6 +634,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4": GEMMA4,
     "gemma4_moe": GEMMA4_MOE,
     "mimo_v2": MIMO_V2,
+    "muse_glimmer": MUSE_GLIMMER,
     "lfm2": LFM2,
     "lfm2_bias": {
         **{name: value for name, value in LFM2.items() if name not in ("layer_types", "rope_theta")},
@@ -682,7 +699,7 @@ LARGE = ("q_proj", "k_proj", "qkv", "q_b_proj", "kv_b_proj")
 """Parts of names of tensors that are larger than others."""
 
 
-OFFSET_NORMS = ("gemma2", "gemma3")
+OFFSET_NORMS = ("gemma2", "gemma3", "muse_glimmer")
 """Beginnings of names of models whose norms say how far a factor is from 1."""
 OUTPUTS_FIRST = ("mistral4", "gemma4_text")
 """Models whose experts are one tensor with outputs before inputs."""

@@ -4,8 +4,9 @@ from typing import Any
 
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+SANDWICH_NORMS = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 NORMS = {
-    **dict.fromkeys(("gemma2", "gemma3_text"), (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")),
+    **dict.fromkeys(("gemma2", "gemma3_text", "muse_glimmer_text"), SANDWICH_NORMS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), POST_NORMS),
     "glm4": (*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
     **dict.fromkeys(("cohere", "cohere2"), ("input_layernorm",)),
@@ -61,6 +62,8 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes |= {f"self_attn.{name}.bias": (size,) for name, size in out_sizes.items()}
     if (hf.get("attention_bias") and not kind.startswith(("glm4", "seed"))) or hf.get("use_bias"):
         shapes["self_attn.o_proj.bias"] = (width,)
+    if kind == "muse_glimmer_text":
+        shapes["self_attn.gate_proj.weight"] = (heads * head_dim, width)
     if kind == "gpt_oss":
         shapes["self_attn.sinks"] = (heads,)
     if kind in ("olmo2", "olmo3", "minimax_m2"):
@@ -253,9 +256,6 @@ def of_three(block: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
     return {f"{block}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-GEMMA4_NORMS = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
 def gemma4_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Of Gemma 4, whose layers differ."""
     width, vocab, num_layers = hf["hidden_size"], hf["vocab_size"], hf["num_hidden_layers"]
@@ -276,7 +276,7 @@ def gemma4_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         inner = hf["intermediate_size"] * (2 if is_shared and hf["use_double_wide_mlp"] else 1)
         layer |= {f"mlp.{name}.weight": (inner, width) for name in ("gate_proj", "up_proj")}
         layer["mlp.down_proj.weight"] = (width, inner)
-        layer |= {f"{name}.weight": (width,) for name in GEMMA4_NORMS} | {"layer_scalar": (1,)}
+        layer |= {f"{name}.weight": (width,) for name in SANDWICH_NORMS} | {"layer_scalar": (1,)}
         if own:
             layer |= {
                 "per_layer_input_gate.weight": (own, width),

@@ -32,6 +32,7 @@ OTHERS = (
     "mistral4",
     "gemma4_moe",
     "mimo_v2",
+    "muse_glimmer",
 )
 SHARDED_NAMES = [
     "llama_mqa_bias_tied",
