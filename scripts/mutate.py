@@ -4,8 +4,8 @@
     python scripts/mutate.py [--only PATH] [--list]
 
 The mistakes are in lists beside the tests: those in kernels, those in pages, tiers, and what travels between them and
-the device, those in groups of processes and attention ranks, in what is compiled when, and in decoders. Each lives in
-a copy of the repository in a temporary folder. It is killed if a test fails, or takes two minutes: first the tests
+the device, those in groups of processes and attention ranks, in what is compiled when, in decoders, and in what becomes
+of quantised weights. Each lives in a copy of the repository in a temporary folder. It is killed if a test fails, or takes two minutes: first the tests
 that are expected to notice, then all of its part, slow ones left out. Prints "killed", "SURVIVED", or "HANGS" where
 tests did not end in time; the exit status is 1 if one survived, or if one no longer applies to the source.
 """
@@ -28,10 +28,11 @@ from tests.kv_store.mutants import MUTANTS as OF_PAGES
 from tests.mutants import Mutant
 from tests.pallas_kernels.mutants import MUTANTS as OF_KERNELS
 from tests.params.formats.mutants import MUTANTS as OF_FORMATS
+from tests.params.mutants import MUTANTS as OF_STORED
 from tests.worker.mutants import MUTANTS as OF_COMPILING
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS, *OF_COMPILING, *OF_FORMATS)
+MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS, *OF_COMPILING, *OF_FORMATS, *OF_STORED)
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
 TIME_LIMIT = 900  # seconds for one run of tests
 TEST_SECONDS = 120  # for one test, which takes a few: a mistake that makes it wait for ever is noticed

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.models.checkpoints import LLAMA, MIXTRAL, PHI3, random_tensors
+from tests.models.checkpoints import LLAMA, LLAMA4, MIXTRAL, PHI3, random_tensors
 from tests.models.tensor_shapes import tensor_shapes
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -20,6 +20,7 @@ MODELS = {
     "llama": {**LLAMA, **SMALL},
     "phi3": {**PHI3, **SMALL},
     "mixtral": {**MIXTRAL, **SMALL, "num_local_experts": 4, "intermediate_size": 64},
+    "llama4": {**LLAMA4, **SMALL, "intermediate_size": 64, "intermediate_size_mlp": 96, "num_local_experts": 3},
 }
 GROUP = 16
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
@@ -158,7 +159,7 @@ def float4(weight_OI, kind="mxfp4", modelopt=False) -> tuple[Tensors, np.ndarray
 
 def ct(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    ignore = ["lm_head", "re:.*block_sparse_moe.gate$"]
+    ignore = ["lm_head", "re:.*block_sparse_moe.gate$", "re:.*router"]
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ignore, **more}
 
 
@@ -198,9 +199,26 @@ FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 """Name -> packer, what it is to do, and what config.json says."""
 
 
+NO_LINEAR = ("norm", "moe.gate.", "router")
+
+
 def is_linear(name: str) -> bool:
     """Whether a tensor is what a quantiser changes: neither embeddings, heads, norms nor routers."""
-    return name.endswith(".weight") and "layers" in name and "norm" not in name and "moe.gate." not in name
+    return name.endswith(".weight") and "layers" in name and not any(part in name for part in NO_LINEAR)
+
+
+def apart(name: str, weight_EIO: np.ndarray, pack: Any) -> tuple[Tensors, np.ndarray]:
+    """(the matrices of experts that one tensor has, each for itself and packed; what the tensor stands for)."""
+    experts, _, projection = name.rpartition(".")
+    names = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
+    stored, exact = {}, np.empty_like(weight_EIO)
+    for i, weight_IO in enumerate(weight_EIO):
+        parts = zip(names, np.split(weight_IO, len(names), 1), np.split(exact[i], len(names), 1), strict=True)
+        for own, part_IO, exact_IO in parts:
+            tensors, exact_OI = pack(part_IO.T)
+            exact_IO[...] = exact_OI.T
+            stored |= {f"{experts}.{i}.{own}.{end}": tensor for end, tensor in tensors.items()}
+    return stored, exact
 
 
 def write_quantised(folder: Path, kind: str, model: str = "llama", **changes: np.ndarray) -> Path:
@@ -211,11 +229,14 @@ def write_quantised(folder: Path, kind: str, model: str = "llama", **changes: np
     dense = random_tensors(tensor_shapes(hf), hf, seed=7)
     stored, exact = dict[str, Any](), dict[str, Any]()
     for name, weight in dense.items():
-        if not is_linear(name):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            of_experts, exact[name] = apart(name, weight, lambda weight_OI: pack(weight_OI, **options))
+            stored |= of_experts
+        elif not is_linear(name):
             stored[name] = exact[name] = weight
-            continue
-        own, exact[name] = pack(weight, **options)
-        stored |= {name.removesuffix("weight") + end: np.ascontiguousarray(tensor) for end, tensor in own.items()}
+        else:
+            own, exact[name] = pack(weight, **options)
+            stored |= {name.removesuffix("weight") + end: tensor for end, tensor in own.items()}
     (folder / "exact").mkdir(parents=True)
     stored = {name: tensor for name, tensor in (stored | changes).items() if tensor is not None}
     write(folder, stored, {**hf, "quantization_config": described})
