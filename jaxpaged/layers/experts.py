@@ -342,8 +342,11 @@ def split(p: Linear, axes: PartitionSpec) -> Any:
     parts = jax.tree.map(lambda x: PartitionSpec(*axes[: x.ndim]), p)
     if not isinstance(p.weight, StoredArray):
         return parts
-    expert, outputs, inputs = (*axes, *[None] * (3 - len(axes)))
-    return parts.replace(weight=parts.weight.replace(scales=PartitionSpec(expert, inputs, outputs)))
+    *experts, outputs, inputs = (*axes, *[None] * (p.weight.values.ndim - len(axes)))
+    groups, zeros = PartitionSpec(*experts, inputs, outputs), p.weight.zeros
+    order = None if p.weight.order is None else PartitionSpec()
+    weight = parts.weight.replace(scales=groups, zeros=zeros if zeros is None else groups, order=order)
+    return parts.replace(weight=weight)
 
 
 def expert_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:

@@ -25,7 +25,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, Stored, StoredArray
 from pallas_kernels.few_rows_matmul import (
     added_matmul,
@@ -201,9 +203,21 @@ def int4_product(x_TI: jax.Array, weight: PackedArray, dtype: Any, backend: str 
 def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`. Its own kernel multiplies."""
     x_TI = x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
-    of_groups = (part if part is None else part.reshape(part.shape[0], -1) for part in (weight.scales, weight.zeros))
-    operand = QuantizedWeight(weight.values.reshape(-1, x_TI.shape[1]), *of_groups)
-    return quantized_matmul(x_TI, operand, backend=weight.kernel).astype(dtype)
+    of_groups = [part if part is None else part.reshape(part.shape[0], -1) for part in (weight.scales, weight.zeros)]
+    operand, split = QuantizedWeight(weight.values.reshape(-1, x_TI.shape[1]), *of_groups), weight.split
+    if split is None:
+        return quantized_matmul(x_TI, operand, backend=weight.kernel).astype(dtype)
+
+    def on_device(x_TI: jax.Array, operand: QuantizedWeight) -> jax.Array:
+        out_TO = quantized_matmul(x_TI, operand, backend=weight.kernel).astype(dtype)
+        return out_TO if split.inputs is None else jax.lax.psum(out_TO, split.inputs)
+
+    groups = PartitionSpec(split.inputs, split.outputs)
+    parts = QuantizedWeight(
+        PartitionSpec(split.outputs, split.inputs), *(part if part is None else groups for part in of_groups)
+    )
+    in_specs = (PartitionSpec(None, split.inputs), parts)
+    return over_model_axes(split.mesh, on_device, in_specs, PartitionSpec(None, split.outputs))(x_TI, operand)
 
 
 def stored_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:

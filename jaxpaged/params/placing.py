@@ -31,7 +31,7 @@ from jaxpaged.params.quantized import (
 )
 from jaxpaged.params.recoding import Losses, rows_of, stored_parts
 from jaxpaged.params.rooms import Rooms
-from jaxpaged.params.sharding import KEY_HEADS, sharding_of, sizes_on
+from jaxpaged.params.sharding import KEY_HEADS, sharding_of, sizes_on, split_of
 from jaxpaged.params.spec import Spec
 
 Part = np.ndarray | Sequence[np.ndarray]
@@ -150,6 +150,7 @@ def place_stored(
         jax.device_put(order_MI[0], everywhere) if form.has_order else None,
         name,
         form.kernel,
+        split_of(spec, mesh),
     )
 
 

@@ -97,7 +97,8 @@ class StoredArray:
     """A matrix [out..., in...]: `values` in its shape, less `zeros`, times `scales`, both float32 [C, out...].
 
     `order` int32 [in]: which input each place of the values' last axes is of; None: they are in order. `dtype` is the
-    name of the type of the weights that it stands for.
+    name of the type of the weights that it stands for. `split` says over which devices it is (`sharding.Split`); None:
+    there is one, or a function of a single device has the weight.
     """
 
     values: jax.Array
@@ -106,6 +107,7 @@ class StoredArray:
     order: jax.Array | None
     dtype: str = struct.field(pytree_node=False)
     kernel: str = struct.field(pytree_node=False, default=REFERENCE)
+    split: Any = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The only place that names mesh axes and maps letters to them. It knows neither m
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -146,6 +147,24 @@ def kv_heads_on_devices(num_kv_heads: int, num_shards: int) -> int:
     )
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a weight of groups lies on the devices of a mesh: over which of its axes outputs are split, or inputs."""
+
+    mesh: Mesh
+    outputs: Any
+    inputs: Any
+
+
+def split_of(spec: Spec, mesh: Mesh) -> Split | None:
+    """How a `StoredArray` is split; None where there is one device, and of experts, which functions of a single device
+    multiply (`layers/experts.py`)."""
+    if mesh.size == 1 or set(spec.dims) & set("eO"):
+        return None
+    inputs = spec.hf_dims.split(" ")[-1]
+    return Split(mesh, MESH_AXES_OF.get(spec.dims[0]), MESH_AXES_OF.get(inputs[0]))
+
+
 def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
     """The pytree of `specs` with a `jax.ShapeDtypeStruct` (with sharding) in place of every spec.
 
@@ -183,6 +202,7 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
             order if form.has_order else None,
             name,
             form.kernel,
+            split_of(spec, mesh),
         )
 
     return jax.tree.map(shape, specs)

@@ -177,10 +177,10 @@ class EngineSpec:
         return formed_specs(specs, self.config.model.quantized_form, sizes, device)
 
     def _kernel_for(self, form: Stored, outputs: int, inputs: int, of_experts: bool) -> str | None:
-        """What multiplies weights of a form, with which no product is split over devices."""
+        """What multiplies weights of a form on a device."""
         if of_experts:
             return expert_kernel(self.platform, self.dtype, form, outputs, inputs)
-        if self._matmul_backend == XLA and (self.mesh.size > 1 or self.config.compile.deterministic):
+        if self.config.compile.deterministic:
             return None
         return stored_kernel(self.platform, self.dtype, form, outputs, inputs)
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.models.checkpoints import LLAMA, LLAMA4, MIXTRAL, PHI3, random_tensors
+from tests.models.checkpoints import LLAMA, LLAMA4, MIXTRAL, PHI3, QWEN2_MOE, random_tensors
 from tests.models.tensor_shapes import tensor_shapes
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -20,6 +20,13 @@ MODELS = {
     "llama": {**LLAMA, **SMALL},
     "phi3": {**PHI3, **SMALL},
     "mixtral": {**MIXTRAL, **SMALL, "num_local_experts": 4, "intermediate_size": 64},
+    "qwen2_moe": {
+        **QWEN2_MOE,
+        **SMALL,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "num_experts": 4,
+    },
     "llama4": {**LLAMA4, **SMALL, "intermediate_size": 64, "intermediate_size_mlp": 96, "num_local_experts": 3},
 }
 GROUP = 16
@@ -159,7 +166,7 @@ def float4(weight_OI, kind="mxfp4", modelopt=False) -> tuple[Tensors, np.ndarray
 
 def ct(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
-    ignore = ["lm_head", "re:.*block_sparse_moe.gate$", "re:.*router"]
+    ignore = ["lm_head", "re:.*block_sparse_moe.gate$", "re:.*router", "re:.*mlp.(gate|shared_expert_gate)$"]
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ignore, **more}
 
 
@@ -199,7 +206,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 """Name -> packer, what it is to do, and what config.json says."""
 
 
-NO_LINEAR = ("norm", "moe.gate.", "router")
+NO_LINEAR = ("norm", "moe.gate.", "mlp.gate.", "router", "shared_expert_gate")
 
 
 def is_linear(name: str) -> bool:

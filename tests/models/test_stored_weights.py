@@ -87,6 +87,7 @@ def test_weights_of_every_format_are_what_they_stand_for(kind, model, tmp_path):
         ("gptq", "phi3", "stored", 1),
         ("gptq shuffled", "llama", "stored", 1),
         ("w4a16", "mixtral", "stored", 2),
+        ("w4a16", "qwen2_moe", "stored", 2),
         ("awq", "llama", "stored", 4),
         ("fp8 blocks e8m0", "llama", "rows", 2),
         ("mxfp4", "mixtral", "rows", 1),
