@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.few_rows_matmul.scaled import PACKED_GROUP, ZERO
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.triton_bytes import LEAST, SHRUNK, SIGN, multiplied_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,6 @@ class Tiles:
     stages: int = 4
     weight_first: bool = False
     parts: int = 1
-
-
-SHRUNK = 2.0**-23
-"""What whole numbers are multiplied with on their way into products, which are multiplied with the reverse."""
-LEAST = 2.0**133
-"""The reverse of the least bfloat16 above zero."""
-SIGN = 128
-"""What makes an int8 a whole number from 0 on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +149,16 @@ def as_bfloat16(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Fo
         scale = scale.astype(jnp.bfloat16)
     if form.interpret:
         return by_numbers(values_wb, zero, scale, half, form)
-    factor = SHRUNK * LEAST / (16 if half else 1)
     lowest = ZERO if form.is_packed else SIGN
+    factor, taken = SHRUNK / LEAST / (16 if half else 1), (0xF0 if half else 0x0F) if form.is_packed else None
     # With zeros that are not powers of two the product with a scale would be rounded twice.
     if zero is not None or scale is None:
         added = -lowest * SHRUNK
         if zero is not None:
             added = (zero if form.is_packed else zero + SIGN) * -SHRUNK
-        values = by_bits(values_wb, factor, added, half, form)
+        values = multiplied_bytes(values_wb, factor, added, taken)
         return values if scale is None else values * scale
-    return by_bits(values_wb, scale * factor, scale * (-lowest * SHRUNK), half, form)
+    return multiplied_bytes(values_wb, scale * factor, scale * (-lowest * SHRUNK), taken)
 
 
 def by_numbers(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Form) -> jax.Array:
@@ -174,44 +166,6 @@ def by_numbers(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: For
     values = ((values_wb >> (4 * half)) & 15 if form.is_packed else values_wb).astype(jnp.float32)
     values -= (ZERO if form.is_packed else 0) if zero is None else zero.astype(jnp.float32)
     return (values * SHRUNK * (1 if scale is None else scale.astype(jnp.float32))).astype(jnp.bfloat16)
-
-
-def by_bits(bytes_wb: jax.Array, factor: Any, added: Any, half: int, form: Form) -> jax.Array:
-    """factor * number + added, rounded once, for whole numbers from 0 on in `bytes_wb`, in units of the least bfloat16:
-    8 bits with the others zero are such a multiple, those below the least normal number included."""
-    given, others, named = [bytes_wb], list[str](), list[tuple[str, str]]()
-    for name, x in (("f", factor), ("c", added)):
-        if isinstance(x, jax.Array):
-            named.append((f"${2 * len(given) + 1}", f"${2 * len(given) + 2}"))
-            given.append(jnp.broadcast_to(x, bytes_wb.shape))
-        else:
-            others.append(f".reg .b32 {name}; mov.b32 {name}, 0x{bits_of(x) * 2};")
-            named.append((name, name))
-    (first_factor, second_factor), (first_added, second_added) = named
-    take = f"and.b32 NAME, NAME, {'0x00f000f0' if half else '0x000f000f'};" if form.is_packed else ""
-    lines = [
-        "{ .reg .b32 a, b;",
-        *others,
-        "mov.b32 a, $2;" if form.is_packed else "xor.b32 a, $2, 0x80808080;",  # 128 more than int8
-        "prmt.b32 b, a, 0, 0x4342;",
-        "prmt.b32 a, a, 0, 0x4140;",
-        *(take.replace("NAME", name) for name in "ab"),
-        f"fma.rn.bf16x2 $0, a, {first_factor}, {first_added};",
-        f"fma.rn.bf16x2 $1, b, {second_factor}, {second_added}; }}",
-    ]
-    (out,) = plgpu.elementwise_inline_asm(
-        "\n".join(lines),
-        args=given,
-        constraints="=r,=r,r" + ",r,r" * (len(given) - 1),
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(bytes_wb.shape, jnp.bfloat16)],
-    )
-    return out
-
-
-def bits_of(number: float) -> str:
-    """Those of a bfloat16, as digits of base 16."""
-    return np.asarray(number, jnp.bfloat16).tobytes()[::-1].hex()
 
 
 def load(ref: Any, mask: jax.Array | None, **settings: Any) -> jax.Array:
