@@ -412,6 +412,7 @@ class LoadConfig:
         "auto",
         "format of the weights; 'dummy' makes random ones from the seed",
         choices=("auto", "safetensors", "orbax", "dummy"),
+        aliases={"gguf": "auto"},
         foreign=VALUES["load_format"],
     )
     download_dir: str | None = option(None, "folder for downloads from the hub (default: huggingface_hub's cache)")

@@ -417,7 +417,7 @@ FOREIGN_OPTIONS: dict[str, ForeignOption] = {
 
 QUANTIZATIONS = (
     "int8", "int4", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "fp8", "gptq", "awq", "compressed-tensors",
-    "modelopt", "mxfp4",
+    "modelopt", "mxfp4", "gguf",
 )  # fmt: skip
 """What weights can be rounded to when they are loaded, and names of formats of checkpoints."""
 SAME_QUANTIZATION = {
@@ -437,12 +437,12 @@ SAME_QUANTIZATION = {
 """vLLM's names for the same."""
 CONVERT_THEM = "Serve the 16-bit model with quantization 'int4' or 'int8', which are rounded when it is loaded."
 NOT_READ = f"checkpoints in this format are not read. {CONVERT_THEM}"
-ONLY_SAFETENSORS = "weights are read from safetensors files. Name a folder or a hub id that has them."
+ONLY_SAFETENSORS = "weights are read from safetensors and GGUF files. Name a file, a folder or a hub id that has them."
 VALUES: dict[str, dict[str, str]] = {
     "quantization": {
         **dict.fromkeys((
             "aqlm", "auto-round", "auto_round", "bitblas", "bitsandbytes", "deepspeedfp", "fbgemm_fp8", "fp_quant",
-            "gguf", "gptq_bitblas", "gptq_marlin_24", "hqq", "humming", "inc", "ipex", "marlin", "modelopt_mixed",
+            "gptq_bitblas", "gptq_marlin_24", "hqq", "humming", "inc", "ipex", "marlin", "modelopt_mixed",
             "modelopt_mxfp8", "moe_wna16", "mxfp8", "neuron_quant", "nvfp4", "petit_nvfp4", "qqq", "quark",
             "squeezellm", "torchao", "deepseek_v4_fp8",
         ), NOT_READ),
@@ -458,7 +458,7 @@ VALUES: dict[str, dict[str, str]] = {
     ), "keys and values are cached in 8 bits or more. Give 'int8_per_token_head' or 'fp8'."),
     "load_format": {
         **dict.fromkeys(
-            ("bitsandbytes", "gguf", "hf", "mistral", "npcache", "pt", "sharded_state", "tensorizer"), ONLY_SAFETENSORS
+            ("bitsandbytes", "hf", "mistral", "npcache", "pt", "sharded_state", "tensorizer"), ONLY_SAFETENSORS
         ),
         **dict.fromkeys(
             ("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),

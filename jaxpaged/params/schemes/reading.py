@@ -89,7 +89,7 @@ def rounding_of(method: str | None, quantization: Quantization | None) -> str | 
     )
 
 
-OF_CHECKPOINTS = ("gptq", "awq", "compressed-tensors", "modelopt", "mxfp4")
+OF_CHECKPOINTS = ("gptq", "awq", "compressed-tensors", "modelopt", "mxfp4", "gguf")
 """What `--quantization` may say that is the name of a format. So may fp8, which also rounds other models."""
 AGAIN = ("int8", "int4")
 """What weights of any checkpoint can be rounded to."""
