@@ -99,8 +99,8 @@ def _largest(case: Any, backend: str) -> Program | None:
 
 def _quantized(case: Any, backend: str) -> Program | None:
     D, F, C = case.num_inputs, case.num_outputs, case.num_groups
-    scale_CF = _struct((C, F), "float32")
-    weight = qm.QuantizedWeight(_struct((F, D), case.weights), scale_CF, scale_CF if case.zeros else None)
+    zero_CF = _struct((C, F), "float32") if case.zeros else None
+    weight = qm.QuantizedWeight(_struct((F, D), case.weights), _struct((C, F), case.scales), zero_CF)
     x_TD = _struct((case.num_tokens, D), case.dtype)
     if qm.backends(backend, x_TD, weight)[backend] is not None or (case.activations and backend != "reference"):
         return None
@@ -125,17 +125,17 @@ def _latent(case: Any, backend: str) -> Program | None:
     max_blocks = ceil_div(max(map(sum, case.rows)), S)
     q = [_struct((T, N, size), case.dtype) for size in (C, P)]
     new = [_struct((T, size), case.dtype) for size in (C, P)]
-    cache_BSW = _struct(mla.cache_shape(case.num_blocks, S, C, P, backend), case.dtype)
+    cache = jax.eval_shape(lambda: mla.cache_zeros(case.num_blocks, S, C, P, case.cache_dtype, backend, case.kv_scales))
     where = [_struct(dims, "int32") for dims in ((R + 1,), (R,), (R, max_blocks))]
-    if mla.backends(backend, *q, cache_BSW)[backend] is not None:
+    if mla.backends(backend, *q, cache)[backend] is not None:
         return None
 
-    def layer(cache_BSW, q_TNC, q_rope_TNP, latent_TC, rope_TP, *where):
+    def layer(cache, q_TNC, q_rope_TNP, latent_TC, rope_TP, *where):
         metadata = mla.make_metadata(*where, num_tokens=T, block_size=S)
-        operands = (q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, metadata)
+        operands = (q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, metadata)
         return mla.mla_paged_attention(*operands, scale=(C + P) ** -0.5, backend=backend)
 
-    return Program(layer, (cache_BSW, *q, *new, *where), (0,))
+    return Program(layer, (cache, *q, *new, *where), (0,))
 
 
 def _struct(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

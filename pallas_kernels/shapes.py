@@ -11,6 +11,7 @@ BITS = {
     "float8_e4m3fn": 8,
     "float8_e5m2": 8,
     "int4": 4,
+    "float4_e2m1fn": 4,
 }
 """Of a number, by the name of its type."""
 

@@ -53,15 +53,15 @@ def chain_of(op: str, case: Any, backend: str) -> Chain:
 
 def latent_chain(function: Callable, operands: tuple[Any, ...]) -> Chain:
     """The state is (cache, q, out)."""
-    cache_BSW, q_TNC, *others = operands
+    cache, q_TNC, *others = operands
 
     def call(state, *others):
-        cache_BSW, q_TNC, out_TNC = state
+        cache, q_TNC, out_TNC = state
         q_TNC = touched(q_TNC, out_TNC)
-        out_TNC, cache_BSW = function(cache_BSW, q_TNC, *others)
-        return cache_BSW, q_TNC, out_TNC
+        out_TNC, cache = function(cache, q_TNC, *others)
+        return cache, q_TNC, out_TNC
 
-    return Chain(call, (cache_BSW, q_TNC, jnp.zeros(q_TNC.shape, q_TNC.dtype)), tuple(others))
+    return Chain(call, (cache, q_TNC, jnp.zeros(q_TNC.shape, q_TNC.dtype)), tuple(others))
 
 
 def _head(operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -17,6 +17,7 @@ from jaxpaged.layers.attention import AttentionBatch, AttentionContext, on_devic
 from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
 from jaxpaged.params.sharding import CONTEXT_AXIS, num_model_shards
 from pallas_kernels import mla_paged_attention as mla
+from pallas_kernels.ragged_paged_attention import KVTensor
 
 KERNELS = {
     "reference": "reference",
@@ -60,12 +61,12 @@ def attend_latents(
             q_TNC, q_rope_TNP = q_TNW[..., : q_TNC.shape[2]], q_TNW[..., q_TNC.shape[2] :]
         num_heads = q_TNC.shape[1]
         filled = ((0, 0), (0, heads_in_kernel(kernel, num_heads) - num_heads), (0, 0))
-        out_TNC, cache_BSW = mla.mla_paged_attention(
+        out_TNC, cache = mla.mla_paged_attention(
             jnp.pad(q_TNC, filled),
             jnp.pad(q_rope_TNP, filled),
             latent_TC,
             rope_TP,
-            cache_BSW,
+            KVTensor((cache_BSW,)),
             places,
             scale=scale,
             backend=kernel,
@@ -73,7 +74,7 @@ def attend_latents(
             undivided=share is not None,
         )
         out_TNC = out_TNC[:, :num_heads]
-        return out_TNC if share is None else merged(out_TNC, None, q_TNC.dtype), cache_BSW
+        return out_TNC if share is None else merged(out_TNC, None, q_TNC.dtype), cache.arrays[0]
 
     heads, whole, cache = PartitionSpec(None, context.by_head, None), PartitionSpec(), latents_spec(context)
     where = metadata.query_start_loc_R1, metadata.seq_lens_R, metadata.block_tables_RM
@@ -121,7 +122,7 @@ def check_latent_attention(
     operands = (
         jax.ShapeDtypeStruct((1, heads, latent_dim), dtype),
         jax.ShapeDtypeStruct((1, heads, width - latent_dim), dtype),
-        jax.ShapeDtypeStruct((1, block_size, stored_width(backend, latent_dim, width)), kv_dtype),
+        KVTensor((jax.ShapeDtypeStruct((1, block_size, stored_width(backend, latent_dim, width)), kv_dtype),)),
     )
     reason = mla.backends(kernel, *operands)[kernel]
     if reason is not None:

@@ -7,7 +7,8 @@ from pallas_kernels.shapes import array_bytes, ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step: (cached, new) tokens of each row, `padding` tokens and `empty_rows` rows after them."""
+    """A step: (cached, new) tokens of each row, `padding` tokens and `empty_rows` rows after them. `kv_dtype`: the type
+    of the cache, if that is not q's, with `kv_scales`."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
@@ -16,8 +17,14 @@ class Case:
     rope_dim: int = 32
     block_size: int = 16
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    kv_scales: str = "none"
     padding: int = 3
     empty_rows: int = 2
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
 
     @property
     def num_tokens(self) -> int:
@@ -33,9 +40,9 @@ class Case:
         """What must move: contexts, queries and results once; new latents and rope keys are read and written."""
         width, new = self.latent_dim + self.rope_dim, sum(new for _, new in self.rows)
         slots = sum(sum(row) for row in self.rows) + 2 * new
-        return array_bytes(self.dtype, slots, width) + array_bytes(
-            self.dtype, new, self.num_heads, width + self.latent_dim
-        )
+        scales = array_bytes("float32", slots, 2) if self.kv_scales == "token" else 0
+        queries = array_bytes(self.dtype, new, self.num_heads, width + self.latent_dim)
+        return array_bytes(self.cache_dtype, slots, width) + scales + queries
 
     @property
     def flops(self) -> int:
@@ -60,6 +67,11 @@ CASES = (
     Case("rows with no new token", ((50, 0), (20, 1), (9, 0), (0, 11), (3, 0))),
     Case("padded far beyond the total", ((10, 1), (0, 5)), padding=40, empty_rows=20),
     Case("nothing at all", (), padding=8),
+    Case("several tokens a row", ((300, 2), (7, 2), (140, 2), (60, 4)), num_heads=32),
+    Case("int8, scales of tokens", _MIXED, kv_dtype="int8", kv_scales="token", block_size=32),
+    Case("int8, scales of heads", ((130, 1), (9, 4)), kv_dtype="int8", kv_scales="head", dtype="float32"),
+    Case("float8, scales of tokens", ((20, 1), (9, 30)), kv_dtype="float8_e4m3fn", kv_scales="token"),
+    Case("float8", ((20, 1), (9, 4)), kv_dtype="float8_e5m2"),
 )
 
 

@@ -43,8 +43,9 @@ LOWEST = -1e30  # below any score, yet finite, so that the difference of two is 
 LOG2_E = math.log2(math.e)
 
 
-def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache_BSW: Any) -> str | None:
+def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache: Any) -> str | None:
     """Two-byte types, and sizes that Triton has."""
+    cache_BSW = cache.arrays[0]
     if str(q_TNC.dtype) not in ("bfloat16", "float16") or q_TNC.dtype != cache_BSW.dtype:
         return f"queries are {q_TNC.dtype} and the cache {cache_BSW.dtype}; accepted are bfloat16 or float16 for both"
     for name, size in (("latents", q_TNC.shape[2]), ("rope keys", q_rope_TNP.shape[2])):
@@ -56,7 +57,7 @@ def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache_BSW: Any) -> str | None:
 def attend(
     q_TNC: jax.Array,
     q_rope_TNP: jax.Array,
-    cache_BSW: jax.Array,
+    cache: Any,
     metadata: Any,
     *,
     scale: float,
@@ -65,7 +66,7 @@ def attend(
 ) -> jax.Array:
     """out_TNC over a cache that holds this step's tokens already, or what is `undivided` of it: each part of a context
     as if it had one slot, whose value is the part's result and whose score is its weight."""
-    T, N, C = q_TNC.shape
+    (T, N, C), cache_BSW = q_TNC.shape, cache.arrays[0]
     heads = min(HEADS, max(FEWEST_HEADS, pl.next_power_of_2(N)))
     num_tiles = ceil_div(N, heads)
     parts = num_parts(T * num_tiles, metadata.block_tables_RM.shape[1] * cache_BSW.shape[1])

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.products import product
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of
 from pallas_kernels.shapes import ceil_div
 
 CHUNK_SLOTS = 256
@@ -32,7 +33,7 @@ def cannot_take(*operands: Any) -> str | None:
 def attend(
     q_TNC: jax.Array,
     q_rope_TNP: jax.Array,
-    cache_BSW: jax.Array,
+    cache: Any,
     metadata: Any,
     *,
     scale: float,
@@ -42,19 +43,28 @@ def attend(
     """out_TNC over a cache that holds this step's tokens already; there is nothing to interpret. `undivided`: weighted
     latents, the sum of weights and what was subtracted from scores, in one array [T, N, C + 2]."""
     (T, N, C), width = q_TNC.shape, q_TNC.shape[2] + q_rope_TNP.shape[2]
-    q_TNW = jnp.concatenate([q_TNC, q_rope_TNP], axis=2).astype(cache_BSW.dtype)
+    number = q_TNC.dtype if is_quantized(cache.arrays[0].dtype) else cache.arrays[0].dtype
+    parts = (slice(0, C), slice(C, width))
+    q_TNW = jnp.concatenate([q_TNC, q_rope_TNP], axis=2).astype(number)
 
     def attend_token(token, out_TNC):
         def add_chunk(chunk, state):
             top_N, total_N, out_NC = state
-            x_sW, visible_s = _chunk(cache_BSW, metadata, token, chunk)
-            score_Ns = jnp.where(visible_s, scale * product("NW,sW->Ns", q_TNW[token], x_sW[:, :width]), -jnp.inf)
+            x_sW, scale_2s, visible_s = _chunk(cache, metadata, token, chunk)
+            x_sW = x_sW.astype(number)
+            if scale_2s is None:
+                product_Ns = product("NW,sW->Ns", q_TNW[token], x_sW[:, :width])
+            else:
+                products = (product("NW,sW->Ns", q_TNW[token][:, part], x_sW[:, part]) for part in parts)
+                product_Ns = sum(x_Ns * scale_s for x_Ns, scale_s in zip(products, scale_2s))
+            score_Ns = jnp.where(visible_s, scale * product_Ns, -jnp.inf)
             highest_N = jnp.maximum(top_N, score_Ns.max(axis=1))
             weight_Ns, fade_N = jnp.exp(score_Ns - highest_N[:, None]), jnp.exp(top_N - highest_N)
-            added_NC = product("Ns,sC->NC", weight_Ns.astype(x_sW.dtype), x_sW[:, :C])
+            scaled_Ns = weight_Ns if scale_2s is None else weight_Ns * scale_2s[0]
+            added_NC = product("Ns,sC->NC", scaled_Ns.astype(number), x_sW[:, :C])
             return highest_N, total_N * fade_N + weight_Ns.sum(axis=1), out_NC * fade_N[:, None] + added_NC
 
-        num_chunks = ceil_div(metadata.position_T[token] + 1, chunk_slots(cache_BSW))
+        num_chunks = ceil_div(metadata.position_T[token] + 1, chunk_slots(cache.arrays[0]))
         nothing = jnp.full(N, LOWEST), jnp.zeros(N), jnp.zeros((N, C))
         top_N, total_N, out_NC = lax.fori_loop(0, num_chunks, add_chunk, nothing)
         if undivided:
@@ -72,11 +82,22 @@ def chunk_slots(cache_BSW: jax.Array) -> int:
     return max(1, CHUNK_SLOTS // S) * S
 
 
-def _chunk(cache_BSW: jax.Array, metadata: Any, token: jax.Array, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Slots [s, W] of one chunk of a token's context, zeros where it may not see, and where it may."""
+def _chunk(
+    cache: Any, metadata: Any, token: jax.Array, chunk: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """Slots [s, W] of one chunk of a token's context, zeros where it may not see; the scales of latents and of rope
+    keys, if there are any, likewise; and where it may."""
+    cache_BSW, kind = cache.arrays[0], kind_of(cache.scales)
     S, W = cache_BSW.shape[1:]
     position_s = chunk * chunk_slots(cache_BSW) + jnp.arange(chunk_slots(cache_BSW))
     visible_s = position_s <= metadata.position_T[token]
     block = metadata.block_tables_RM.at[metadata.row_T[token], position_s[::S] // S].get(mode="clip")
     x_sW = cache_BSW.at[block].get(mode="clip").reshape(-1, W)
-    return jnp.where(visible_s[:, None], x_sW, 0), visible_s
+    scale_2s = None
+    if kind == "token":
+        scale_2s = jnp.swapaxes(cache.scales[0].at[block].get(mode="clip")[..., :S], 0, 1).reshape(2, -1)
+    elif kind == "head":
+        scale_2s = jnp.concatenate(cache.scales)[:, None]
+    if scale_2s is not None:
+        scale_2s = jnp.where(visible_s, scale_2s, 0)
+    return jnp.where(visible_s[:, None], x_sW, 0), scale_2s, visible_s

@@ -1,4 +1,4 @@
-"""Products with quantised weights: int8, float8 and int4, per output channel or per group of inputs.
+"""Products with quantised weights: int8, float8, int4 and float4, per output channel or per group of inputs.
 
 Validates, picks a backend, and says why others were refused. `reference` is XLA, and the best there is for one scale
 per output channel: compiled for v5e, TPU7x and an H100, XLA converts such weights on their way into the product and
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from pallas_kernels import backends as choosing
 
 _OP, _BACKENDS = "quantized_matmul", ("reference", "tpu", "gpu")
-_WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
+_WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "float4_e2m1fn")
+_SCALES = ("float32", "bfloat16", "float8_e4m3fn")
 _ACTIVATIONS = ("int8", "float8_e4m3fn")
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -28,8 +29,9 @@ _FLOATS = ("bfloat16", "float16", "float32")
 class QuantizedWeight:
     """A weight of F outputs and D inputs: `(values_FD - zero_CF) * scale_CF`, input d being in group d // (D / C).
 
-    values_FD: int8, float8_e4m3fn, float8_e5m2 or int4. scale_CF: float32; C = 1 is a scale per output channel.
-    zero_CF: float32 or None, which is zero.
+    values_FD: int8, float8_e4m3fn, float8_e5m2, int4 or float4_e2m1fn. scale_CF: float32, bfloat16 or float8_e4m3fn;
+    C = 1 is a scale per output channel. zero_CF: float32 or None, which is zero. A scale of all of a weight, as NVFP4
+    has it, belongs to the product: multiply that.
     """
 
     values_FD: Any
@@ -95,9 +97,11 @@ def _check_weight(weight: QuantizedWeight) -> None:
     if values_FD.ndim != 2 or str(values_FD.dtype) not in _WEIGHTS:
         raise ValueError(f"values_FD is {_spelled(values_FD)}; accepted is {' or '.join(_WEIGHTS)}[F, D].")
     F, D = values_FD.shape
-    for name, x_CF in (("scale_CF", scale_CF), ("zero_CF", scale_CF if zero_CF is None else zero_CF)):
-        if x_CF.ndim != 2 or x_CF.shape[1] != F or D % x_CF.shape[0] or x_CF.dtype != jnp.float32:
-            accepted = f"float32[C, {F}] where C divides {D} inputs"
+    for name, x_CF, types in (("scale_CF", scale_CF, _SCALES), ("zero_CF", zero_CF, _SCALES[:1])):
+        if x_CF is None:
+            continue
+        if x_CF.ndim != 2 or x_CF.shape[1] != F or D % x_CF.shape[0] or str(x_CF.dtype) not in types:
+            accepted = f"{' or '.join(types)}[C, {F}] where C divides {D} inputs"
             raise ValueError(f"{name} is {_spelled(x_CF)}; accepted is {accepted}.")
     if zero_CF is not None and zero_CF.shape != scale_CF.shape:
         raise ValueError(f"zero_CF is {_spelled(zero_CF)}, scale_CF {_spelled(scale_CF)}; both need the same groups.")

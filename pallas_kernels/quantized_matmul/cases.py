@@ -18,6 +18,7 @@ class Case:
     zeros: bool = False
     activations: str | None = None
     dtype: str = "bfloat16"
+    scales: str = "float32"
 
     @property
     def num_groups(self) -> int:
@@ -27,7 +28,7 @@ class Case:
     def num_bytes(self) -> int:
         """What must move: the weight with its scales, tokens and results, each once."""
         T, D, F = self.num_tokens, self.num_inputs, self.num_outputs
-        scales = array_bytes("float32", 1 + self.zeros, self.num_groups, F)
+        scales = array_bytes(self.scales, self.num_groups, F) + array_bytes("float32", self.zeros, self.num_groups, F)
         return array_bytes(self.weights, F, D) + scales + array_bytes(self.dtype, T, D + F)
 
     @property
@@ -51,6 +52,10 @@ CASES = (
     Case("w4a16, many tokens", "int4", group=128, num_tokens=530, num_inputs=128 * 5, num_outputs=300),
     Case("w8a16, inputs of several tiles", "int8", group=128, num_tokens=3, num_inputs=128 * 34, num_outputs=32),
     Case("w8a16, groups larger than a tile", "int8", group=384, num_inputs=1152, zeros=True),
+    Case("w4a16 in groups of 64, several tiles", "int4", group=64, num_inputs=4608, num_tokens=40),
+    Case("w8a16 in groups of 16", "int8", group=16, num_inputs=384, num_outputs=130),
+    Case("float4 in groups of 32", "float4_e2m1fn", group=32, num_inputs=1280, dtype="float16"),
+    Case("float4 in groups of 16, scales of float8", "float4_e2m1fn", group=16, scales="float8_e4m3fn", num_tokens=33),
     Case("w4a16 in odd groups, float32", "int4", group=48, num_inputs=96, dtype="float32"),
 )
 
@@ -59,6 +64,9 @@ _DOWN = {"num_inputs": 14336, "num_outputs": 4096}
 SERVING_CASES = (
     Case("w4a16, 16 tokens", "int4", group=128, num_tokens=16, **_DOWN),
     Case("w4a16 with zeros, 2048 tokens", "int4", 128, 2048, zeros=True, **_DOWN),
+    Case("w4a16 in groups of 32, 16 tokens", "int4", group=32, num_tokens=16, **_DOWN),
+    Case("w4a16 in groups of 64 with zeros, 512 tokens", "int4", 64, 512, zeros=True, **_DOWN),
+    Case("float4 in groups of 16, 16 tokens", "float4_e2m1fn", 16, 16, scales="float8_e4m3fn", **_DOWN),
     Case("w8a16, 16 tokens", "int8", group=128, num_tokens=16, **_DOWN),
     Case("w8a16 float8, 512 tokens", "float8_e4m3fn", group=128, num_tokens=512, **_DOWN),
     Case("w8a16 per channel, 16 tokens", "int8", num_tokens=16, **_DOWN),

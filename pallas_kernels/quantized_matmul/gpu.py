@@ -47,6 +47,9 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
         return f"values_FD is {weight.values_FD.dtype}, which this GPU lacks; accepted are int8 and int4"
     if C == 1 and weight.zero_CF is None:
         return "the weight has one group without zeros; accepted are more, XLA's own product is as good for one"
+    if str(weight.values_FD.dtype) == "float4_e2m1fn" or weight.scale_CF.dtype != jnp.float32:
+        found = f"values_FD is {weight.values_FD.dtype} with scales of {weight.scale_CF.dtype}"
+        return f"{found}; accepted are int8, float8 and int4 with scales of float32"
     return f"groups have {D // C} inputs; accepted are multiples of {FEWEST_INPUTS}" if D // C % FEWEST_INPUTS else None
 
 

@@ -21,7 +21,7 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
 
 def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpret: Any) -> jax.Array:
     """See `quantized_matmul.quantized_matmul`; there is nothing to interpret."""
-    values_FD, scale_CF = weight.values_FD, weight.scale_CF
+    values_FD, scale_CF = weight.values_FD, weight.scale_CF.astype(jnp.float32)
     if activations is not None:
         values_TD, scale_T = op.quantize_last_axis(x_TD, activations)
         sum_type = jnp.int32 if jnp.issubdtype(activations, jnp.integer) else jnp.float32
@@ -40,7 +40,7 @@ def dequantize(weight: Any) -> jax.Array:
     values_FC = weight.values_FD.astype(jnp.float32).reshape(F, C, D // C)
     if weight.zero_CF is not None:
         values_FC = values_FC - weight.zero_CF.T[:, :, None]
-    return (values_FC * weight.scale_CF.T[:, :, None]).reshape(F, D)
+    return (values_FC * weight.scale_CF.astype(jnp.float32).T[:, :, None]).reshape(F, D)
 
 
 def _times_transposed(x_TD: jax.Array, y_FD: jax.Array, sum_type: Any) -> jax.Array:

@@ -7,6 +7,7 @@ of an operand, n items times heads.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,18 +15,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape
+from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape, Item
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
-from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Begun, Operands
+from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Operands
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
     LOWEST,
     ScoreRule,
     clear_unseen,
     in_one_row,
+    is_seen_whole,
     query_key_products,
     visible_slots,
     weighted_values,
 )
+from pallas_kernels.ragged_paged_attention.tpu.tile_state import Softmax, merged, repeated, sums_by_lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,6 @@ def decode_attention(operands: Operands, shape: DecodeShape, *, vmem_limit_bytes
                 shape.fetch.scratch(operands.kv_BKSW.dtype),
                 pltpu.VMEM((heads, X, D), jnp.float32),
                 pltpu.VMEM((2, heads, X, NUM_LANES), jnp.float32),
-                _Parts.scratch(shape, X, operands.q.dtype),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -71,105 +73,68 @@ def decode_attention(operands: Operands, shape: DecodeShape, *, vmem_limit_bytes
 
 def _kernel(shape: DecodeShape, treedef: Any, *refs: Any) -> None:
     operands = jax.tree.unflatten(treedef, refs[: treedef.num_leaves])
-    out_ref, scratch, acc_ref, state_ref, parts = refs[treedef.num_leaves :]
+    out_ref, scratch, *state_refs = refs[treedef.num_leaves :]
     grid_block = pl.program_id(1)
     fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
-    state = _State(acc_ref, state_ref, operands.sinks)
     pl.when(grid_block == 0)(fetcher.begin)
-    fetcher.run_steps(grid_block, functools.partial(_attend_items, shape, fetcher, state, parts, out_ref))
+    fetcher.run_steps(grid_block, functools.partial(_attend_items, shape, fetcher, _State(*state_refs), out_ref))
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """The softmax of the segment at hand, over what was seen of it so far."""
+    """The softmax of the segment at hand, over what was seen of it so far: tops, all lanes alike, and totals, to be
+    summed over lanes, [heads, X, lanes], and weighted values [heads, X, D]."""
 
-    acc_ref: Any  # [heads, X, D]
-    top_total_ref: Any  # [2, heads, X, lanes], all lanes alike
-    sinks_ref: Any  # [heads, X, lanes] or None
+    acc_ref: Any
+    top_total_ref: Any
 
-    def reset(self) -> None:
-        """A sink is a weight with no value."""
-        self.acc_ref[...] = jnp.zeros_like(self.acc_ref)
-        if self.sinks_ref is None:
-            self.top_total_ref[0] = jnp.full(self.top_total_ref.shape[1:], LOWEST, jnp.float32)
-            self.top_total_ref[1] = jnp.zeros(self.top_total_ref.shape[1:], jnp.float32)
-        else:
-            self.top_total_ref[0] = self.sinks_ref[...]
-            self.top_total_ref[1] = jnp.ones(self.top_total_ref.shape[1:], jnp.float32)
+    def load(self) -> Softmax:
+        return self.top_total_ref[0], self.top_total_ref[1], self.acc_ref[...]
 
-    def begin(self, begun: Begun, i: jax.Array) -> None:
-        """Go on from what shared spans have left of query `i` of the grid block; sinks are in there."""
-        self.acc_ref[...] = begun.out[i]
-        self.top_total_ref[0] = begun.top[i]
-        self.top_total_ref[1] = jnp.ones(self.top_total_ref.shape[1:], jnp.float32)
-
-    def merge(self, top: jax.Array, total: jax.Array, out: jax.Array) -> None:
-        """Add a part: top, total [heads, X, 1], out [heads, X, D]."""
-        old_top, old_total = self.top_total_ref[0, :, :, :1], self.top_total_ref[1, :, :, :1]
-        new_top = jnp.maximum(old_top, top)
-        keep, add = jnp.exp2(old_top - new_top), jnp.exp2(top - new_top)
-        self.acc_ref[...] = self.acc_ref[...] * keep + out * add
-        whole = self.top_total_ref.shape[1:]
-        self.top_total_ref[0] = jnp.broadcast_to(new_top, whole)
-        self.top_total_ref[1] = jnp.broadcast_to(old_total * keep + total * add, whole)
-
-    def result(self) -> jax.Array:
-        return self.acc_ref[...] / self.top_total_ref[1, :, :, :1]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """Operands and results of all items of one step, so that what is done per item is a loop and the rest is not."""
-
-    q_ref: Any  # [items, heads, X, D]
-    visible_ref: Any  # [items, 1, P], 1 or 0
-    top_total_ref: Any  # [2, items, heads, X, lanes]
-    out_ref: Any  # [items, heads, X, D]
-
-    @staticmethod
-    def scratch(shape: DecodeShape, X: int, q_dtype: Any) -> "_Parts":
-        I, heads, D = shape.fetch.num_items, shape.fetch.num_heads, shape.lanes.operand
-        return _Parts(
-            q_ref=pltpu.VMEM((I, heads, X, D), q_dtype),
-            visible_ref=pltpu.VMEM((I, 1, shape.fetch.item_slots), jnp.int32),
-            top_total_ref=pltpu.VMEM((2, I, heads, X, NUM_LANES), jnp.float32),
-            out_ref=pltpu.VMEM((I, heads, X, D), jnp.float32),
-        )
+    def store(self, softmax: Softmax) -> None:
+        self.top_total_ref[0], self.top_total_ref[1], self.acc_ref[...] = softmax
 
 
 def _attend_items(
-    shape: DecodeShape, fetcher: Fetcher, state: _State, parts: _Parts, out_ref: Any, step: jax.Array
+    shape: DecodeShape, fetcher: Fetcher, state: _State, out_ref: Any, step: jax.Array, meanwhile: Callable
 ) -> None:
-    """Attend to all items of a step at once, then add each to its segment, which may end there."""
+    """Attend to all items of a step at once, then add each to its segment, which may end there. But for what nobody may
+    see it is straight code, in which `meanwhile` is done too: where an item is not in use nothing changes, and outputs
+    are written again with each item of a segment."""
     first_segment = pl.program_id(1) * shape.rows_per_block
     blocks_ref, scales_ref = fetcher.blocks(step), fetcher.token_scales(step)
+    items = [fetcher.item(step, i) for i in range(shape.fetch.num_items)]
+    is_whole = functools.reduce(jnp.logical_and, [is_seen_whole(item, shape.fetch.item_slots) for item in items])
 
-    @pl.loop(0, shape.fetch.num_items)
-    def _(i):
-        item = fetcher.item(step, i)
-        parts.q_ref[i] = fetcher.operands.q[jnp.maximum(item.segment - first_segment, 0)]
-        parts.visible_ref[i] = visible_slots(item, (1, shape.fetch.item_slots), 1).astype(jnp.int32)
-        clear_unseen(blocks_ref.at[i], None if scales_ref is None else scales_ref.at[i], item)
+    @pl.when(jnp.logical_not(is_whole))
+    def _():
+        @pl.loop(0, shape.fetch.num_items)
+        def _(i):
+            clear_unseen(blocks_ref.at[i], None if scales_ref is None else scales_ref.at[i], fetcher.item(step, i))
 
-    _attend_parts(shape, blocks_ref, _scales(shape, fetcher, step), parts)
+    meanwhile()
+    query, queries = jnp.int32(0), []
+    for item in items:  # those that are not in use come last
+        query = jnp.where(item.in_use, item.segment - first_segment, query)
+        queries.append(query)
+    parts = _softmaxes(shape, fetcher, items, queries, step)
+    softmax = state.load()
+    for item, query, part in zip(items, queries, parts):
+        old = (jnp.where(item.is_first, x, y) for x, y in zip(_nothing(fetcher.operands, item, query), softmax))
+        softmax = tuple(jnp.where(item.in_use, x, y) for x, y in zip(merged(tuple(old), part), softmax))
+        out_ref[query] = (softmax[2] / softmax[1].sum(axis=-1, keepdims=True)).astype(out_ref.dtype)
+    state.store(softmax)
 
-    @pl.loop(0, shape.fetch.num_items)
-    def _(i):
-        item = fetcher.item(step, i)
-        begun, is_first = fetcher.operands.begun, item.in_use & item.is_first
-        pl.when(is_first)(state.reset)
-        if begun is not None:
-            is_begun = is_first & (fetcher.segments.begun_Z[item.segment] > 0)
-            pl.when(is_begun)(lambda: state.begin(begun, item.segment - first_segment))
 
-        @pl.when(item.in_use)
-        def _():
-            state.merge(parts.top_total_ref[0, i, :, :, :1], parts.top_total_ref[1, i, :, :, :1], parts.out_ref[i])
-
-        @pl.when(item.in_use & item.is_last)
-        def _():
-            out_ref[item.segment - first_segment] = state.result().astype(out_ref.dtype)
+def _nothing(operands: Operands, item: Item, query: jax.Array) -> Softmax:
+    """What a segment begins with. A sink is a weight with no value; what shared spans have left has sinks in it."""
+    sinks, begun = operands.sinks, operands.begun
+    top, total = (LOWEST, 0.0) if sinks is None else (sinks[...], 1 / NUM_LANES)
+    if begun is None:
+        return top, total, 0.0
+    is_begun = operands.segments.begun_Z[item.segment] > 0
+    either = lambda x, y: jnp.where(is_begun, x, y)
+    return either(begun.top[query], top), either(1 / NUM_LANES, total), either(begun.out[query], 0.0)
 
 
 def _scales(shape: DecodeShape, fetcher: Fetcher, step: jax.Array) -> tuple[Any, Any]:
@@ -184,20 +149,24 @@ def _scales(shape: DecodeShape, fetcher: Fetcher, step: jax.Array) -> tuple[Any,
     return None, None
 
 
-def _attend_parts(shape: DecodeShape, blocks_ref: Any, scales: tuple[Any, Any], parts: _Parts) -> None:
-    """Softmax and weighted values of every item and head by itself."""
-    I, heads, X, D = parts.q_ref.shape
-    n, P = I * heads, shape.fetch.item_slots
-    q_nXD = parts.q_ref[...].reshape(n, X, D)
+def _softmaxes(
+    shape: DecodeShape, fetcher: Fetcher, items: list[Item], queries: list[jax.Array], step: jax.Array
+) -> list[Softmax]:
+    """That of each item by itself."""
+    heads, P = shape.fetch.num_heads, shape.fetch.item_slots
+    q_nXD = jnp.concatenate([fetcher.operands.q[query] for query in queries])
+    n, X, D = q_nXD.shape
+    blocks_ref, scales = fetcher.blocks(step), _scales(shape, fetcher, step)
     k_nPD, v_nPD = (
         blocks_ref[..., lanes].reshape(n, P, D).astype(q_nXD.dtype) for lanes in (shape.lanes.keys, shape.lanes.values)
     )
     exponent_nXP = shape.rule.exponents(query_key_products(q_nXD, k_nPD, scales[0]))
-    visible_nXP = jnp.broadcast_to(parts.visible_ref[...][:, None], (I, heads, X, P)).reshape(n, X, P)
-    exponent_nXP = jnp.where(visible_nXP != 0, exponent_nXP, LOWEST)
-    top_nX1 = exponent_nXP.max(axis=-1, keepdims=True)
-    weight_nXP = jnp.exp2(exponent_nXP - top_nX1)
-    total_nX1 = weight_nXP.sum(axis=-1, keepdims=True)
-    parts.out_ref[...] = weighted_values(weight_nXP, v_nPD, scales[1]).reshape(I, heads, X, D)
-    for place, x_nX1 in enumerate((top_nX1, total_nX1)):
-        parts.top_total_ref[place] = jnp.broadcast_to(x_nX1, (n, X, NUM_LANES)).reshape(I, heads, X, NUM_LANES)
+    of_items = [slice(i * heads, (i + 1) * heads) for i in range(len(items))]
+    seen = [visible_slots(item, (1, 1, P), 2) for item in items]
+    exponent_nXP = jnp.concatenate(
+        [jnp.where(seen_11P, exponent_nXP[mine], LOWEST) for seen_11P, mine in zip(seen, of_items)]
+    )
+    top_nXL = jnp.broadcast_to(exponent_nXP.max(axis=-1, keepdims=True), (n, X, NUM_LANES))
+    weight_nXP = jnp.exp2(exponent_nXP - repeated(top_nXL, exponent_nXP))
+    total_nXL, out_nXD = sums_by_lane(weight_nXP), weighted_values(weight_nXP, v_nPD, scales[1])
+    return [(top_nXL[mine], total_nXL[mine], out_nXD[mine]) for mine in of_items]

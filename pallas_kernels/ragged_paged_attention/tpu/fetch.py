@@ -1,8 +1,8 @@
 """Double-buffered copies of KV blocks from HBM, driven by a list of segments. Knows no queries and no attention.
 
 A step of a kernel works on up to I items. While step n is computed, the blocks of step n + 1 and the pages of the
-block table for step n + 2 are on their way. Items of one step lie in one grid block of the kernel, so that their
-queries and outputs are in VMEM; steps go on from one grid block to the next without a gap.
+block table for steps n + 2 and n + 3 are on their way. Items of one step lie in one grid block of the kernel, so that
+their queries and outputs are in VMEM; steps go on from one grid block to the next without a gap.
 """
 
 import dataclasses
@@ -85,14 +85,13 @@ class Scratch:
 class Item:
     """One item of a step, as scalars. Slots outside of [first, end) were not fetched.
 
-    in_use: whether there is such an item. segment: index of its segment. is_first, is_last: of its segment's items.
+    in_use: whether there is such an item. segment: index of its segment. is_first: of its segment's items.
     position: of slot 0 of the item. first, end: positions that some query of the segment may see.
     """
 
     in_use: jax.Array
     segment: jax.Array
     is_first: jax.Array
-    is_last: jax.Array
     position: jax.Array
     first: jax.Array
     end: jax.Array
@@ -117,9 +116,11 @@ class Fetcher:
             self.scratch.cursor[field] = 0
         pl.loop(0, 2)(self._list_items)
         self._start_blocks(0)
+        self._list_items(2)
 
     def run_steps(self, grid_block: jax.Array, compute: Any) -> None:
-        """Call `compute(step)` for every step of a grid block, when its items lie in `blocks(step)`."""
+        """Call `compute(step, meanwhile)` for every step of a grid block, when its items lie in `blocks(step)`. It
+        calls `meanwhile` once, where scalar work may lie beside its own."""
         item_end_J = self.segments.item_end_J
         first = jnp.where(grid_block == 0, 0, item_end_J[jnp.maximum(grid_block - 1, 0)])
         num_steps = ceil_div(item_end_J[grid_block] - first, self.shape.num_items)
@@ -129,9 +130,8 @@ class Fetcher:
         def _(i):
             step = start + i
             self._start_blocks(step + 1)
-            self._list_items(step + 2)
             self._await_blocks(step)
-            compute(step)
+            compute(step, lambda: self._list_items(step + 3))
 
         self.scratch.cursor[NEXT_STEP] = start + num_steps
 
@@ -149,10 +149,9 @@ class Fetcher:
         segment, piece = listed[SEGMENT], listed[PIECE]
         in_use = segment >= 0
         z = jnp.maximum(segment, 0)
-        last_piece = segments.item_end_Z[z] - 1 + segments.base_Z[z]
         position = piece * self.shape.item_slots
         first, end = segments.begin_Z[z], segments.end_Z[z]
-        return Item(in_use, z, first >= position, piece == last_piece, position, first, end)
+        return Item(in_use, z, first >= position, position, first, end)
 
     def _list_items(self, step: Any) -> None:
         """Note the items of a step, and start to fetch the page of the block table that each needs."""
@@ -163,29 +162,21 @@ class Fetcher:
         stop = segments.stop_Z[jnp.where(in_range, first_segment, 0)]
         num_used = jnp.where(in_range, jnp.clip(stop - first_item, 0, self.shape.num_items), 0)
 
-        def list_item(i, carry):
-            segment, num_blocks = carry
+        segment, num_blocks, items = first_segment, jnp.int32(0), []
+        for i in range(self.shape.num_items):
             in_use = i < num_used
             z = jnp.where(in_use, segment, 0)
             piece = first_item + i + segments.base_Z[z]
             begin, end = self._needed_blocks(piece * self.shape.item_slots, segments.begin_Z[z], segments.end_Z[z])
             end = jnp.where(in_use, jnp.maximum(begin, end), begin)
-            listed = self.scratch.listed.at[step & (LISTED_STEPS - 1), i]
-            listed[SEGMENT] = jnp.where(in_use, segment, -1)
-            listed[PIECE] = piece
-            listed[BEGIN_BLOCK] = begin
-            listed[END_BLOCK] = end
-
-            @pl.when(in_use)
-            def _():
-                page = _quotient(piece * self.shape.item_blocks, TABLE_PAGE)
-                self._page_copy(step, i, segments.row_Z[z] * self.shape.pages_per_row + page).start()
-
+            page = segments.row_Z[z] * self.shape.pages_per_row + _quotient(piece * self.shape.item_blocks, TABLE_PAGE)
+            items.append((jnp.where(in_use, segment, -1), piece, begin, end, page))
             ends = in_use & (first_item + i + 1 == segments.item_end_Z[z])
-            return segment + ends.astype(jnp.int32), num_blocks + end - begin
-
-        start = first_segment, jnp.int32(0)
-        segment, num_blocks = lax.fori_loop(0, self.shape.num_items, list_item, start, unroll=True)
+            segment, num_blocks = segment + ends.astype(jnp.int32), num_blocks + end - begin
+        for i, (*listed, page) in enumerate(items):  # only now, since nothing is read beside what is written
+            for field, x in zip((SEGMENT, PIECE, BEGIN_BLOCK, END_BLOCK), listed):
+                self.scratch.listed[step & (LISTED_STEPS - 1), i, field] = x
+            pl.when(i < num_used)(self._page_copy(step, i, page).start)
         counts = self.scratch.counts.at[step & (LISTED_STEPS - 1)]
         counts[ITEMS], counts[BLOCKS] = num_used, num_blocks
         cursor[NEXT_SEGMENT], cursor[NEXT_ITEM] = segment, first_item + num_used
@@ -207,8 +198,7 @@ class Fetcher:
         semaphore = self.scratch.block_semaphores.at[step & 1]
         heads, size = pl.ds(self.head, self.shape.num_heads), self.shape.block_size
 
-        def start(j: Any, target_ref: Any) -> None:
-            block_id = self.scratch.pages[entry + j]
+        def start(block_id: Any, j: Any, target_ref: Any) -> None:
             pltpu.make_async_copy(self.operands.kv_BKSW.at[block_id, heads], target_ref, semaphore).start()
             if self.shape.token_scales:
                 source_ref, scales_ref = self.operands.token_scales_BK2L, self.scratch.scales.at[step & 1, i, j]
@@ -216,15 +206,23 @@ class Fetcher:
 
         at_once = min(COPIES_AT_ONCE, self.shape.item_blocks)
 
-        def start_some(n: Any) -> None:
+        def start_some(each_is_needed: bool, n: Any) -> None:
             slots = pl.ds(pl.multiple_of(n * at_once * size, size), at_once * size)
             some_ref = self.blocks(step).at[i, :, slots]
             for k in range(at_once):
                 j = n * at_once + k
                 target_ref = some_ref.at[:, pl.ds(k * size, size)]
-                pl.when((begin <= j) & (j < end))(functools.partial(start, j, target_ref))
+                block_id = self.scratch.pages[entry + j]  # anything where the block is not needed
+                is_needed = each_is_needed or (begin <= j) & (j < end)
+                pl.when(is_needed)(functools.partial(start, block_id, j, target_ref))
 
-        pl.loop(0, self.shape.item_blocks // at_once)(start_some)
+        rounds = self.shape.item_blocks // at_once
+        is_whole = end - begin == self.shape.item_blocks
+        if at_once < COPIES_AT_ONCE:  # a branch costs more than to ask for each of a few blocks
+            pl.loop(0, rounds)(functools.partial(start_some, False))
+        else:
+            pl.when(is_whole)(lambda: pl.loop(0, rounds)(functools.partial(start_some, True)))
+            pl.when(jnp.logical_not(is_whole))(lambda: pl.loop(0, rounds)(functools.partial(start_some, False)))
 
     def _await_pages(self, step: Any) -> None:
         pages, size = self.scratch.pages, TABLE_PAGE

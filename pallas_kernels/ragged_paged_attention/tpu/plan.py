@@ -124,7 +124,7 @@ def make_plan(
     decode = _decode_segments(batch, item_slots_of(block_size, DECODE_ITEM_SLOTS))
     query_tile = query_tile_of(num_tokens)
     return Plan(
-        tables=_paged(block_tables_RM),
+        tables=paged(block_tables_RM),
         decode=decode,
         prefill=_prefill_segments(batch, query_tile, item_slots_of(block_size, CHUNK_SLOTS)),
         writes={group: _writes(batch, block_size, group) for group in _write_groups(block_size)},
@@ -144,7 +144,7 @@ def _part_plan(batch: "Batch", query_start_loc_R1: jax.Array, share: ContextShar
     runs = runs_of_rows(query_start_loc_R1, seen_T, query_tile)
     seen_Y = jnp.pad(seen_T, (0, -batch.num_tokens % query_tile))
     return PartPlan(
-        tables=_paged(batch.tables_RM),
+        tables=paged(batch.tables_RM),
         segments=segments_of(runs, len(seen_Y) // query_tile, item_slots_of(share.slots, CHUNK_SLOTS)),
         position_YL=over_lanes(seen_Y),
         writes={group: _writes(batch, share.slots, group, share) for group in _write_groups(share.slots)},
@@ -190,7 +190,7 @@ def rows_per_block(num_rows: int) -> int:
     return min(DECODE_ROWS, num_rows)
 
 
-def _paged(tables_RM: jax.Array) -> jax.Array:
+def paged(tables_RM: jax.Array) -> jax.Array:
     R, M = tables_RM.shape
     pages = pages_of(M)
     return jnp.pad(tables_RM, ((0, 0), (0, pages * TABLE_PAGE - M))).reshape(R * pages, 1, TABLE_PAGE)

@@ -7,7 +7,7 @@ of an operand.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,14 +20,13 @@ from pallas_kernels.ragged_paged_attention.tpu.fetch import Fetcher, FetchShape,
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, Lanes
 from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED, Begun, Operands
 from pallas_kernels.ragged_paged_attention.tpu.softmax import (
-    LOG2_E,
     LOWEST,
     ScoreRule,
     clear_unseen,
     in_one_row,
     query_key_products,
-    weighted_values,
 )
+from pallas_kernels.ragged_paged_attention.tpu.tile_state import TileState
 
 NEVER = 2**30  # a position that no query sees
 
@@ -97,7 +96,7 @@ def _kernel(shape: PrefillShape, treedef: Any, *refs: Any) -> None:
     tile = pl.program_id(1)
     fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
     pl.when(tile == 0)(fetcher.begin)
-    state = _State(*state_refs)
+    state = TileState(*state_refs)
     state.reset(operands.sinks, shape.query_tile)
     if operands.begun is not None:
         pl.when(operands.segments.begun_J[tile] > 0)(lambda: state.begin(operands.begun))
@@ -106,76 +105,11 @@ def _kernel(shape: PrefillShape, treedef: Any, *refs: Any) -> None:
         out_ref[...] = x.astype(out_ref.dtype).reshape(out_ref.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """The softmax of every query of a tile, over what was seen so far."""
-
-    acc_ref: Any  # [heads, X, D]
-    top_total_ref: Any  # [2, heads, X, lanes]: tops, all lanes alike, and totals, to be summed over lanes
-    exponent_ref: Any  # [rows of a product, P]
-    most_ref: Any  # [rows of a product, lanes]: the greatest of each row, all lanes alike
-
-    def reset(self, sinks_ref: Any, queries: int) -> None:
-        """A sink is a weight with no value."""
-        _, heads, X, L = self.top_total_ref.shape
-        self.acc_ref[...] = jnp.zeros_like(self.acc_ref)
-        if sinks_ref is None:
-            self.top_total_ref[0] = jnp.full((heads, X, L), LOWEST, jnp.float32)
-            self.top_total_ref[1] = jnp.zeros((heads, X, L), jnp.float32)
-            return
-        for g in range(X // queries):
-            sink_K1L = sinks_ref[:, g : g + 1, :]
-            self.top_total_ref[0, :, g * queries : (g + 1) * queries] = jnp.broadcast_to(sink_K1L, (heads, queries, L))
-        self.top_total_ref[1] = jnp.full((heads, X, L), 1 / L, jnp.float32)
-
-    def begin(self, begun: Begun) -> None:
-        """Go on from what shared spans have left; sinks are in there."""
-
-        @pl.loop(0, len(self.acc_ref))
-        def _(h):
-            self.acc_ref[h] = begun.out[h].reshape(self.acc_ref.shape[1:])
-            self.top_total_ref[0, h] = begun.top[h].reshape(self.top_total_ref.shape[2:])
-
-        self.top_total_ref[1] = jnp.full(self.top_total_ref.shape[1:], 1 / NUM_LANES, jnp.float32)
-
-    def put(self, exponent_XP: jax.Array) -> None:
-        """Keep the exponents of a chunk for rows that are added next, part by part; what a query may not see is so low
-        that it vanishes. They wait in VMEM while the products of further rows are made, and maxima with them."""
-        self.exponent_ref[...] = exponent_XP
-        self.most_ref[...] = jnp.broadcast_to(exponent_XP.max(axis=-1, keepdims=True), self.most_ref.shape)
-
-    def add(self, h: Any, rows: Any, kept: Any, v_PD: jax.Array, v_scale: jax.Array | None) -> None:
-        """Add a chunk for some rows of head `h`, of which `kept` says where their exponents were put."""
-        exponent_XP = self.exponent_ref[kept]
-        old_top_XL = self.top_total_ref[0, h, rows]
-        top_XL = jnp.maximum(old_top_XL, self.most_ref[kept])
-        keep_XL = jnp.exp2(old_top_XL - top_XL)
-        weight_XP = jnp.exp2(exponent_XP - _repeated(top_XL, exponent_XP))
-        self.top_total_ref[0, h, rows] = top_XL
-        self.top_total_ref[1, h, rows] = self.top_total_ref[1, h, rows] * keep_XL + _sums_by_lane(weight_XP)
-        acc_XD = self.acc_ref[h, rows]
-        out_XD = weighted_values(weight_XP[None], v_PD[None], v_scale)[0]
-        self.acc_ref[h, rows] = acc_XD * _repeated(keep_XL, acc_XD) + out_XD
-
-    def result(self) -> Iterator[jax.Array]:
-        """What `Begun` has; zeros, and a power that is nothing, for queries that saw nothing."""
-        total = self.top_total_ref[1].sum(axis=-1, keepdims=True)
-        yield self.acc_ref[...] / jnp.where(total == 0, 1, total)
-        yield self.top_total_ref[0] + jnp.where(total == 0, 0, jnp.log(jnp.where(total == 0, 1, total)) * LOG2_E)
-
-
-def _repeated(x_XL: jax.Array, like: jax.Array) -> jax.Array:
-    """All lanes of a row are alike: as many of them as `like` has."""
-    return jnp.concatenate([x_XL] * (like.shape[-1] // NUM_LANES), axis=-1)
-
-
-def _sums_by_lane(x_XP: jax.Array) -> jax.Array:
-    """[X, L]: sums of every 128th number of a row."""
-    return sum(x_XP[:, i : i + NUM_LANES] for i in range(0, x_XP.shape[-1], NUM_LANES))
-
-
-def _attend_chunk(shape: PrefillShape, fetcher: Fetcher, state: _State, step: jax.Array) -> None:
+def _attend_chunk(
+    shape: PrefillShape, fetcher: Fetcher, state: TileState, step: jax.Array, meanwhile: Callable
+) -> None:
     """Every query of the tile that belongs to the item's segment sees what it may of one chunk."""
+    meanwhile()
     item = fetcher.item(step, 0)
     view = _View.of(shape, fetcher.operands, item)
     chunk_ref, scales_ref = fetcher.blocks(step).at[0], fetcher.token_scales(step)

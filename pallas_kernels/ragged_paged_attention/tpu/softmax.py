@@ -64,12 +64,16 @@ def visible_slots(item: Item, shape: tuple[int, ...], axis: int) -> jax.Array:
     return (position >= item.first) & (position < item.end)
 
 
+def is_seen_whole(item: Item, slots: int) -> jax.Array:
+    """Whether some query may see each slot of an item."""
+    return (item.first <= item.position) & (item.end >= item.position + slots)
+
+
 def clear_unseen(block_ref: Any, scales_ref: Any, item: Item) -> None:
     """Zeros in the slots that nobody may see: what lies there may be NaN, and zero times NaN is NaN."""
     slots = block_ref.shape[1]
-    whole = (item.first <= item.position) & (item.end >= item.position + slots)
 
-    @pl.when(jnp.logical_not(whole))
+    @pl.when(jnp.logical_not(is_seen_whole(item, slots)))
     def _():
         block = block_ref[...]
         block_ref[...] = jnp.where(visible_slots(item, block.shape, 1), block, jnp.zeros_like(block))

@@ -12,9 +12,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels.context_share import ContextShare
-from pallas_kernels.mla_paged_attention import gpu
+from pallas_kernels.mla_paged_attention import gpu, tpu
 from pallas_kernels.mla_paged_attention.cases import CASES, Case
-from pallas_kernels.testing import QUICK_COMPILE, dense_attention, is_simulated, run_once, tolerance
+from pallas_kernels.ragged_paged_attention import KVTensor
+from pallas_kernels.testing import (
+    QUICK_COMPILE,
+    dense_attention,
+    is_simulated,
+    largest_value,
+    quantized_values,
+    run_once,
+    tolerance,
+)
 
 INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(detect_races=True), "gpu": is_simulated("gpu")}
 CASE = {case.name: case for case in CASES}
@@ -27,7 +36,9 @@ class Step:
         self.case, self.rng = case, np.random.default_rng(0)
         T, N, C, P = case.num_tokens, case.num_heads, case.latent_dim, case.rope_dim
         self.q_TNC, self.q_rope_TNP = self.normal(T, N, C), self.normal(T, N, P)
-        self.contexts = [self.normal(cached + new, C + P) for cached, new in case.rows]
+        self.stored, self.scales = zip(*(self._numbers(sum(row)) for row in case.rows)) if case.rows else ((), ())
+        of_parts = np.repeat([0, 1], (C, P))
+        self.contexts = [values_PW * scales_P2[:, of_parts] for values_PW, scales_P2 in zip(self.stored, self.scales)]
         self.start_R1 = np.cumsum([0] + [new for _, new in case.rows] + [0] * case.empty_rows).astype(np.int32)
         self.seq_lens_R = np.array([sum(row) for row in case.rows] + [0] * case.empty_rows, np.int32)
         self.new_TW = np.full((T, C + P), np.nan)
@@ -38,6 +49,19 @@ class Step:
     def normal(self, *shape: int) -> np.ndarray:
         return self.rng.normal(size=shape).astype(self.case.dtype).astype(np.float64)
 
+    def _numbers(self, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """(what a cache holds of so many tokens, scales of latents and of rope keys): exact, and each token's largest
+        number is what makes its scale."""
+        C, P, kind = self.case.latent_dim, self.case.rope_dim, self.case.kv_scales
+        values_PW, scales_P2 = self.normal(tokens, C + P), np.ones((tokens, 2))
+        if kind == "none":
+            return values_PW.astype(self.case.cache_dtype).astype(np.float64), scales_P2
+        values_PW = quantized_values(self.rng, values_PW.shape, self.case.cache_dtype).astype(np.float64)
+        largest = largest_value(self.case.cache_dtype)
+        values_PW[:, [3, C + 1]] = largest, -largest
+        spread = self.rng.integers(0, 3, (tokens, 2)) if kind == "token" else [[0, 1]]
+        return values_PW, scales_P2 * 2.0 ** (spread - np.round(np.log2(largest / 2)))
+
     def _make_cache(self) -> None:
         S = self.case.block_size
         num_needed = [-(-n // S) for n in self.seq_lens_R]
@@ -45,19 +69,42 @@ class Step:
         ids = iter(self.rng.permutation(np.arange(1, num_blocks)))
         shape = (max(len(num_needed), 1), max(num_needed, default=0) + 2)
         self.tables_RM = self.rng.choice([-7, num_blocks, 10**8], size=shape).astype(np.int32)
-        self.cache_BSW = np.full((num_blocks, S, self.new_TW.shape[1]), np.nan)
-        for row, ((cached, _), context_PW) in enumerate(zip(self.case.rows, self.contexts)):
+        poison = -77.0 if self.case.cache_dtype == "int8" else np.nan
+        self.cache_BSW = np.full((num_blocks, S, self.new_TW.shape[1]), poison)
+        self.scales_B2S = np.full((num_blocks, 2, S), np.nan)
+        for row, (cached, _) in enumerate(self.case.rows):
             self.tables_RM[row, : num_needed[row]] = [next(ids) for _ in range(num_needed[row])]
-            self._put(row, np.arange(cached), context_PW[:cached])
+            self._put(row, np.arange(cached))
 
-    def _put(self, row: int, position: np.ndarray, values: np.ndarray) -> None:
+    def _put(self, row: int, position: np.ndarray) -> None:
         S = self.case.block_size
-        self.cache_BSW[self.tables_RM[row, position // S], position % S] = values
+        blocks, slots = self.tables_RM[row, position // S], position % S
+        self.cache_BSW[blocks, slots] = self.stored[row][position]
+        self.scales_B2S[blocks, :, slots] = self.scales[row][position]
 
-    def cache_after(self) -> np.ndarray:
-        for row, ((cached, new), context_PW) in enumerate(zip(self.case.rows, self.contexts)):
-            self._put(row, np.arange(cached, cached + new), context_PW[cached:])
-        return self.cache_BSW
+    def cache(self, backend: str, count: int = 1, nth: int = 0) -> KVTensor:
+        """The cache of a backend, or the `nth` of `count` pieces of every block of it."""
+        case, S = self.case, self.case.block_size // count
+        sizes = len(self.cache_BSW), S, case.latent_dim, case.rope_dim
+        lanes = mla.cache_shape(*sizes, backend)[2] - self.cache_BSW.shape[2]
+        cache_BSW = np.pad(self.cache_BSW[:, nth * S : (nth + 1) * S], ((0, 0), (0, 0), (0, lanes)))
+        scales = ()
+        if case.kv_scales == "head":
+            scales = self.scales[0][0][:, None]
+        elif case.kv_scales == "token":
+            more = mla.scales_shape(len(self.cache_BSW), S, backend)[2] - S
+            scales = (np.pad(self.scales_B2S, ((0, 0), (0, 0), (0, more)), constant_values=np.nan),)
+        return KVTensor((cache_BSW.astype(case.cache_dtype),), tuple(x.astype(np.float32) for x in scales))
+
+    def check_cache(self, caches: list[KVTensor]) -> None:
+        """Pieces of every block after the step hold its tokens, and else what they did."""
+        for row, (cached, new) in enumerate(self.case.rows):
+            self._put(row, np.arange(cached, cached + new))
+        W, S = self.cache_BSW.shape[2], self.case.block_size
+        after_BSW = np.concatenate([np.asarray(cache.arrays[0], np.float64)[..., :W] for cache in caches], axis=1)
+        np.testing.assert_array_equal(after_BSW, self.cache_BSW)
+        if self.case.kv_scales == "token":
+            np.testing.assert_array_equal(np.asarray(caches[0].scales[0])[..., :S], self.scales_B2S)
 
     def expected(self) -> np.ndarray:
         out_TNC, C = np.zeros(self.q_TNC.shape), self.case.latent_dim
@@ -75,67 +122,43 @@ def scale(case: Case) -> float:
     return (case.latent_dim + case.rope_dim) ** -0.5
 
 
-def run(step: Step, backend: str) -> tuple[np.ndarray, np.ndarray]:
-    """(out_TNC, cache_BSW after the step without the backend's padding)."""
-    case, C = step.case, step.case.latent_dim
-    shape = mla.cache_shape(*step.cache_BSW.shape[:2], C, case.rope_dim, backend)
-    width = shape[2] - step.cache_BSW.shape[2]
-    cache_BSW = np.pad(step.cache_BSW, ((0, 0), (0, 0), (0, width)))
-
-    def attend(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
-        metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=case.block_size)
-        return mla.mla_paged_attention(
-            q_TNC,
-            q_rope_TNP,
-            latent_TC,
-            rope_TP,
-            cache_BSW,
-            metadata,
-            scale=scale(case),
-            backend=backend,
-            interpret=INTERPRET[backend],
-        )
-
-    arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
-    arrays = (x.astype(case.dtype) for x in arrays)
-    out_TNC, cache_BSW = run_once(attend, *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
-    return np.asarray(out_TNC, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
+def run(step: Step, backend: str) -> tuple[np.ndarray, KVTensor]:
+    """out_TNC and the cache after the step."""
+    return next(run_parts(step, backend, 1))
 
 
-def run_parts(step: Step, backend: str, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What each holder of a part of every block leaves undivided, and its cache afterwards."""
+def run_parts(step: Step, backend: str, count: int) -> Iterator[tuple[np.ndarray, KVTensor]]:
+    """The same of each holder of a part of every block; of several what they leave undivided."""
     case, C, S = step.case, step.case.latent_dim, step.case.block_size // count
-    width = mla.cache_shape(1, S, C, case.rope_dim, backend)[2] - step.cache_BSW.shape[2]
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
-    def attend(nth, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
-        share = ContextShare(nth, count, S)
+    def attend(nth, cache, q_TNC, q_rope_TNP, latent_TC, rope_TP, *where):
+        share = ContextShare(nth, count, S) if count > 1 else None
         metadata = mla.make_metadata(*where, num_tokens=case.num_tokens, block_size=S, share=share)
-        return mla.mla_paged_attention(
-            q_TNC,
-            q_rope_TNP,
-            latent_TC,
-            rope_TP,
-            cache_BSW,
-            metadata,
-            scale=scale(case),
-            backend=backend,
-            interpret=INTERPRET[backend],
-            undivided=True,
-        )
+        operands = q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, metadata
+        settings = {"scale": scale(case), "backend": backend, "interpret": INTERPRET[backend]}
+        return mla.mla_paged_attention(*operands, **settings, undivided=count > 1)
 
     for nth in range(count):
-        cache_BSW = np.pad(step.cache_BSW[:, nth * S : (nth + 1) * S], ((0, 0), (0, 0), (0, width)))
-        arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:], cache_BSW)
+        arrays = (step.q_TNC, step.q_rope_TNP, step.new_TW[:, :C], step.new_TW[:, C:])
         arrays = (jnp.asarray(x, case.dtype) for x in arrays)
-        part_TNP, cache_BSW = attend(jnp.int32(nth), *arrays, step.start_R1, step.seq_lens_R, step.tables_RM)
-        yield np.asarray(part_TNP, np.float64), np.asarray(cache_BSW, np.float64)[..., : step.cache_BSW.shape[2]]
+        where = step.start_R1, step.seq_lens_R, step.tables_RM
+        cache = jax.tree.map(jnp.asarray, step.cache(backend, count, nth))
+        out_TNC, cache = attend(jnp.int32(nth), cache, *arrays, *where)
+        yield np.asarray(out_TNC, np.float64), cache
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch):
+    """Of the kernel for TPUs, so that contexts are several of them; GPUs' interpreter takes its time for programs."""
+    monkeypatch.setattr(tpu, "ITEMS", 2)
+    monkeypatch.setattr(tpu, "ITEM_SLOTS", 128)
+    monkeypatch.setattr(gpu, "PROGRAMS", 80)
 
 
 @pytest.mark.parametrize("backend", INTERPRET)
-def test_parts_of_contexts_that_lie_apart_become_the_whole(monkeypatch, backend):
+def test_parts_of_contexts_that_lie_apart_become_the_whole(backend):
     """Some tokens see nothing of a part, and padding nothing of any."""
-    monkeypatch.setattr(gpu, "PROGRAMS", 80)
     step = Step(dataclasses.replace(CASE["block_size 48, which divides no chunk"], rows=((0, 20), (90, 1), (33, 3))))
     parts, caches = zip(*run_parts(step, backend, 3))
     highest_TN = np.max([part_TNP[..., -1] for part_TNP in parts], axis=0)
@@ -143,13 +166,14 @@ def test_parts_of_contexts_that_lie_apart_become_the_whole(monkeypatch, backend)
     out_TNC = sums_TNP[..., :-1] / np.maximum(sums_TNP[..., -1:], 1e-30)
     assert np.abs(out_TNC - step.expected()).max() <= tolerance(step.case.dtype, 91)
     assert step.case.padding and not out_TNC[-step.case.padding :].any()
-    np.testing.assert_array_equal(np.concatenate(caches, axis=1), step.cache_after())
+    step.check_cache(caches)
 
 
 def operands(case: Case, backend: str):
     N, C, P = case.num_heads, case.latent_dim, case.rope_dim
-    dims = (case.num_tokens, N, C), (case.num_tokens, N, P), mla.cache_shape(4, case.block_size, C, P, backend)
-    return [np.zeros(shape, case.dtype) for shape in dims]
+    q = [np.zeros((case.num_tokens, N, size), case.dtype) for size in (C, P)]
+    cache = mla.cache_zeros(4, case.block_size, C, P, case.cache_dtype, backend, case.kv_scales)
+    return *q, cache
 
 
 PAIRS = [
@@ -161,7 +185,7 @@ PAIRS = [
 
 
 # What a simulated kernel is asked in the suite; the others are the same code with other sizes.
-QUICK = ("decodes and prompts in any order", "float32", "latent of 512, rope of 64", "rows with no new token")
+QUICK = ("decodes and prompts in any order", "float32", "latent of 512, rope of 64", "int8, scales of tokens")
 
 
 @pytest.mark.parametrize(
@@ -176,20 +200,27 @@ QUICK = ("decodes and prompts in any order", "float32", "latent of 512, rope of 
         for backend, case in PAIRS
     ],
 )
-def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(monkeypatch, backend, case):
-    monkeypatch.setattr(gpu, "PROGRAMS", 80)  # the interpreter takes its time for each
+def test_a_case_equals_dense_attention_and_changes_only_the_slots_of_its_new_tokens(backend, case):
     step = Step(case)
-    out_TNC, cache_BSW = run(step, backend)
+    out_TNC, cache = run(step, backend)
     difference_TNC = np.abs(out_TNC - step.expected())
     assert difference_TNC.max(initial=0) <= tolerance(case.dtype, max(map(sum, case.rows), default=1))
     assert not out_TNC[case.num_tokens - case.padding :].any()
-    np.testing.assert_array_equal(cache_BSW, step.cache_after())
+    step.check_cache([cache])
+
+
+@pytest.mark.exhaustive
+def test_steps_of_their_own_size(monkeypatch):
+    monkeypatch.undo()
+    step = Step(Case("two", ((700, 1), (40, 1), (5, 6))))
+    assert np.abs(run(step, "tpu")[0] - step.expected()).max() <= tolerance(step.case.dtype, 701)
 
 
 def test_kernels_take_most_cases():
     taken = {backend: {case.name for name, case in PAIRS if name == backend} for backend in INTERPRET}
     assert taken["reference"] == set(CASE)
-    assert taken["gpu"] == set(CASE) - {"float32"}
+    eight_bits = {case.name for case in CASES if case.kv_dtype}
+    assert taken["gpu"] == set(CASE) - eight_bits - {"float32"}
     assert taken["tpu"] == set(CASE) - {"float16", "12 heads, block_size 64"}
 
 
@@ -197,23 +228,23 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt():
     case = Case("a prompt", ((0, 60),), padding=0, empty_rows=0, dtype="float32")
     step = Step(case)
     metadata = functools.partial(mla.make_metadata, block_size=case.block_size)
-    C, cache_BSW, outs = case.latent_dim, jnp.asarray(step.cache_BSW, jnp.float32), []
+    C, cache, outs = case.latent_dim, KVTensor((jnp.asarray(step.cache_BSW, jnp.float32),)), []
 
-    def attend(cache_BSW, q_TNC, q_rope_TNP, new_TW, *where):
+    def attend(cache, q_TNC, q_rope_TNP, new_TW, *where):
         where = metadata(*where, num_tokens=len(q_TNC))
         return mla.mla_paged_attention(
-            q_TNC, q_rope_TNP, new_TW[:, :C], new_TW[:, C:], cache_BSW, where, scale=0.1, backend="reference"
+            q_TNC, q_rope_TNP, new_TW[:, :C], new_TW[:, C:], cache, where, scale=0.1, backend="reference"
         )
 
     whole = (step.q_TNC, step.q_rope_TNP, step.new_TW)
     for first in (0, 20, 40):
         part = (x[first : first + 20].astype(np.float32) for x in whole)
         where = np.array([0, 20], np.int32), np.array([first + 20], np.int32), step.tables_RM
-        out_TNC, cache_BSW = run_once(attend, cache_BSW, *part, *where)
+        out_TNC, cache = run_once(attend, cache, *part, *where)
         outs.append(out_TNC)
     together_TNC, _ = run_once(
         attend,
-        step.cache_BSW.astype(np.float32),
+        KVTensor((step.cache_BSW.astype(np.float32),)),
         *(x.astype(np.float32) for x in whole),
         step.start_R1,
         step.seq_lens_R,
@@ -256,7 +287,7 @@ def test_bad_operands_are_refused(changes, backend, message):
     zeros_R1, zeros_R, zeros_RM = (np.zeros(shape, np.int32) for shape in ((2,), (1,), (1, 3)))
     metadata = mla.make_metadata(zeros_R1, zeros_R, zeros_RM, num_tokens=5, block_size=16)
     with pytest.raises(ValueError, match=message):
-        mla.mla_paged_attention(*arrays, metadata, scale=1.0, backend=backend)
+        mla.mla_paged_attention(*arrays[:4], KVTensor((arrays[4],)), metadata, scale=1.0, backend=backend)
 
 
 def test_auto_chooses_what_is_written_for_the_platform():

@@ -33,7 +33,12 @@ FIRST = Case("for mutants", ((0, 140), (128, 20)), shared=((1, 0, 8),), both_way
 
 # what is wrong: (case, module, its text, what the mutant has in its place)
 MUTANTS = {
-    "decodes see all that was fetched": (CASE, "decode", "visible_nXP != 0", "visible_nXP >= 0"),
+    "decodes see all that was fetched": (
+        CASE,
+        "decode",
+        "jnp.where(seen_11P, exponent_nXP[mine], LOWEST)",
+        "exponent_nXP[mine]",
+    ),
     "decodes forget their last piece": (
         CASE,
         "segments",
@@ -42,9 +47,9 @@ MUTANTS = {
     ),
     "what was seen before keeps its weight": (
         CASE,
-        "decode",
-        "self.acc_ref[...] * keep + out * add",
-        "self.acc_ref[...] + out * add",
+        "tile_state",
+        "one[2] * repeated(keep, other[2])",
+        "one[2]",
     ),
     "queries of a tile see one position ahead": (
         CASE,
@@ -61,7 +66,7 @@ MUTANTS = {
     "what nobody may see only gets a weight of zero": (
         CASE,
         "softmax",
-        "pl.when(jnp.logical_not(whole))",
+        "pl.when(jnp.logical_not(is_seen_whole(item, slots)))",
         "pl.when(item.segment < 0)",
     ),
     "blocks are not waited for": (CASE, "fetch", "            self._await_blocks(step)\n", ""),
@@ -86,8 +91,9 @@ MUTANTS = {
     ),
     "neighbours of a new token are not kept": (CASE, "write", "return self.num_tokens(z) < self.group", "return z < 0"),
     "the first new token is not written": (CASE, "write", "slot == first + i", "slot == first + i + 1"),
-    "decodes forget sinks": (SINKS, "decode", "if self.sinks_ref is None:", "if True:"),
-    "prompts forget sinks": (SINKS, "prefill", "if sinks_ref is None:", "if True:"),
+    "decodes forget sinks": (SINKS, "decode", "if sinks is None else", "if True else"),
+    "decodes go on from the one before": (CASE, "decode", "jnp.where(item.is_first, x, y)", "y"),
+    "prompts forget sinks": (SINKS, "tile_state", "if sinks_ref is None:", "if True:"),
     "a window is one too wide for prompts": (
         WINDOW,
         "prefill",
@@ -135,7 +141,12 @@ MUTANTS = {
         "pl.ds(start, shape.part_rows), v_PD",
         "pl.ds(0, shape.part_rows), v_PD",
     ),
-    "a sink weighs in every lane": (SINKS, "prefill", "jnp.full((heads, X, L), 1 / L,", "jnp.full((heads, X, L), 1,"),
+    "a sink weighs in every lane": (
+        SINKS,
+        "tile_state",
+        "jnp.full((heads, X, L), 1 / L,",
+        "jnp.full((heads, X, L), 1,",
+    ),
 }
 QUICK = ("queries of a tile see others' contexts", "blocks are not waited for", "runs are causal")
 
