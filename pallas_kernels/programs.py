@@ -111,7 +111,7 @@ def _quantized(case: Any, backend: str) -> Program | None:
 def _grouped(case: Any, backend: str) -> Program | None:
     E, D, F = len(case.sizes), case.num_inputs, case.num_outputs
     scale_ECF = None if case.weights == case.dtype else _struct((E, case.num_groups, F), "float32")
-    weights = gm.ExpertWeights(_struct((E, F, D), case.weights), scale_ECF)
+    weights = gm.ExpertWeights(_struct((E, F, D), case.weights), scale_ECF, scale_ECF if case.zeros else None)
     x_TD = _struct((case.num_tokens, D), case.dtype)
     if gm.backends(backend, x_TD, weights)[backend] is not None:
         return None

@@ -262,7 +262,7 @@ def quantized_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: An
 
 
 def largest_value(dtype: Any) -> int:
-    return {"int8": 127, "int4": 7}.get(jnp.dtype(dtype).name, 448)
+    return {"int8": 127, "int4": 7, "float4_e2m1fn": 6}.get(jnp.dtype(dtype).name, 448)
 
 
 def unit_scales(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, reduction_length: int) -> np.ndarray:

@@ -26,14 +26,17 @@ _FLOATS = ("bfloat16", "float16", "float32")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """A weight of F outputs and D inputs for each of E experts: `values_EFD`, times `scale_ECF` if they are quantised.
+    """A weight of F outputs and D inputs for each of E experts: `values_EFD`, or `(values_EFD - zero_ECF) * scale_ECF`
+    if they are quantised.
 
-    values_EFD: a float type without scales; int8, float8_e4m3fn, float8_e5m2 or int4 with them. scale_ECF: float32,
-    input d of an expert being in group d // (D / C); C = 1 is a scale per output channel.
+    values_EFD: a float type without scales; int8, float8_e4m3fn, float8_e5m2 or int4 with them. scale_ECF, zero_ECF:
+    float32, input d of an expert being in group d // (D / C); C = 1 is a scale per output channel. Without zero_ECF it
+    is zero.
     """
 
     values_EFD: Any
     scale_ECF: Any = None
+    zero_ECF: Any = None
 
 
 def backends(platform: str, x_TD: Any = None, weights: ExpertWeights | None = None) -> dict[str, str | None]:
@@ -72,11 +75,16 @@ def _check_weights(weights: ExpertWeights) -> None:
         raise ValueError(f"values_EFD is {_spelled(values_EFD)}; accepted is {' or '.join(types)}[E, F, D] {scales}.")
     E, F, D = values_EFD.shape
     if scale_ECF is None:
+        if weights.zero_ECF is not None:
+            raise ValueError(f"zero_ECF is {_spelled(weights.zero_ECF)} without scales; accepted is None.")
         return
     fits = scale_ECF.ndim == 3 and (scale_ECF.shape[0], scale_ECF.shape[2]) == (E, F) and D % scale_ECF.shape[1] == 0
     if not fits or scale_ECF.dtype != jnp.float32:
         accepted = f"float32[{E}, C, {F}] where C divides {D} inputs"
         raise ValueError(f"scale_ECF is {_spelled(scale_ECF)}; accepted is {accepted}.")
+    zero_ECF = weights.zero_ECF
+    if zero_ECF is not None and (zero_ECF.shape != scale_ECF.shape or zero_ECF.dtype != jnp.float32):
+        raise ValueError(f"zero_ECF is {_spelled(zero_ECF)}; accepted is float32{list(scale_ECF.shape)}, as scale_ECF.")
 
 
 def _spelled(x: Any) -> str:

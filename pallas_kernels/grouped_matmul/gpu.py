@@ -64,7 +64,7 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     tokens = min(TOKENS, max(FEWEST_TOKENS, pl.next_power_of_2(ceil_div(T, E))))
     items = make_items(group_sizes_E, T, tokens, aligned=False)
     parts_TD, values_fD = packed(x_TD, weights.values_EFD.reshape(E * F, D))
-    scales = [] if weights.scale_ECF is None else [weights.scale_ECF]
+    scales = [x_ECF for x_ECF in (weights.scale_ECF, weights.zero_ECF) if x_ECF is not None]
     kernel = functools.partial(
         _kernel, num_parts=len(parts_TD), tokens=tokens, inputs=inputs_per_piece(group), group=group
     )
@@ -94,6 +94,10 @@ def _kernel(expert_I, first_I, end_I, values_EFD, *refs, num_parts: int, tokens:
         x_td = [plgpu.load(part_TD.at[tile_t, tile_d], mask=mine_t[:, None]) for part_TD in parts_TD]
         values_fd = unpacked(plgpu.load(values_EFD.at[expert, tile_f, tile_d], mask=in_f[:, None]), num_parts)
         part_tf = sum(times_transposed(x, values) for x, values in zip(x_td, values_fd))
+        if len(scale_ECF) > 1:
+            total_t = sum(jnp.sum(x.astype(jnp.float32), axis=1) for x in x_td)
+            zero_f = plgpu.load(scale_ECF[1].at[expert, i * inputs // group, tile_f], mask=in_f)
+            part_tf -= total_t[:, None] * zero_f[None, :]
         if scale_ECF:
             part_tf *= plgpu.load(scale_ECF[0].at[expert, i * inputs // group, tile_f], mask=in_f)[None, :]
         return sum_tf + part_tf

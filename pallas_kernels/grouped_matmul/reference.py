@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul.items import make_items
+from pallas_kernels.quantized_matmul import QuantizedWeight
+from pallas_kernels.quantized_matmul.reference import dequantize
 
 NOWHERE = 2**31 - 1  # an index that scatter drops
 TILES, LARGEST_TILE = ((4, 1), (8, 8), (16, 16)), 32
@@ -35,20 +37,19 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
         expert = items.expert_I[i]
         token_t = items.first_I[i] + jnp.arange(tile)
         x_tD = x_TD.at[token_t].get(mode="clip")
-        out_tF = _product(x_tD, *(None if x is None else x[expert] for x in (weights.values_EFD, weights.scale_ECF)))
+        of_expert = jax.tree.map(lambda x: x[expert], weights)
+        out_tF = _product(x_tD, of_expert.values_EFD, of_expert.scale_ECF, of_expert.zero_ECF)
         return out_TF.at[jnp.where(token_t < items.end_I[i], token_t, NOWHERE)].set(out_tF, mode="drop")
 
     num_with_expert = jnp.sum(items.expert_I < E)  # they come first; what is beyond the last group stays zero
     return lax.fori_loop(0, num_with_expert, multiply, jnp.zeros((T, F), x_TD.dtype))
 
 
-def _product(x_tD: jax.Array, values_FD: jax.Array, scale_CF: jax.Array | None) -> jax.Array:
+def _product(x_tD: jax.Array, values_FD: jax.Array, scale_CF: jax.Array | None, zero_CF: jax.Array | None) -> jax.Array:
     """x times one expert's transposed weight, in x's type."""
     scale_1F = jnp.ones((), jnp.float32) if scale_CF is None else scale_CF
-    if scale_CF is not None and scale_CF.shape[0] > 1:
-        (F, D), C = values_FD.shape, scale_CF.shape[0]
-        values_FC = values_FD.astype(jnp.float32).reshape(F, C, D // C) * scale_CF.T[:, :, None]
-        values_FD, scale_1F = values_FC.reshape(F, D), jnp.ones((), jnp.float32)
+    if scale_CF is not None and (scale_CF.shape[0] > 1 or zero_CF is not None):
+        values_FD, scale_1F = dequantize(QuantizedWeight(values_FD, scale_CF, zero_CF)), jnp.ones((), jnp.float32)
     precision = lax.Precision.HIGHEST if x_tD.dtype == jnp.float32 else None
     out_tF = lax.dot_general(
         x_tD,

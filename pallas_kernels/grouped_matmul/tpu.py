@@ -9,12 +9,14 @@ follow each other, and its outputs stay in VMEM between them.
 Skipping: experts without tokens have no item. Items of padding tokens, and those that only fill the list, read
 nothing new and multiply nothing.
 
-Requires: groups of a multiple of 128 inputs, the lanes of a register; without scales, all inputs are one group.
-With scales, bfloat16 or float16 tokens.
+Requires: groups of a multiple of 128 inputs, the lanes of a register, or of 16, 32 and 64; without scales, all inputs
+are one group. With scales, bfloat16 or float16 tokens.
 
 Padding: tokens beyond the last group give zeros, those beyond the last tile are garbage that stays in its rows.
 
-Numerics: values are exact in x's type. Each group's product is summed in float32, then scaled, then added.
+Numerics: values are exact in x's type. Each group's product is summed in float32, then scaled, then added. Weights in
+small groups are dequantised in float32 and rounded to x's type where a tile has many tokens
+(`quantized_matmul/groups.py`).
 
 Cost: reads an expert's weights once for each of its tiles of tokens; `ragged_dot` would read, dequantise and write
 quantised ones of all experts first, and what becomes of others changes with the compiler (README.md). Not measured.
@@ -32,25 +34,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul.items import make_items
-from pallas_kernels.quantized_matmul.tpu import INPUTS, LANES, SUBLANES, inputs_per_tile
+from pallas_kernels.quantized_matmul.groups import LANES, add_by_group, add_dequantized
+from pallas_kernels.quantized_matmul.tpu import (
+    INPUTS,
+    SUBLANES,
+    VMEM_LIMIT_BYTES,
+    inputs_per_tile,
+    is_dequantized,
+    why_no_groups,
+)
 from pallas_kernels.shapes import ceil_div, largest_divisor
 
 TOKENS, OUTPUTS = 128, 256  # a tile of each, at most
 
 
 def cannot_take(x_TD: Any, weights: Any) -> str | None:
-    """Groups must be whole registers."""
+    """Groups must be whole registers, or a part of one."""
     if weights.scale_ECF is not None and str(x_TD.dtype) not in ("bfloat16", "float16"):
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16, or weights without scales"
-    group = x_TD.shape[1] // _num_groups(weights)
-    return f"groups have {group} inputs; accepted are multiples of {LANES}" if group % LANES else None
+    D = x_TD.shape[1]
+    return why_no_groups(D, D // _num_groups(weights), weights.values_EFD.dtype)
 
 
 def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, interpret: Any) -> jax.Array:
     """See `grouped_matmul.grouped_matmul`."""
     (T, D), (E, F, _), C = x_TD.shape, weights.values_EFD.shape, _num_groups(weights)
     tokens, outputs = min(TOKENS, ceil_div(T, SUBLANES) * SUBLANES), min(OUTPUTS, F)
-    piece = LANES * largest_divisor(D // C // LANES, INPUTS // LANES)
+    group, is_small = D // C, D // C % LANES > 0
+    piece = group if is_small else LANES * largest_divisor(group // LANES, INPUTS // LANES)
     inputs = inputs_per_tile(D, piece)
     items = make_items(group_sizes_E, T, tokens, aligned=True)
     last_used = jnp.max(jnp.where(group_sizes_E > 0, jnp.arange(E, dtype=jnp.int32), 0))
@@ -62,10 +73,18 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     def of_weight(f, i, d, tile_I, weight_I, expert_I, *_):
         return weight_I[i], f, jnp.where(expert_I[i] < E, d, D // inputs - 1)
 
-    scales = [] if weights.scale_ECF is None else [weights.scale_ECF]
+    def of_small_groups(f, i, d, tile_I, weight_I, expert_I, *_):
+        return weight_I[i], jnp.where(expert_I[i] < E, d, D // inputs - 1), f
+
+    scales = [x_ECF for x_ECF in (weights.scale_ECF, weights.zero_ECF) if x_ECF is not None]
     of_scales = pl.BlockSpec((1, C, outputs), lambda f, i, d, tile_I, weight_I, *_: (weight_I[i], 0, f))
+    add_tile = functools.partial(_add_pieces, piece=piece, group=group)
+    if is_small:
+        of_scales = pl.BlockSpec((1, inputs // group, outputs), of_small_groups)
+        add = add_dequantized if is_dequantized(tokens, group) else add_by_group
+        add_tile = functools.partial(_add_small_groups, functools.partial(add, group=group, are_codes=False))
     return pl.pallas_call(
-        functools.partial(_kernel, num_experts=E, piece=piece, group=D // C),
+        functools.partial(_kernel, add_tile, num_experts=E),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
@@ -78,7 +97,9 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
             out_specs=pl.BlockSpec((tokens, outputs), lambda f, i, d, tile_I, *_: (tile_I[i], f)),
             scratch_shapes=[pltpu.VMEM((tokens, outputs), jnp.float32)],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+        ),
         interpret=interpret,
         name="grouped_matmul",
     )(
@@ -97,11 +118,9 @@ def _num_groups(weights: Any) -> int:
     return 1 if weights.scale_ECF is None else weights.scale_ECF.shape[1]
 
 
-def _kernel(tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_experts: int, piece: int, group: int):
+def _kernel(add_tile: Any, tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_experts: int):
     *scales, out_TF, sum_TF = refs
-    precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
     item, tile = pl.program_id(1), pl.program_id(2)
-    pieces_per_tile = x_TD.shape[1] // piece
 
     @pl.when(tile == 0)
     def _():
@@ -109,17 +128,7 @@ def _kernel(tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_ex
 
     @pl.when(expert_I[item] < num_experts)
     def _():
-        for i in range(pieces_per_tile):
-            inputs = slice(i * piece, (i + 1) * piece)
-            x_Td = x_TD[:, inputs]
-            values_Fd = values_1FD[0, :, inputs].astype(x_Td.dtype)
-            part_TF = lax.dot_general(
-                x_Td, values_Fd, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-            )
-            for scale_1CF in scales:
-                which = lax.div((tile * pieces_per_tile + i) * piece, group)
-                part_TF *= scale_1CF[0, pl.ds(which, 1), :]
-            sum_TF[...] += part_TF
+        add_tile(sum_TF, x_TD, values_1FD, *scales, tile=tile)
 
     @pl.when(tile == pl.num_programs(2) - 1)
     def _():
@@ -128,3 +137,36 @@ def _kernel(tile_I, _, expert_I, start_I, end_I, x_TD, values_1FD, *refs, num_ex
         begun = (item > 0) & (tile_I[jnp.maximum(item - 1, 0)] == tile_I[item])
         others_TF = jnp.where(begun, out_TF[...], jnp.zeros_like(out_TF))
         out_TF[...] = jnp.where(mine_TF, sum_TF[...].astype(out_TF.dtype), others_TF)
+
+
+def _add_small_groups(add: Any, sum_TF: Any, x_TD: Any, *of_expert: Any, tile: jax.Array) -> None:
+    add(sum_TF, x_TD, *(x_1.at[0] for x_1 in of_expert), tile=tile)
+
+
+def _add_pieces(
+    sum_TF: Any,
+    x_TD: Any,
+    values_1FD: Any,
+    scale_1CF: Any = None,
+    zero_1CF: Any = None,
+    *,
+    tile: jax.Array,
+    piece: int,
+    group: int,
+) -> None:
+    """Where a piece of inputs lies in one group, of whole registers; there may be no scales."""
+    precision = lax.Precision.HIGHEST if x_TD.dtype == jnp.float32 else None
+    pieces_per_tile = x_TD.shape[1] // piece
+    for i in range(pieces_per_tile):
+        inputs = slice(i * piece, (i + 1) * piece)
+        x_Td = x_TD[:, inputs]
+        values_Fd = values_1FD[0, :, inputs].astype(x_Td.dtype)
+        part_TF = lax.dot_general(
+            x_Td, values_Fd, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
+        which = pl.ds(lax.div((tile * pieces_per_tile + i) * piece, group), 1)
+        if zero_1CF is not None:
+            part_TF -= jnp.sum(x_Td.astype(jnp.float32), axis=1, keepdims=True) * zero_1CF[0, which, :]
+        if scale_1CF is not None:
+            part_TF *= scale_1CF[0, which, :]
+        sum_TF[...] += part_TF

@@ -256,28 +256,31 @@ class _Pieces:
 
 def _attend_step(pieces: _Pieces, state: TileState, step: jax.Array, meanwhile: Callable) -> None:
     """Side by side where one token reads each piece of context, else piece by piece."""
-    meanwhile()
     segments = pieces.fetcher.segments
     items = [pieces.fetcher.item(step, i) for i in range(ITEMS)]
     one_each = functools.reduce(
         jnp.logical_and,
         [segments.end_query_Z[item.segment] - segments.first_query_Z[item.segment] == 1 for item in items],
     )
-    pl.when(one_each)(lambda: _attend_singles(pieces, state, step, items))
+    pl.when(one_each)(lambda: _attend_singles(pieces, state, step, items, meanwhile))
 
     @pl.when(jnp.logical_not(one_each))
     def _():
+        meanwhile()
+
         @pl.loop(0, ITEMS)
         def _(i):
             item = pieces.fetcher.item(step, i)
             pl.when(item.in_use)(lambda: _attend_rows(pieces, state, step, i, item))
 
 
-def _attend_singles(pieces: _Pieces, state: TileState, step: jax.Array, items: list[Item]) -> None:
-    """All pieces at once, then one after the other into the softmax of its token. There is no branch."""
+def _attend_singles(pieces: _Pieces, state: TileState, step: jax.Array, items: list[Item], meanwhile: Callable) -> None:
+    """All pieces at once, then one after the other into the softmax of its token, in straight code but for what nobody
+    may see; `meanwhile` is done beside it."""
     N, segments = pieces.shape.num_heads, pieces.fetcher.segments
     for i, item in enumerate(items):
         pieces.clear(step, i, item)
+    meanwhile()
     rows, first = [], jnp.int32(0)
     for item in items:  # those that are not in use come last, and change nothing
         first = jnp.where(item.in_use, segments.first_query_Z[item.segment] * N, first)

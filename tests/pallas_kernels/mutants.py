@@ -146,8 +146,15 @@ MUTANTS = (
         "pallas_kernels/quantized_matmul/tpu.py",
         "tpu",
         ("every tile of inputs starts from nothing", "pl.when(tile == 0)", "pl.when(tile >= 0)"),
-        ("scales are those of the first tile", "pl.ds(tile * groups_per_tile + i, 1)", "pl.ds(i, 1)"),
-        ("zeros are added", "part_TF -= ", "part_TF += "),
+    ),
+    *_of(
+        "pallas_kernels/quantized_matmul/groups.py",
+        "tpu",
+        ("scales are those of the first tile", "first_group = tile * (inputs // group)", "first_group = 0 * tile"),
+        ("zeros are added", "part_TF -= total_T1", "part_TF += total_T1"),
+        ("zeros of many tokens are added", "number_Fd - _spread", "number_Fd + _spread"),
+        ("float4 has the numbers of int4", "magnitude_fd = lax.shift", "magnitude_fd = (code_fd & 7) + 0 * lax.shift"),
+        ("groups see the tokens beside them", "jnp.where(mine_1d, x_Td, jnp.zeros_like(x_Td))", "x_Td"),
     ),
     *_of(
         "pallas_kernels/quantized_matmul/gpu.py",
@@ -183,13 +190,18 @@ MUTANTS = (
         ),
         ("a token too many is taken", "token_T < end_I[item]", "token_T <= end_I[item]"),
         ("sums begin with the last item's", "pl.when(tile == 0)", "pl.when(item + tile == 0)"),
-        ("scales are those of the first group", "pl.ds(which, 1)", "pl.ds(0, 1)"),
+        ("scales are those of the first group", "(tile * pieces_per_tile + i) * piece, group)", "0 * tile, group)"),
+        ("there are no zeros", "zero_1CF[0, which, :]", "zero_1CF[0, which, :] * 0"),
     ),
     *_of(
         "pallas_kernels/grouped_matmul/gpu.py",
         "gpu",
         ("a token too many is taken", "jnp.arange(tokens) < end_I", "jnp.arange(tokens) <= end_I"),
-        ("scales are those of the first group", "i * inputs // group", "0 * i"),
+        (
+            "scales are those of the first group",
+            "scale_ECF[0].at[expert, i * inputs // group",
+            "scale_ECF[0].at[expert, 0 * i",
+        ),
         ("padding is multiplied by the last expert", "columns * real.astype(jnp.int32)", "columns"),
     ),
     *_of(

@@ -34,7 +34,7 @@ TOKENS = {"float32": ("float32",), "bfloat16": ("bfloat16",), "int8": ("bfloat16
 
 
 def cannot_take(x_TD: Any, weights: Any) -> str | None:
-    """It takes one scale per output, if any."""
+    """It takes one scale per output, if any, and no zeros."""
     values_EFD, scale_ECF = weights.values_EFD, weights.scale_ECF
     dtype = str(values_EFD.dtype)
     if str(x_TD.dtype) not in TOKENS.get(dtype, ()):
@@ -42,6 +42,8 @@ def cannot_take(x_TD: Any, weights: Any) -> str | None:
         return f"x_TD is {x_TD.dtype} and values_EFD {dtype}; accepted are {accepted}"
     if scale_ECF is not None and scale_ECF.shape[1] != 1:
         return f"scale_ECF has {scale_ECF.shape[1]} groups of inputs; accepted is 1"
+    if weights.zero_ECF is not None:
+        return "there are zeros; accepted are weights without any"
     return None
 
 

@@ -34,7 +34,9 @@ def make_operands(case: Case, poison: float = np.nan) -> tuple[np.ndarray, gm.Ex
         return x_TD, gm.ExpertWeights(values_EFD), sizes_E
     scale_ECF = unit_scales(rng, (E, D // (case.group or D), F), case.weights, D)
     scale_ECF[sizes_E == 0] = poison
-    return x_TD, gm.ExpertWeights(quantized_values(rng, (E, F, D), case.weights), scale_ECF), sizes_E
+    zero_ECF = rng.integers(-3, 4, scale_ECF.shape).astype(np.float32) if case.zeros else None
+    scale_ECF /= 2 if case.zeros else 1
+    return x_TD, gm.ExpertWeights(quantized_values(rng, (E, F, D), case.weights), scale_ECF, zero_ECF), sizes_E
 
 
 def quantized(case: Case) -> bool:
@@ -47,7 +49,10 @@ def expected(case: Case, x_TD: np.ndarray, weights: gm.ExpertWeights) -> np.ndar
         weight_FD = np.asarray(weights.values_EFD[expert], np.float64)
         if weights.scale_ECF is not None:
             scale_CF = np.asarray(weights.scale_ECF[expert], np.float64)
-            weight_FD = weight_FD * np.repeat(scale_CF, case.num_inputs // len(scale_CF), axis=0).T
+            zero_CF = np.zeros_like(scale_CF) if weights.zero_ECF is None else weights.zero_ECF[expert]
+            of_inputs = (np.repeat(x_CF, case.num_inputs // len(scale_CF), axis=0).T for x_CF in (scale_CF, zero_CF))
+            scale_FD, zero_FD = of_inputs
+            weight_FD = (weight_FD - zero_FD) * scale_FD
         if size:
             out_TF[start : start + size] = np.asarray(x_TD[start : start + size], np.float64) @ weight_FD.T
         start += size
@@ -71,7 +76,7 @@ def test_tokens_are_multiplied_by_their_own_expert_and_padding_gives_zeros(backe
     out_TF = run_once(product, x_TD, weights, sizes_E)
     assert out_TF.dtype == x_TD.dtype
     difference_TF = np.abs(np.asarray(out_TF, np.float64) - expected(case, x_TD, weights))
-    assert difference_TF.max() <= tolerance(case.dtype, case.num_inputs)
+    assert difference_TF.max() <= tolerance(case.dtype, case.num_inputs) * (3 if case.zeros else 1)
     assert not np.asarray(out_TF, np.float32)[sum(case.sizes) :].any()
 
 
@@ -141,6 +146,14 @@ INTEGERS_EFD = jnp.zeros((2, 8, 64), jnp.int8)
         (X_TD, FLOATS, SIZES_E[:1], "reference", r"group_sizes_E is int32\[1\]; accepted is int32\[2\]"),
         (X_TD, gm.ExpertWeights(INTEGERS_EFD), SIZES_E, "reference", r"values_EFD is int8.*accepted is bfloat16 or"),
         (X_TD, gm.ExpertWeights(FLOATS.values_EFD, jnp.ones((2, 1, 8))), SIZES_E, "reference", "accepted is int8 or"),
+        (X_TD, gm.ExpertWeights(FLOATS.values_EFD, None, jnp.ones((2, 1, 8))), SIZES_E, "reference", "without scales"),
+        (
+            X_TD,
+            gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 2, 8)), jnp.ones((2, 1, 8))),
+            SIZES_E,
+            "reference",
+            r"zero_ECF is float32\[2, 1, 8\]; accepted is float32\[2, 2, 8\]",
+        ),
         (
             X_TD,
             gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 3, 8))),
@@ -148,7 +161,7 @@ INTEGERS_EFD = jnp.zeros((2, 8, 64), jnp.int8)
             "reference",
             r"scale_ECF is .*C divides 64",
         ),
-        (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 1, 8))), SIZES_E, "tpu", "groups have 64 inputs; accepted"),
+        (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 1, 8))), SIZES_E, "tpu", "64 inputs in groups of 64; accepted are multiples of 128"),
         (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 4, 8))), SIZES_E, "gpu", "groups have 16 inputs; accepted"),
         (
             X_TD.astype("float32"),
