@@ -161,7 +161,13 @@ INTEGERS_EFD = jnp.zeros((2, 8, 64), jnp.int8)
             "reference",
             r"scale_ECF is .*C divides 64",
         ),
-        (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 1, 8))), SIZES_E, "tpu", "64 inputs in groups of 64; accepted are multiples of 128"),
+        (
+            X_TD,
+            gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 1, 8))),
+            SIZES_E,
+            "tpu",
+            "64 inputs in groups of 64; accepted are multiples of 128",
+        ),
         (X_TD, gm.ExpertWeights(INTEGERS_EFD, jnp.ones((2, 4, 8))), SIZES_E, "gpu", "groups have 16 inputs; accepted"),
         (
             X_TD.astype("float32"),
