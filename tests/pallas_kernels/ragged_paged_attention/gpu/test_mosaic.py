@@ -1,7 +1,5 @@
-"""The kernel for prompts in Mosaic GPU, in its interpreter, against dense attention in float64, all else poisoned.
-
-On a GPU `scripts/gpu_minutes.py --parts mosaic` does the same: a kernel that waits for ever would stop all tests.
-"""
+"""The kernel for prompts in Mosaic GPU, in its interpreter or on Hopper, against dense attention in float64, all else
+poisoned."""
 
 import dataclasses
 import inspect
@@ -23,32 +21,38 @@ from pallas_kernels.ragged_paged_attention.gpu.statics import LayerRule
 from pallas_kernels.testing import is_simulated, layer_of, make_step
 from tests.pallas_kernels.ragged_paged_attention.one_step import case_tolerance, check_case, error, marks, run
 
-BACKEND = "gpu-interpret"
+SIMULATED = is_simulated("gpu")
+BACKEND = "gpu-interpret" if SIMULATED else "gpu"
 CASE = {case.name: case for case in PROMPT_CASES}
 QUICK, TOO_LONG = PROMPT_CASES[0].name, "prompts, long"
+TYPES = (jnp.bfloat16, jnp.bfloat16, jnp.float16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16)
 PROGRAMS = 3  # the last rounds of items are not full
 TILES = MosaicTiles(rows=128, slots=64, per_core=8, min_slots=64, warps=12, stages=2)
 
-interpreted = pytest.mark.skipif(not is_simulated("gpu"), reason="scripts/gpu_minutes.py has this for a GPU")
+on_hopper = pytest.mark.skipif(
+    not SIMULATED and not jax.devices()[0].device_kind.startswith(tiles.HOPPER), reason="it needs a GPU of Hopper"
+)
+interpreted = pytest.mark.skipif(not SIMULATED, reason="mutants may wait for ever on a GPU")
 
 
 def use_mosaic(monkeypatch, backend: str = BACKEND, tiles: MosaicTiles = TILES) -> list:
     """Have the backend's prompts taken by Mosaic's kernel; what it is launched with is in the list."""
     chosen = dataclasses.replace(rpa._BACKENDS[backend], choose_mosaic=lambda *_: tiles)
     monkeypatch.setitem(rpa._BACKENDS, backend, chosen)
-    if backend == BACKEND:
+    if backend == "gpu-interpret":
         monkeypatch.setattr(mosaic_calls, "num_cores", lambda kind: PROGRAMS)
     launched, attend = [], mosaic_calls.attend
     monkeypatch.setattr(mosaic_calls, "attend", lambda *args: launched.append(args) or attend(*args))
     return launched
 
 
-@interpreted
+@on_hopper
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, marks=marks(name == QUICK))
-        for name, dtype in zip(CASE, (jnp.bfloat16, jnp.bfloat16, jnp.float16, jnp.bfloat16, jnp.bfloat16))
+        pytest.param(name, dtype, marks=marks(name == QUICK or not SIMULATED))
+        for name, dtype in zip(CASE, TYPES, strict=True)
+        if name != TOO_LONG or not SIMULATED
     ],
 )
 def test_a_case_equals_dense_attention(monkeypatch, name, dtype):
