@@ -56,8 +56,8 @@ HEADS_OF_128 = {
 class Model:
     """The model, whose parameters are there once, with a KV cache of any type."""
 
-    def __init__(self, name: str, dtype: str):
-        options = {"model": name, "dtype": dtype, "max_model_len": SEQUENCE, "kv_cache_dtype": "auto"}
+    def __init__(self, name: str, dtype: str, **others: Any):
+        options = {"model": name, "dtype": dtype, "max_model_len": SEQUENCE, "kv_cache_dtype": "auto", **others}
         self.folder, self.model, self.decoder, self.config = resolve_model(EngineConfig.from_options(**options))
         (self.mesh,) = meshes_of(self.config.parallel)
         self.own = self.config.model.dtype
