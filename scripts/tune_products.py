@@ -6,12 +6,11 @@
 Each product of a layer, as the model stores its weights and with what is fused into it, and that with the head: by
 cuBLAS as it chooses kernels itself, which is what the engine compiles, by cuBLAS when XLA may try its kernels, and by
 the kernel of `few_rows_matmul` with many tiles. Products with weights of 8 bits (int8, a scale for each output) and of
-4 (groups of 32) are compiled as by the engine, by kernels that XLA tries, and timed for 8 and 64 rows. Weights lie in
-more memory than a cache holds. Microseconds of one product, where programs are graphs whose kernels run one after the
-other. The tiles that are faster than the engine's cuBLAS go to FILE, by default the kernel's `tuned.json`; entries of
-other devices and shapes stay. Programs are compiled side by side, on all cores, and timed one after the other; what
-does not compile is told. After --seconds nothing new is begun. --interpret: the same motions anywhere, whose timings
-mean nothing.
+4 (groups of 32) are compiled as by the engine, by kernels that XLA tries. Weights lie in more memory than a cache
+holds. Microseconds of one product, where programs are graphs whose kernels run one after the other. The tiles that are
+faster than the engine's cuBLAS go to FILE, by default the kernel's `tuned.json`; entries of other devices and shapes
+stay. Programs are compiled side by side, on all cores, and timed one after the other; what does not compile is told.
+After --seconds nothing new is begun. --interpret: the same motions anywhere, whose timings mean nothing.
 """
 
 import argparse
@@ -258,16 +257,13 @@ def tune(timer: Timer, bandwidth: float, entries: dict[str, Any], output: Path) 
     others = by_xla_alone if product.bits == 16 else [(plain, APART)]
     ours = lambda tiles: (functools.partial(by_kernel, product, tiles=tiles, interpret=interpret), APART)
     kept, floor = dict[int, list[Tiles]](), 1e6 * product.num_bytes / bandwidth
-    by_engine: float | str = ""
     for first in ROWS:
         choices = INTERPRETED if interpret else list(candidates(product, first))
         for rows in (first, *([] if interpret else BETWEEN[first])):
             if timer.left() < 0:
                 return
-            baselines = others if rows == first or product.bits == 16 else []
-            found = timer.of([*baselines, *map(ours, choices)], rows)
-            times = found[len(baselines) :]
-            by_engine = found[0] if baselines else by_engine
+            found = timer.of([*others, *map(ours, choices)], rows)
+            by_engine, times = found[0], found[len(others) :]
             ranked = sorted(((us, tiles) for us, tiles in zip(times, choices) if isinstance(us, float)), key=first_of)
             failed = [us for us in times if isinstance(us, str)]
             best = ranked[0][0] if ranked else math.nan

@@ -100,8 +100,6 @@ def default_tiles(work: str, head_dim: int, dtype: Any, kind: str) -> Tiles:
     slots = 64 if head_dim <= 128 else 32
     if work == "decode" and jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
         return Tiles(rows=16, slots=64 if head_dim > 64 else 128, per_core=4, min_slots=256, warps=4, stages=2)
-    if work == "decode" and jnp.dtype(dtype).itemsize == 1 and head_dim <= 128 and reads_float8(kind):
-        return Tiles(rows=16, slots=128, per_core=3, min_slots=256, warps=4, stages=2)
     if work == "decode":
         return Tiles(rows=16, slots=slots, per_core=4, min_slots=256, warps=4, stages=3)
     if jnp.dtype(dtype).itemsize == 1 and not reads_float8(kind):  # what is converted takes registers
