@@ -38,8 +38,8 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for. parts: programs that share inputs; results have another axis then. groups: those of
-    a row of weights, 0 where there are no scales. interpret: no machine code is there."""
+    """What a kernel is compiled for. parts: programs that share inputs; results have another axis then. groups: of a
+    row of weights, 0 where there are no scales. interpret: no machine code is there."""
 
     folds: int
     parts: int = 1

@@ -351,7 +351,8 @@ def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
 
 
 def as_operand(layer: Layer, x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in the type of the products."""
+    """`x` in the type of the products. Of 8 bits this is most of what decodes issue, which bounds them at half of the
+    bandwidth (counted by SASS)."""
     if x.dtype != jnp.float8_e4m3fn or layer.reads_float8:
         return x.astype(dtype)
     # The bits of a float16 whose exponent is too small by 8: its bias is 15, not 7. Holds for subnormal numbers too.
