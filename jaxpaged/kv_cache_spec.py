@@ -33,8 +33,8 @@ class CacheSpec(Protocol):
     devices that hold different ones. `storage` is equal for layers that can share a KV tensor.
 
     Blocks leave the device as pages, of `page_dtype`; None: as the engine caches where layers have no type of their
-    own. `has_one_scale`: in 8 bits, too. `scales`: what cached numbers are multiplied with ("none", "head", "token");
-    those of tokens are in pages.
+    own. `has_one_scale`: in 8 bits, too. `scales`: what cached numbers are multiplied with ("none", "head", "token").
+    `has_page_scales`: pages have those of tokens beside the values.
     `page_heads`: how many heads with keys and values a page has, and their size; None: it has no such heads.
     """
 
@@ -54,6 +54,7 @@ class CacheSpec(Protocol):
     page_dtype: str | None
     has_one_scale: bool
     scales: str
+    has_page_scales: bool
     page_heads: tuple[int, int] | None
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
@@ -119,6 +120,10 @@ class AttentionSpec:
     @property
     def page_dtype(self) -> str | None:
         return self.dtype
+
+    @property
+    def has_page_scales(self) -> bool:
+        return self.scales == "token"
 
     @property
     def num_model_heads(self) -> int:
@@ -201,6 +206,9 @@ class LatentSpec:
 
     `latent_dim`: the first numbers, which are values too, where attention reads these vectors; None: it does not.
     `stored_width`: how many numbers a kernel's layout keeps of them; `width` if None.
+
+    In 8 bits, of `dtype`, each token has two `scales`, of its latent and of its rope key, since sizes differ. A kernel
+    keeps `stored_scales` for a block, float32. Pages have them as the last bytes of each token.
     """
 
     kind: ClassVar[str] = "mla_attention"
@@ -211,9 +219,8 @@ class LatentSpec:
     row_bytes: ClassVar[int] = 0
     is_split: ClassVar[bool] = False
     needs_blocks: ClassVar[bool] = True
-    page_dtype: ClassVar[None] = None
     has_one_scale: ClassVar[bool] = False
-    scales: ClassVar[str] = "none"
+    has_page_scales: ClassVar[bool] = False
     page_heads: ClassVar[None] = None
 
     block_size: int
@@ -222,6 +229,13 @@ class LatentSpec:
     latent_dim: int | None = None
     stored_width: int | None = None
     context_shards: int = field(default=1, repr=False)
+    dtype: str | None = field(default=None, repr=False)
+    scales: str = field(default="none", repr=False)
+    stored_scales: int | None = field(default=None, repr=False)
+
+    @property
+    def page_dtype(self) -> str | None:
+        return self.dtype
 
     @property
     def is_attended(self) -> bool:
@@ -234,7 +248,8 @@ class LatentSpec:
     @property
     def block_bytes(self) -> int:
         """Of one device, as each has its own."""
-        return self.device_slots * (self.stored_width or self.width) * self.dtype_bytes
+        scales = 0 if self.dtype is None else self.stored_scales or 2 * self.device_slots
+        return self.device_slots * (self.stored_width or self.width) * self.dtype_bytes + SCALE_BYTES * scales
 
     @property
     def storage(self) -> "LatentSpec":
@@ -247,7 +262,9 @@ class LatentSpec:
         return blocks_for_tokens(num_tokens, self.block_size)
 
     def cached_as(self, cache_type: CacheType) -> "LatentSpec":
-        return self
+        if not self.is_attended:
+            return self
+        return replace(self, dtype_bytes=1, dtype=cache_type.dtype, scales="token")
 
     def with_drafts(self, num_drafts: int) -> "LatentSpec":
         return self
@@ -260,10 +277,11 @@ class LatentSpec:
 
     def page_shape(self, num_tokens: int) -> tuple[int, ...]:
         """Latents keep what a kernel adds to them: another layout is another namespace."""
-        return 1, num_tokens, 1, self.stored_width or self.width
+        scales = 0 if self.dtype is None else 2 * SCALE_BYTES
+        return 1, num_tokens, 1, (self.stored_width or self.width) + scales
 
     def in_pages(self, page_tokens: int) -> "LatentSpec":
-        return replace(self, block_size=page_tokens)
+        return replace(self, block_size=page_tokens, stored_scales=None)
 
 
 @dataclass(frozen=True)
@@ -321,6 +339,7 @@ class StateSpec:
     page_dtype: ClassVar[str] = "uint8"
     has_one_scale: ClassVar[bool] = False
     scales: ClassVar[str] = "none"
+    has_page_scales: ClassVar[bool] = False
     page_heads: ClassVar[None] = None
 
     block_size: int

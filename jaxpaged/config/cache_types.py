@@ -34,7 +34,7 @@ CACHE_TYPES = {
 """By their names in a resolved config."""
 OTHER_NAMES = {"fp8": "fp8_e4m3"}
 CHOICES = ("auto", "bfloat16", "float16", "float32", "fp8", *(name for name, t in CACHE_TYPES.items() if t.is_scaled))
-LAYER_KINDS = ("full_attention", "sliding_window", "chunked_local_attention")
+LAYER_KINDS = ("full_attention", "sliding_window", "chunked_local_attention", "mla_attention")
 """What kinds of layers are called where some are named that are not cached in 8 bits."""
 
 

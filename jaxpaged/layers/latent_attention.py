@@ -39,10 +39,10 @@ def attend_latents(
     q_rope_TNP: jax.Array,
     latent_TC: jax.Array,
     rope_TP: jax.Array,
-    cache_BSW: jax.Array,
+    cache: KVTensor,
     *,
     scale: float,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KVTensor]:
     """Causal attention of T new tokens over all that their requests have cached, themselves included.
 
     Queries are those that meet latents (`mla_paged_attention`). Returns (weighed latents in out_TNC, the cache with
@@ -52,8 +52,8 @@ def attend_latents(
     assert metadata.visible_end_T is None, "latents are attended to causally"
     kernel, num_tokens = KERNELS[context.backend], len(q_TNC)
 
-    def attend_heads(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where):
-        block_size = cache_BSW.shape[1]
+    def attend_heads(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, *where):
+        block_size = cache.arrays[0].shape[1]
         share = share_here(context.context_shards, block_size)
         places = mla.make_metadata(*where, num_tokens=num_tokens, block_size=block_size, share=share)
         if share is not None:
@@ -66,7 +66,7 @@ def attend_latents(
             jnp.pad(q_rope_TNP, filled),
             latent_TC,
             rope_TP,
-            KVTensor((cache_BSW,)),
+            cache,
             places,
             scale=scale,
             backend=kernel,
@@ -74,18 +74,24 @@ def attend_latents(
             undivided=share is not None,
         )
         out_TNC = out_TNC[:, :num_heads]
-        return out_TNC if share is None else merged(out_TNC, None, q_TNC.dtype), cache.arrays[0]
+        return out_TNC if share is None else merged(out_TNC, None, q_TNC.dtype), cache
 
-    heads, whole, cache = PartitionSpec(None, context.by_head, None), PartitionSpec(), latents_spec(context)
+    heads, whole = PartitionSpec(None, context.by_head, None), PartitionSpec()
+    of_cache = KVTensor((latents_spec(context),), (latents_spec(context, axis=2),) * len(cache.scales))
     where = metadata.query_start_loc_R1, metadata.seq_lens_R, metadata.block_tables_RM
-    in_specs = (heads, heads, whole, whole, cache, *[whole] * len(where))
-    sharded = on_devices(context, attend_heads, in_specs, (heads, cache))
-    return sharded(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache_BSW, *where)
+    in_specs = (heads, heads, whole, whole, of_cache, *[whole] * len(where))
+    sharded = on_devices(context, attend_heads, in_specs, (heads, of_cache))
+    return sharded(q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, *where)
 
 
-def latents_spec(context: AttentionContext) -> PartitionSpec:
-    """How the cache of a layer lies on the devices."""
-    return PartitionSpec() if context.context_shards == 1 else PartitionSpec(None, CONTEXT_AXIS)
+def latents_spec(context: AttentionContext, axis: int = 1) -> PartitionSpec:
+    """How an array of the cache of a layer lies on the devices, whose slots are along `axis`: 1, of scales 2."""
+    return PartitionSpec() if context.context_shards == 1 else PartitionSpec(*[None] * axis, CONTEXT_AXIS)
+
+
+def scale_lanes(backend: str, block_size: int) -> int:
+    """Numbers that a block of a device has for each of two scales, those of its slots first."""
+    return mla.scales_shape(1, block_size, KERNELS.get(backend, backend))[2]
 
 
 def heads_in_kernel(kernel: str, num_heads: int) -> int:
@@ -108,7 +114,14 @@ def stored_width(backend: str, latent_dim: int, width: int) -> int:
 
 
 def check_latent_attention(
-    context: AttentionContext, num_heads: int, latent_dim: int, width: int, block_size: int, dtype: Any, kv_dtype: Any
+    context: AttentionContext,
+    num_heads: int,
+    latent_dim: int,
+    width: int,
+    block_size: int,
+    dtype: Any,
+    kv_dtype: Any,
+    has_scales: bool = False,
 ) -> None:
     """Raise ValueError unless the mesh splits the heads and there is a kernel that takes what each device gets."""
     backend, devices = context.backend, num_model_shards(context.mesh)
@@ -119,10 +132,12 @@ def check_latent_attention(
     kernel = KERNELS[backend]
     devices //= context.context_shards
     heads = heads_in_kernel(kernel, num_heads // devices)
+    array = jax.ShapeDtypeStruct((1, block_size, stored_width(backend, latent_dim, width)), kv_dtype)
+    scales = jax.ShapeDtypeStruct((1, 2, scale_lanes(backend, block_size)), jnp.float32)
     operands = (
         jax.ShapeDtypeStruct((1, heads, latent_dim), dtype),
         jax.ShapeDtypeStruct((1, heads, width - latent_dim), dtype),
-        KVTensor((jax.ShapeDtypeStruct((1, block_size, stored_width(backend, latent_dim, width)), kv_dtype),)),
+        KVTensor((array,), (scales,) * has_scales),
     )
     reason = mla.backends(kernel, *operands)[kernel]
     if reason is not None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers import attention
 from jaxpaged.params.kv_scales import scales_file
+from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import ragged_paged_attention as rpa
 from pallas_kernels.ragged_paged_attention.quantized import quantize_new
 from tests.models.checkpoints import prompt_of, write_checkpoint
@@ -194,7 +196,41 @@ def test_names_of_layers_that_there_are_not_are_refused(folder):
         LLM(folder, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["all", "99"], **OPTIONS)
 
 
-def test_a_model_of_which_nothing_would_have_8_bits_is_refused(tmp_path):
-    folder = write_checkpoint("deepseek_v3", tmp_path)
-    with pytest.raises(ConfigError, match="asks for 8 bits, but no layer is cached so: .* mla_attention"):
-        LLM(str(folder), kv_cache_dtype="int8_per_token_head", **OPTIONS)
+def test_layers_of_which_none_would_have_8_bits_are_refused(folder):
+    skipped = ["full_attention", "sliding_window"]
+    with pytest.raises(ConfigError, match="asks for 8 bits, but no layer is cached so: .* full_attention, sliding_w"):
+        LLM(folder, kv_cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skipped, **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_latents_have_a_scale_of_their_own_and_one_of_their_rope_key(name, tmp_path, monkeypatch):
+    """Answers are those of a cache of what 8 bits mean; what a disk keeps comes back as it was, and on two devices."""
+    (tmp_path / "model").mkdir()
+    folder = str(write_checkpoint("deepseek_v3", tmp_path / "model"))
+    options = {**OPTIONS, "kv_cache_dtype": name, "kv_offload": f"host=16M,disk={tmp_path}/pages:64M,page_tokens=8"}
+    given = [{"prompt_token_ids": prompt_of("deepseek_v3")[i : 30 + i]} for i in range(2)]
+    with LLM(folder, **options) as llm:
+        tokens, values, _ = answers(llm, given)
+        assert llm.reset_prefix_cache()
+        again = answers(llm, given)
+        assert again[0] == tokens and again[2] >= 40
+        np.testing.assert_allclose(again[1], values, atol=1e-5)
+        spec = llm.llm_engine._core.executor.kv_cache_config.groups[0].spec
+        arrays = jax.tree.leaves(llm.llm_engine._core.executor.worker.device.state.kv)
+        assert sum(each.nbytes for each in arrays) == 24 * len(arrays) // 2 * spec.block_bytes
+    with LLM(folder, **options, tensor_parallel_size=2) as llm:
+        found, near, cached = answers(llm, given)
+        assert found == tokens and cached >= 40
+        np.testing.assert_allclose(near, values, atol=1e-3)
+    attend, dtype = mla.mla_paged_attention, jnp.dtype(CACHE_TYPES.get(name, CACHE_TYPES["fp8_e4m3"]).dtype)
+
+    def attend_meant(q_TNC, q_rope_TNP, latent_TC, rope_TP, *rest, **settings):
+        stored = [quantize_new(x[:, None], jnp.zeros((1, 1, 1)), dtype) for x in (latent_TC, rope_TP)]
+        meant = [(x.astype(jnp.float32) * scale[..., None])[:, 0] for x, scale in stored]
+        return attend(q_TNC, q_rope_TNP, *meant, *rest, **settings)
+
+    monkeypatch.setattr(mla, "mla_paged_attention", attend_meant)
+    with LLM(folder, compilation_cache_dir="off", **OPTIONS) as llm:
+        expected, near, _ = answers(llm, given)
+    assert expected == tokens
+    np.testing.assert_allclose(near, values, atol=2e-5)

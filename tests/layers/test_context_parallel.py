@@ -131,9 +131,9 @@ def test_latents_split_by_token_give_what_whole_ones_give(num_devices, shards, b
     def run(num_devices, shards, backend):
         here = context(num_devices, shards, backend)
         spec = as_stored(LatentSpec(BLOCK, C + P, 4, latent_dim=C, context_shards=shards), backend)
-        struct = tensor_struct(here, spec, BLOCKS, jnp.float32)
+        (struct,) = tensor_struct(here, spec, BLOCKS, jnp.float32).arrays
         width = ((0, 0), (0, 0), (0, struct.shape[2] - C - P))
-        cache = filled(struct, np.pad(poisoned(random(BLOCKS, BLOCK, C + P), *WHERE[1:]), width))
+        cache = KVTensor((filled(struct, np.pad(poisoned(random(BLOCKS, BLOCK, C + P), *WHERE[1:]), width)),))
 
         def layer(*arrays):
             return step(
@@ -141,7 +141,8 @@ def test_latents_split_by_token_give_what_whole_ones_give(num_devices, shards, b
             )
 
         arrays = random(T, N, C), random(T, N, P), random(T, C), random(T, P)
-        out_TNC, cache = jax.jit(layer)(*arrays, cache)
+        out_TNC, kv = jax.jit(layer)(*arrays, cache)
+        (cache,) = kv.arrays
         assert {shard.data.shape[1] for shard in cache.addressable_shards} == {BLOCK // shards}
         return np.asarray(out_TNC), np.asarray(cache)[..., : C + P]
 

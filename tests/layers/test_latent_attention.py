@@ -13,7 +13,7 @@ from jaxpaged.layers.attention import AttentionBatch, AttentionContext
 from jaxpaged.layers.latent_attention import attend_latents, check_latent_attention
 from jaxpaged.worker.cache.kinds import tensor_struct
 from jaxpaged.worker.cache.latent import as_stored
-from pallas_kernels.ragged_paged_attention import make_metadata
+from pallas_kernels.ragged_paged_attention import KVTensor, make_metadata
 
 SPEC = LatentSpec(block_size=16, width=160, dtype_bytes=4, latent_dim=128)
 
@@ -36,10 +36,10 @@ def attended(backend, num_devices, num_heads=4):
     operands = normal(24, num_heads, 128), normal(24, num_heads, 32), normal(24, 128), normal(24, 32)
     cached_BSW = normal(5, 16, 160)
     struct = tensor_struct(context, as_stored(SPEC, backend), 5, jnp.float32)
-    cache_BSW = jnp.pad(cached_BSW, ((0, 0), (0, 0), (0, struct.shape[2] - 160)))
+    cache_BSW = jnp.pad(cached_BSW, ((0, 0), (0, 0), (0, struct.arrays[0].shape[2] - 160)))
     batch = AttentionBatch(metadata, context, None)
-    out_TNC, cache_BSW = jax.jit(lambda *x: attend_latents(batch, *x, scale=0.1))(*operands, cache_BSW)
-    return np.asarray(out_TNC), np.asarray(cache_BSW)
+    out_TNC, cache = jax.jit(lambda *x: attend_latents(batch, *x, scale=0.1))(*operands, KVTensor((cache_BSW,)))
+    return np.asarray(out_TNC), np.asarray(cache.arrays[0])
 
 
 def test_devices_and_the_kernel_of_a_tpu_give_what_the_definition_does():

@@ -18,6 +18,7 @@ from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.rope import RopeConfig
 from jaxpaged.worker.cache.attention import as_stored
 from jaxpaged.worker.cache.kinds import tensor_struct
+from jaxpaged.worker.cache.latent import as_stored as of_latents
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
 from jaxpaged.worker.kv_transfer.programs import BlockCopy
@@ -105,6 +106,29 @@ def test_pages_of_8_bits_come_with_the_scales_of_their_tokens(backend, spec, num
     stored = as_stored(spec, backend)
     arrays = (*structs[0].arrays, *(structs[0].scales if form.is_scaled else ()))
     assert sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in arrays) == 8 * stored.block_bytes
+
+
+@pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pages_of_latents_of_8_bits_end_with_the_bytes_of_two_scales(backend, shards):
+    mesh, made = make_mesh(shards), LatentSpec(4, 24, 2, latent_dim=16, context_shards=shards)
+    spec = of_latents(made.cached_as(TOKEN_SCALES), backend)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    structs = [tensor_struct(AttentionContext(mesh, backend), spec, 8, jnp.bfloat16)] * 2
+    form, rng = EXACTLY.of(spec), np.random.default_rng(1)
+    scatter = lower_scatter(structs, spec, backend, whole, 2, form).compile()
+    gather = lower_gather(structs, spec, backend, whole, 2, form).compile()
+    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    pages = rng.integers(-100, 100, (2, 2, *spec.page_shape(8)), np.int8)
+    scales = rng.random((*pages.shape[:-1], 2), np.float32)
+    pages[..., -8:] = scales.view(np.int8)
+    written = scatter(zeros, np.array([4, 5, 2, 7], np.int32), (pages,))
+    (found,) = gather(written, np.array([2, 7, 4, 5], np.int32))
+    np.testing.assert_array_equal(np.asarray(found), pages[::-1])
+    in_memory = np.asarray(written[1].scales[0])[5].reshape(2, shards, -1)[..., : 4 // shards].reshape(2, 4)
+    np.testing.assert_array_equal(in_memory, scales[0, 1, 0, 4:, 0].T)
+    of_all = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(structs[0]))
+    assert of_all == 8 * shards * spec.block_bytes
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -222,7 +246,7 @@ def test_rounded_pages_are_off_by_half_a_step_of_each_tokens_and_heads_own_scale
 
 
 def test_latents_are_never_rounded():
-    caches = lambda spec: SimpleNamespace(groups=[SimpleNamespace(spec=spec)])
+    caches = lambda spec: SimpleNamespace(groups=[SimpleNamespace(spec=spec)], content="")
     rounded = KVOffload((TierWish("host", capacity=1),), pages="int8")
     check_offload(rounded, None, caches(ATTENTION))
     with pytest.raises(ConfigError, match="pages=int8, but this model caches latents"):

@@ -51,7 +51,7 @@ class PageForm:
         """The form of the pages of layers that cache so: snapshots of states are bytes."""
         if spec.page_dtype is None:
             return self
-        return replace(self, dtype=np.dtype(spec.page_dtype), has_scales=spec.scales == "token")
+        return replace(self, dtype=np.dtype(spec.page_dtype), has_scales=spec.has_page_scales)
 
     @property
     def version(self) -> int:
