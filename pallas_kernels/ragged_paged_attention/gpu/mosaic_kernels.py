@@ -32,7 +32,6 @@ from pallas_kernels.ragged_paged_attention.gpu import items as at
 from pallas_kernels.ragged_paged_attention.gpu import kernels
 from pallas_kernels.ragged_paged_attention.gpu.mosaic import ROWS
 from pallas_kernels.ragged_paged_attention.gpu.statics import LOWEST
-from pallas_kernels.token_places import first_visible
 
 GROUPS, FETCHER = 2, 2  # those that attend, and the one that comes after them
 REGISTERS_TO_ATTEND, REGISTERS_TO_FETCH = 232, 40
@@ -169,11 +168,13 @@ class Work:
         """As Triton's kernels walk: between the masked iterations every query of the tile sees every slot."""
         slots, window, row = jnp.int32(self.layer.slots), self.layer.window, fact(at.ROW)
         above = lambda position: lax.div(position + (self.layer.slots - 1), slots)
+        # No `zeros_like`: with a mesh of explicit axes it asks for a sharding.
+        lowest_of = lambda position: jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0)
         begin = lax.div(fact(at.BEGIN), slots)
         end = jnp.maximum(begin, above(fact(at.END)))
-        full_begin = jnp.minimum(jnp.maximum(above(first_visible(fact(at.LAST), window)), begin), end)
+        full_begin = jnp.minimum(jnp.maximum(above(lowest_of(fact(at.LAST))), begin), end)
         full_end = jnp.minimum(jnp.maximum(lax.div(fact(at.POSITION) + 1, slots), full_begin), end)
-        lowest, held = first_visible(fact(at.POSITION), window), self.arrays.seq_lens[row] - 1
+        lowest, held = lowest_of(fact(at.POSITION)), self.arrays.seq_lens[row] - 1
         return Walk(row, lowest, held, begin, full_begin, full_end, end, done)
 
 
@@ -403,7 +404,7 @@ def clear_values(layer: Layer, walk: Walk, values: Any, stage: jax.Array, iterat
             value_CH = plgpu.load(here, layout=MATRIX)
             position_CH = plgpu.broadcasted_iota(jnp.int32, value_CH.shape, 0, layout=MATRIX) + (begin + offset)
             is_seen_CH = (position_CH >= walk.lowest) & (position_CH <= walk.held)
-            here[...] = jnp.where(is_seen_CH, value_CH, jnp.zeros_like(value_CH))
+            here[...] = jnp.where(is_seen_CH, value_CH, jnp.zeros(value_CH.shape, value_CH.dtype))
         plgpu.commit_smem()
 
 
