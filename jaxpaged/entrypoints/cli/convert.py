@@ -1,4 +1,5 @@
-"""`jaxpaged convert`: a model's weights in our own layout, as an orbax checkpoint that loads without any renaming.
+"""`jaxpaged convert`: a model's weights in our own layout, as an orbax checkpoint that loads without any renaming; or
+rounded to few bits, as safetensors that other engines load too.
 
 Works on files alone: no engine is started.
 """
@@ -11,12 +12,16 @@ from typing import Any
 from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.flags import add_model_argument, chosen_model
+from jaxpaged.errors import UsageError
+
+SCHEMES = ("FP8_DYNAMIC", "W8A8", "W4A16")
+"""Keys of `rounded_folder.ROUNDINGS`, which is imported when it is asked for."""
 
 
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "convert",
-        help="write a model as an orbax checkpoint",
+        help="write a model as an orbax checkpoint, or rounded to 8 or 4 bits",
         usage="%(prog)s [MODEL] -o FOLDER [options]",
         epilog="The folder is a model by itself: jaxpaged generate --model FOLDER.",
     )
@@ -30,6 +35,12 @@ def add_parser(commands: Any) -> None:
         choices=("auto", "bfloat16", "float16", "float32"),
         default="auto",
         help="type of the written weights (default: the model's)",
+    )
+    parser.add_argument(
+        "--scheme",
+        choices=SCHEMES,
+        help="round weights to nearest and write safetensors in compressed-tensors' format, which other engines load "
+        "too: float8 or int8 with a scale for each output, or 4 bits in groups of 128 inputs",
     )
     parser.add_argument("--revision", help="branch, tag or commit of the model on the hub")
     parser.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept")
@@ -47,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.params.checkpoint import load_params
     from jaxpaged.params.hub import resolve_model_folder
     from jaxpaged.params.orbax_format import make_folder, save_orbax
+    from jaxpaged.params.rounded_folder import write_rounded
 
     folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
@@ -54,8 +66,17 @@ def run(args: argparse.Namespace) -> int:
     config = model.config_from_hf(hf)
     dtype = config.dtype if args.dtype == "auto" else args.dtype
     specs = model.param_specs(config, 1)
-    make_folder(Path(args.output))  # found before the weights are read, which may take minutes
     progress = ProgressLine()
+    if args.scheme:
+        if args.dtype != "auto":
+            raise UsageError("--dtype is of orbax checkpoints; what --scheme leaves in 16 bits keeps its type.")
+        try:
+            update = lambda done, total: progress.update("weights", done, total)
+            write_rounded(specs, config, Path(folder), Path(args.output), args.scheme, update)
+        finally:
+            progress.close()
+        return 0
+    make_folder(Path(args.output))  # found before the weights are read, which may take minutes
     try:
         params = load_params(
             specs, config, folder, make_mesh(1), dtype, lambda done, total: progress.update("weights", done, total)
