@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder.facts import Facts
 
@@ -98,7 +100,8 @@ def qwen2_moe_fields(facts: Facts) -> dict[str, Any]:
 
 
 def qwen3_moe_fields(facts: Facts) -> dict[str, Any]:
-    return {**expert_fields(facts), "norm_topk_prob": True}
+    is_normalised = facts.flag(facts.own_name("expert_weights_norm"), True)
+    return {**expert_fields(facts), "norm_topk_prob": is_normalised}
 
 
 LARGEST = {"gemma2": 46, "gemma3": 62}
@@ -116,10 +119,18 @@ def gemma_fields(facts: Facts) -> dict[str, Any]:
     for theirs, ours in (("attn_logit", "attn_logit_softcapping"), ("final_logit", "final_logit_softcapping")):
         found[ours] = facts.own_number(f"{theirs}_softcapping")
     if facts.architecture == "gemma3":
-        pattern = facts.own_number("attention.sliding_window_pattern", 6)
-        local = facts.own_number("rope.freq_base_swa", 10_000.0)
-        found |= {"sliding_window_pattern": int(pattern), "rope_local_base_freq": local}
+        found["rope_local_base_freq"] = facts.own_number("rope.freq_base_swa", 10_000.0)
+        found |= gemma3_windows(facts)
     return found
+
+
+def gemma3_windows(facts: Facts) -> dict[str, Any]:
+    """Which layers have a window: all but every so many'th, or as a list says."""
+    name = facts.own_name("attention.sliding_window_pattern")
+    if isinstance(facts.all.get(name), np.ndarray):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        return {"layer_types": [kinds[bool(has_window)] for has_window in facts.numbers(name)]}
+    return {"sliding_window_pattern": int(facts.number(name, 6))}
 
 
 def phi3_fields(facts: Facts) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def rope_fields(facts: Facts) -> dict[str, Any]:
         found["partial_rotary_factor"] = rotated / head_dim
     kind = facts.own_text("rope.scaling.type", "none")
     original = facts.whole(facts.own_name("rope.scaling.original_context_length"))
-    factor = facts.own_number("rope.scaling.factor")
-    factor = factor or facts.own_number("rope.scale_linear")
+    factor, linear = facts.own_number("rope.scaling.factor"), facts.own_number("rope.scale_linear")
+    kind, factor = ("linear", linear) if kind == "none" and linear else (kind, factor)
     attention = facts.own_number("rope.scaling.attn_factor")
     if "rope_freqs.weight" in facts.tensors:
         factors = vector(facts.tensors["rope_freqs.weight"])
@@ -87,11 +87,20 @@ def rope_fields(facts: Facts) -> dict[str, Any]:
             found["original_max_position_embeddings"] = original
     elif kind in ("linear", "yarn") and factor:
         found["rope_scaling"] = {"rope_type": kind, "factor": factor}
-        if kind == "yarn" and original:
-            found["rope_scaling"]["original_max_position_embeddings"] = original
+        if kind == "yarn":
+            found["rope_scaling"] |= yarn_fields(facts, original, attention)
     elif kind not in ("none", "linear", "yarn", "longrope"):
         raise CheckpointError(f"{facts.path}: positions are stretched by {kind!r}, which is not read from GGUF files.")
     return found
+
+
+def yarn_fields(facts: Facts, original: int | None, attention: float | None) -> dict[str, Any]:
+    """What yarn has besides its factor."""
+    if attention not in (None, 1.0):
+        raise facts.error(facts.own_name("rope.scaling.attn_factor"), attention, "1 beside yarn")
+    named = {f"beta_{which}": facts.own_number(f"rope.scaling.yarn_beta_{which}") for which in ("fast", "slow")}
+    named["original_max_position_embeddings"] = original
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def vector(tensor: GgufTensor) -> list[float]:

@@ -9,12 +9,20 @@ from jaxpaged.params.formats.gguf.reader import GgufHeader, GgufTensor
 
 KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 
+HARMLESS = frozenset(
+    "vocab_size tensor_data_layout rope.scaling.finetuned pooling_type attention.layer_norm_epsilon".split()
+)
+"""Facts of an architecture that change nothing."""
+NEUTRAL = {"attention.causal": (True,), "rope.scaling.yarn_attn_factor": (1,), "rope.scaling.yarn_ext_factor": (1, -1)}
+"""Those that change nothing as long as they have one of these values."""
+
 
 class Facts:
     """Those of one file. `own` facts are named after the architecture."""
 
     def __init__(self, header: GgufHeader):
         self.all, self.tensors, self.path = header.facts, header.tensors, header.paths[0]
+        self.read: set[str] = set()
         self.architecture = self.text("general.architecture", "")
 
     def text(self, name: str, default: str | None = None) -> Any:
@@ -25,6 +33,7 @@ class Facts:
 
     def number(self, name: str, default: float | None = None) -> Any:
         """A number of either kind."""
+        self.read.add(name)
         found = self.all.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int | float | None):
             raise self.error(name, found, "a number")
@@ -50,6 +59,7 @@ class Facts:
 
     def numbers(self, name: str) -> list[Any]:
         """A list of numbers; empty where it is not there."""
+        self.read.add(name)
         found = self.all.get(name, np.zeros(0))
         if not isinstance(found, np.ndarray):
             raise self.error(name, found, "a list of numbers")
@@ -61,6 +71,7 @@ class Facts:
     def own_count(self, name: str, default: int | None = None) -> int:
         """A whole number, or a list of one for each layer, which must be equal."""
         full = self.own_name(name)
+        self.read.add(full)
         found = self.all.get(full)
         if isinstance(found, np.ndarray):
             different = sorted(set(found.tolist()))
@@ -84,10 +95,26 @@ class Facts:
         return self.tensors[name]
 
     def _value(self, name: str, kind: type, default: Any) -> Any:
+        self.read.add(name)
         found = self.all.get(name, default)
         if found is not None and not isinstance(found, kind):
             raise self.error(name, found, KINDS[kind])
         return found
+
+    def refuse_unread(self) -> None:
+        """CheckpointError for a fact of the architecture that nobody read, unless it changes nothing."""
+        start = f"{self.architecture}."
+        for name, found in self.all.items():
+            own = name.removeprefix(start)
+            if own == name or name in self.read or own in HARMLESS:
+                continue
+            is_single = not isinstance(found, np.ndarray | list)
+            if is_single and (found in NEUTRAL[own] if own in NEUTRAL else not found):
+                continue
+            raise CheckpointError(
+                f"{self.path}: the fact {name} is {str(found)[:80]}. Nothing is known of it, and it may change what "
+                "the model computes. Serve the model's safetensors version."
+            )
 
     def error(self, name: str, found: Any, wanted: str) -> CheckpointError:
         text = repr(found)[:80]

@@ -27,7 +27,7 @@ from jaxpaged.params.gguf_folder.places import Place, places_and_vectors
 from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS, is_gguf_folder
 from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
 
-VERSION = 1
+VERSION = 2
 """Of what is written: a folder of another one is made anew."""
 
 
@@ -86,8 +86,10 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
         for place in places
         if place.has_scheme
     }
+    config = config_fields(facts, architecture, modules)
+    facts.refuse_unread()
     described = {
-        "config.json": config_fields(facts, architecture, modules),
+        "config.json": config,
         "generation_config.json": token_ids(facts),
         PLACES: {place.name: facts_of(place) for place in places},
         **tokenizer_files(facts),

@@ -70,7 +70,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 4096},
     "phi3_partial": {"original_max_position_embeddings": 4096},
     "olmo2": {"head_dim": None},
-    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": None, "use_sliding_window": False},
+    "smollm3": {
+        "no_rope_layers": None,
+        "no_rope_layer_interval": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
 }
 """Name of a checkpoint -> what a GGUF file of it can say, where it cannot say what the checkpoint does."""
 

@@ -65,3 +65,10 @@ def test_factors_of_single_frequencies_are_those_of_llama_3(tmp_path):
     )
     assert found.attention_factor == expected.attention_factor == 1.0
     np.testing.assert_allclose(inverse_frequencies(found, 64), inverse_frequencies(expected, 64), rtol=1e-6)
+
+
+def test_windows_may_be_listed_layer_by_layer(tmp_path):
+    listed = {"gemma3.attention.sliding_window_pattern": np.array([1, 1, 0], np.int32)}
+    folder = make_folder(write_gguf_checkpoint("gemma3", tmp_path / "a.gguf", listed), tmp_path / "cache")
+    hf = load_hf_config(folder)
+    assert [layer.window for layer in model_for(hf).config_from_hf(hf).layers] == [10, 10, None]

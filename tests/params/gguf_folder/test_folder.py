@@ -21,6 +21,11 @@ from jaxpaged.params.gguf_folder.folder import make_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER, resolve_model_folder
 from tests.params.gguf_folder.gguf_checkpoints import write_demo, write_gguf_checkpoint
 
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 2.0,
+    "llama.rope.scaling.attn_factor": 0.5,
+}
 TEXT = "The quick brown fox, 42 times:\n\n  jumps!"
 
 
@@ -107,6 +112,10 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path):
         ({"llama.block_count": "two"}, "llama.block_count is 'two'; it must be a whole number"),
         ({"llama.attention.head_count_kv": [4, 2]}, r"head_count_kv is \[2, 4\], another number in different layers"),
         ({"llama.attention.value_length": 64}, "keys and values have other sizes"),
+        ({"llama.attention.surprise": 3}, "llama.attention.surprise is 3. Nothing is known of it"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False. Nothing is known"),
+        ({"llama.attention.surprise": [1]}, r"surprise is \[1\]. Nothing is known"),
+        (YARN, "attn_factor is 0.5; it must be 1 beside yarn"),
         ({"llama.rope.scaling.type": "spiral"}, "stretched by 'spiral'"),
         ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.model": "bert"}, "a tokenizer of the kind 'bert'"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.model": "gpt2"}, "has the token 'a' twice"),
