@@ -16,7 +16,7 @@ LARGEST_POINTER = 1024
 NEEDED_SUFFIXES = {".safetensors", ".json", ".model", ".tiktoken", ".jinja", ".txt"}
 """Of files that an engine reads. A picture or a PyTorch file may stay a pointer."""
 
-SUPPORTED = "The table of supported models is in jaxpaged/guides/models.md."
+SUPPORTED = "'jaxpaged models --supported' lists models and formats."
 USE_SAFETENSORS = (
     "Name the folder or hub id of the model's safetensors version, usually the repository that it was made from."
 )

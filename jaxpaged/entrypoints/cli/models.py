@@ -1,4 +1,5 @@
-"""`jaxpaged models`: the models in the local Hugging Face cache, and which of them this machine's memory can hold.
+"""`jaxpaged models`: the models in the local Hugging Face cache, and which of them this machine's memory can hold; or,
+with `--supported`, all that could be served.
 
 Everything is read from files: no network, and jax is not imported. What is compared is the size of the weights as they
 are stored; a KV cache and temporaries come on top, which `jaxpaged plan` counts.
@@ -34,18 +35,25 @@ class CachedModel:
 def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "models",
-        help="models on this machine, and which of them fit it",
+        help="models on this machine, and which fit it; or all that are known",
         epilog="A model fits when its weights take less than 90 % of the memory of one device: the largest GPU, or the "
         "host.\nA KV cache comes on top: jaxpaged plan MODEL --target h100 counts it. Nothing is downloaded.",
     )
-    parser.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept, if not in their cache")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line for every model")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--supported", action="store_true", help="list architectures, their models and formats of weights")
+    which.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept, if not in their cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     parser.set_defaults(run=run, command_parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list. Returns the exit status."""
+    if args.supported:
+        from jaxpaged.entrypoints.cli.supported import print_supported
+
+        print_supported(args.json)
+        return 0
     device, memory = largest_device()
     embedded = [described(name, ASSETS / name, memory) for name in EMBEDDED]
     models = [*embedded, *cached_models(args.download_dir, memory)]

@@ -181,6 +181,6 @@ def architecture_of(facts: Facts) -> Architecture:
         what = f"the architecture {name!r}" if kind == "model" else f"a {kind} of the architecture {name!r}"
         raise CheckpointError(
             f"{facts.path} holds {what}. Of GGUF files these are read: {', '.join(ARCHITECTURES)}. Serve the model's "
-            "safetensors version; the table of supported models is in jaxpaged/guides/models.md."
+            "safetensors version; 'jaxpaged models --supported' lists models and formats."
         )
     return ARCHITECTURES[name]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpaged.entrypoints.cli import machine, main, models
+from jaxpaged.models.known import KNOWN
 from jaxpaged.tools import collect_env
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +48,7 @@ def test_devices_that_hang_or_crash_are_a_line_of_the_report(monkeypatch, progra
     assert said in collect_env.devices()
 
 
-@pytest.mark.parametrize("command", [["models"], ["collect-env", "--no-devices"]])
+@pytest.mark.parametrize("command", [["models"], ["models", "--supported"], ["collect-env", "--no-devices"]])
 def test_neither_imports_jax_or_asks_the_network(command, tmp_path):
     program = f"""
 import socket, sys
@@ -132,6 +133,37 @@ def test_the_list_for_people_has_a_line_a_model(cache, capsys):
 def test_without_a_cache_there_are_the_embedded_models(tmp_path, capsys):
     assert main(["models", "--download-dir", str(tmp_path / "none")]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["demo", "demo-vision"]
+
+
+def test_what_is_supported_is_a_table_for_people_and_objects_for_programs(capsys):
+    assert main(["models", "--supported"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in shown.splitlines() if line}
+    assert lines["Qwen3ForCausalLM"].split() == ["Qwen3ForCausalLM", "text", "qwen3", "Qwen", "3"]
+    assert "text, pictures" in lines["Qwen3VLForConditionalGeneration"]
+    assert "text *" in lines["Gemma4ForConditionalGeneration"]
+    assert "text *   text, with --language-model-only" in shown and "awq" in lines["weights"]
+    assert main(["models", "--supported", "--json"]) == 0
+    found = {each["architecture"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found.keys() == {known.architecture for known in KNOWN}
+    assert found["GptOssForCausalLM"] == {
+        "architecture": "GptOssForCausalLM",
+        "models": ["GPT-OSS"],
+        "reads": ["text"],
+        "language_model_only": False,
+        "serves": ["generate", "embed", "classify"],
+        "weights": ["safetensors", "fp8", "gptq", "awq", "compressed-tensors", "modelopt", "mxfp4"],
+        "gguf_architecture": None,
+    }
+    assert found["LlamaForCausalLM"]["weights"][-1] == "gguf" and found["LlamaForCausalLM"]["gguf_architecture"] == "llama"
+    assert found["Gemma3ForConditionalGeneration"]["reads"] == ["text", "pictures"]
+    assert found["Gemma4ForConditionalGeneration"]["language_model_only"]
+
+
+def test_a_cache_is_not_asked_what_is_supported(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["models", "--supported", "--download-dir", "/tmp"])
+    assert ended.value.code == 2 and "not allowed with" in capsys.readouterr().err
 
 
 def test_a_container_may_have_less_memory_than_its_machine(tmp_path, monkeypatch):

@@ -1,0 +1,82 @@
+"""The models that are supported, by the names that people know them by: for `jaxpaged models --supported` and the guide.
+
+Data only, so that a list costs no start of jax. Tests hold it to `registry.py` and to the formats of weights.
+"""
+
+from dataclasses import dataclass
+
+FORMATS = ("fp8", "gptq", "awq", "compressed-tensors", "modelopt")
+"""`quant_method` of quantised checkpoints that every architecture takes, beside float32, bfloat16 and float16."""
+TEXT, PICTURES, LANGUAGE_MODEL_ONLY = "text", "text, pictures", "text, with --language-model-only"
+
+
+@dataclass(frozen=True)
+class Known:
+    """An architecture of config.json, what it `reads`, and `models` that have it.
+
+    `gguf`: `general.architecture` of files that hold such models. `formats`: `quant_method` of checkpoints.
+    """
+
+    architecture: str
+    models: tuple[str, ...]
+    reads: str = TEXT
+    gguf: str | None = None
+    formats: tuple[str, ...] = FORMATS
+
+
+KNOWN = (
+    Known("LlamaForCausalLM", ("Llama 2", "Llama 3", "others with the same layers"), gguf="llama"),
+    Known("Llama4ForCausalLM", ("Llama 4 for text",)),
+    Known("Llama4ForConditionalGeneration", ("Llama 4",), LANGUAGE_MODEL_ONLY),
+    Known("MistralForCausalLM", ("Mistral 7B", "Mistral Nemo", "Mistral Small 3"), gguf="llama"),
+    Known("MixtralForCausalLM", ("Mixtral",), gguf="llama"),
+    Known("Ministral3ForCausalLM", ("Ministral 3 for text",)),
+    Known("Mistral4ForCausalLM", ("Mistral Small 4 for text",)),
+    Known(
+        "Mistral3ForConditionalGeneration",
+        ("Mistral Small 3.1 and 3.2", "Ministral 3", "Mistral Small 4 with --language-model-only"),
+        PICTURES,
+    ),
+    Known("LlavaForConditionalGeneration", ("Pixtral 12B",), PICTURES),
+    Known("Qwen2ForCausalLM", ("Qwen 2", "Qwen 2.5"), gguf="qwen2"),
+    Known("Qwen3ForCausalLM", ("Qwen 3",), gguf="qwen3"),
+    Known("Qwen2MoeForCausalLM", ("Qwen 1.5 and 2 with experts",), gguf="qwen2moe"),
+    Known("Qwen3MoeForCausalLM", ("Qwen 3 with experts",), gguf="qwen3moe"),
+    Known("Qwen2VLForConditionalGeneration", ("Qwen2-VL",), PICTURES),
+    Known("Qwen2_5_VLForConditionalGeneration", ("Qwen2.5-VL",), PICTURES),
+    Known("Qwen3VLForConditionalGeneration", ("Qwen3-VL",), PICTURES),
+    Known("Qwen3VLMoeForConditionalGeneration", ("Qwen3-VL with experts",), PICTURES),
+    Known("MiMoForCausalLM", ("MiMo 7B",)),
+    Known("MiMoV2FlashForCausalLM", ("MiMo-V2-Flash",)),
+    Known("Gemma2ForCausalLM", ("Gemma 2",), gguf="gemma2"),
+    Known("Gemma3ForCausalLM", ("Gemma 3 for text",), gguf="gemma3"),
+    Known("Gemma3ForConditionalGeneration", ("Gemma 3 4B, 12B and 27B",), PICTURES),
+    Known("Gemma4ForCausalLM", ("Gemma 4 for text",)),
+    Known("Gemma4ForConditionalGeneration", ("Gemma 4",), LANGUAGE_MODEL_ONLY),
+    Known("Phi3ForCausalLM", ("Phi-3", "Phi-4-mini"), gguf="phi3"),
+    Known("Glm4ForCausalLM", ("GLM-4 (0414)",)),
+    Known("Glm4MoeForCausalLM", ("GLM-4.5, 4.6 and 4.7",)),
+    Known("Glm4MoeLiteForCausalLM", ("GLM-4.7-Flash",)),
+    Known("DeepseekV2ForCausalLM", ("DeepSeek-V2",)),
+    Known("DeepseekV3ForCausalLM", ("DeepSeek-V3", "DeepSeek-R1", "Kimi-K2")),
+    Known("KimiK25ForConditionalGeneration", ("Kimi-K2.5",), LANGUAGE_MODEL_ONLY),
+    Known("GptOssForCausalLM", ("GPT-OSS",), formats=(*FORMATS, "mxfp4")),
+    Known("Lfm2ForCausalLM", ("LFM2", "LFM2.5")),
+    Known("Lfm2MoeForCausalLM", ("LFM2 and LFM2.5 with experts",)),
+    Known("Olmo2ForCausalLM", ("OLMo 2",), gguf="olmo2"),
+    Known("Olmo3ForCausalLM", ("OLMo 3",)),
+    Known("Exaone4ForCausalLM", ("EXAONE 4",)),
+    Known("GraniteForCausalLM", ("Granite 3",), gguf="granite"),
+    Known("SmolLM3ForCausalLM", ("SmolLM 3",), gguf="smollm3"),
+    Known("SeedOssForCausalLM", ("Seed-OSS",)),
+    Known("CohereForCausalLM", ("Command R",)),
+    Known("Cohere2ForCausalLM", ("Command R7B", "Command A")),
+    Known("MiniMaxM2ForCausalLM", ("MiniMax-M2, M2.1 and M2.5",)),
+    Known("HYV3ForCausalLM", ("Hunyuan Hy3",)),
+    Known("Ernie4_5ForCausalLM", ("ERNIE 4.5",)),
+    Known("Ernie4_5_MoeForCausalLM", ("ERNIE 4.5 with experts",)),
+    Known("ApertusForCausalLM", ("Apertus",)),
+    Known("ArceeForCausalLM", ("Arcee's AFM",)),
+    Known("MuseGlimmerForConditionalGeneration", ("Muse Glimmer",), LANGUAGE_MODEL_ONLY),
+)
+"""Every architecture of `registry.MODELS`, by family."""

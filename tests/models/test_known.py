@@ -1,0 +1,58 @@
+"""The list of supported models says what the registry, the readers of weights and the goldens say."""
+
+import jax
+import pytest
+
+from jaxpaged.models.known import KNOWN, LANGUAGE_MODEL_ONLY, PICTURES, TEXT
+from jaxpaged.models.registry import ALSO_SEES, MODELS, model_for
+from jaxpaged.params.gguf_folder.architectures import ARCHITECTURES, MIXTRAL
+from jaxpaged.params.schemes.reading import READERS
+from jaxpaged.params.spec import Spec
+from tests.models.checkpoints import CONFIGS
+from tests.models.quantised_checkpoints import FORMATS
+from tests.models.seeing_checkpoints import SEEING
+
+GOLDEN = {hf["architectures"][0]: hf for hf in (*CONFIGS.values(), *SEEING.values())}
+"""Architecture -> config.json of a checkpoint of which transformers computed the logits."""
+OTHER_NAMES = {"modelopt_fp4": "modelopt"}
+METHODS = {hf["quant_method"]: hf for _, _, hf in FORMATS.values()} | {"mxfp4": {"quant_method": "mxfp4"}}
+by_name = pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.architecture)
+
+
+def test_every_architecture_is_listed_once():
+    assert sorted(known.architecture for known in KNOWN) == sorted(MODELS)
+    models = [(known.reads, name) for known in KNOWN for name in known.models]
+    assert len(models) == len(set(models))
+
+
+def test_what_a_model_reads_is_what_its_record_can_read():
+    reads = {
+        name: (PICTURES if model.vision else LANGUAGE_MODEL_ONLY) if name.endswith(ALSO_SEES) else TEXT
+        for name, model in MODELS.items()
+    }
+    assert {known.architecture: known.reads for known in KNOWN} == reads
+
+
+def test_every_format_that_is_read_is_listed():
+    assert {name for known in KNOWN for name in known.formats} == {OTHER_NAMES.get(n, n) for n in READERS} - {"gguf"}
+
+
+def test_files_in_gguf_are_those_of_the_architectures_that_name_them():
+    """Mistral's and Mixtral's files are called after llama."""
+    found = {known.architecture: known.gguf for known in KNOWN if known.gguf}
+    assert found.pop("MistralForCausalLM") == found.pop(MIXTRAL.name) == "llama"
+    assert found == {each.name: kind for kind, each in ARCHITECTURES.items()}
+
+
+@by_name
+def test_every_format_names_tensors_of_every_model_that_takes_it(known):
+    hf = GOLDEN.get(known.architecture)
+    if hf is None:
+        assert any(MODELS[known.architecture].forward is MODELS[name].forward for name in GOLDEN), "and no golden"
+        return
+    for method in known.formats:
+        described = {**hf, "quantization_config": METHODS[method]}
+        model = model_for(described)
+        specs = model.param_specs(model.config_from_hf(described), 1)
+        schemes = [spec.scheme for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, Spec))]
+        assert sum(scheme is not None for scheme in schemes) >= 2, method
