@@ -1,4 +1,4 @@
-"""The models that are supported, by the names that people know them by: for `jaxpaged models --supported` and the guide.
+"""The models that are supported, by the names that people know: for `jaxpaged models --supported` and the guide.
 
 Data only, so that a list costs no start of jax. Tests hold it to `registry.py` and to the formats of weights.
 """

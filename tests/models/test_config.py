@@ -326,7 +326,10 @@ REFUSED = {
     "unknown layer type": ({**QWEN2, "layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
     "mixed mistral": ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "Mistral"]),
     "both directions": ({**GEMMA3, "use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
-    "unknown architecture": ({**LLAMA, "architectures": ["LlamaForCasualLM"]}, ["LlamaForCausalLM", "models --supported"]),
+    "unknown architecture": (
+        {**LLAMA, "architectures": ["LlamaForCasualLM"]},
+        ["LlamaForCausalLM", "models --supported"],
+    ),
     "more experts than there are": ({**MIXTRAL, "num_experts_per_tok": 6}, ["num_experts_per_tok", "6", "5"]),
     "dense layers": ({**QWEN3_MOE, "mlp_only_layers": "all"}, ["mlp_only_layers", "'all'"]),
     "groups of experts": ({**GLM4_MOE, "n_group": 3}, ["n_group", "3", "8"]),

@@ -40,7 +40,9 @@ def add_parser(commands: Any) -> None:
         "host.\nA KV cache comes on top: jaxpaged plan MODEL --target h100 counts it. Nothing is downloaded.",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--supported", action="store_true", help="list architectures, their models and formats of weights")
+    which.add_argument(
+        "--supported", action="store_true", help="list architectures, their models and formats of weights"
+    )
     which.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept, if not in their cache")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")

@@ -155,7 +155,9 @@ def test_what_is_supported_is_a_table_for_people_and_objects_for_programs(capsys
         "weights": ["safetensors", "fp8", "gptq", "awq", "compressed-tensors", "modelopt", "mxfp4"],
         "gguf_architecture": None,
     }
-    assert found["LlamaForCausalLM"]["weights"][-1] == "gguf" and found["LlamaForCausalLM"]["gguf_architecture"] == "llama"
+    assert (
+        found["LlamaForCausalLM"]["weights"][-1] == "gguf" and found["LlamaForCausalLM"]["gguf_architecture"] == "llama"
+    )
     assert found["Gemma3ForConditionalGeneration"]["reads"] == ["text", "pictures"]
     assert found["Gemma4ForConditionalGeneration"]["language_model_only"]
 
