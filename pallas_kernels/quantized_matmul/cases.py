@@ -52,7 +52,7 @@ CASES = (
     Case("w4a16, many tokens", "int4", group=128, num_tokens=530, num_inputs=128 * 5, num_outputs=300),
     Case("w8a16, inputs of several tiles", "int8", group=128, num_tokens=3, num_inputs=128 * 34, num_outputs=32),
     Case("w8a16, groups larger than a tile", "int8", group=384, num_inputs=1152, zeros=True),
-    Case("w4a16 in groups of 64, several tiles", "int4", group=64, num_inputs=4608, num_tokens=40),
+    Case("w4a16 in groups of 64, several tiles", "int4", 64, num_inputs=4608, num_tokens=70, zeros=True),
     Case("w8a16 in groups of 16", "int8", group=16, num_inputs=384, num_outputs=130),
     Case("float4 in groups of 32", "float4_e2m1fn", group=32, num_inputs=1280, dtype="float16"),
     Case("float4 in groups of 16, scales of float8", "float4_e2m1fn", group=16, scales="float8_e4m3fn", num_tokens=33),
