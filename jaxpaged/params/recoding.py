@@ -66,7 +66,7 @@ def rows_of(matrix: EncodedMatrix, dtype: str, losses: Losses, out: tuple[np.nda
 
 def exact_rows(stored: StoredWeight, dtype: str) -> tuple[np.ndarray, np.ndarray] | None:
     """(values, scales) as they are, where there is one scale for an output and the type has the values."""
-    if stored.scales.shape[1] != 1 or stored.order is not None or stored.minima is not None:
+    if stored.scales.shape[1] != 1 or stored.minima is not None:
         return None
     values, scales = stored.values, stored.scales[:, 0]
     if stored.zeros is not None:

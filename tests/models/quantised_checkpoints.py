@@ -192,7 +192,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "w8a16": (packed, {"bits": 8, "group": None}, ct(W8, "pack-quantized")),
     "w8a8": (integers, {}, ct(W8, "int-quantized")),
     "float-quantized": (float8, {}, ct(F8, "float-quantized")),
-    "fp8 of a tensor": (float8, {"scale": "tensor", "extra": ["input_scale"]}, STATIC),
+    "fp8 of a tensor": (float8, {"scale": "tensor", "extra": ["activation_scale"], **INV}, STATIC),
     "fp8 blocks": (float8, {"scale": "block", **INV}, BLOCKS),
     "fp8 blocks e8m0": (float8, {"scale": "block", "dtype": E8M0, **INV}, {**BLOCKS, "scale_fmt": "ue8m0"}),
     "nvfp4": (float4, {"kind": "nvfp4"}, ct(F4, "nvfp4-pack-quantized")),

@@ -35,7 +35,6 @@ MUTANTS = (
         f"{_PARAMS}/recoding.py",
         "every_format",
         ("zeros are left out of rows", "values.astype(np.int16) - zeros.astype(np.int16)", "values.astype(np.int16)"),
-        ("an order is taken for none", "or stored.order is not None", ""),
     ),
     *_of(
         f"{_PARAMS}/placing.py",

@@ -48,7 +48,7 @@ def read(fields: Fields) -> Quantization:
         rules += [rule_of(own, target, scheme) for target in own.names("targets")]
         own.read |= {"input_activations", "output_activations"}
         own.refuse_unread()
-    fields.refuse_unread({"kv_cache_scheme", "quantization_config"})
+    fields.refuse_unread({"kv_cache_scheme", "version"})
     rules.sort(key=lambda rule: rule.how == CLASS)  # what names a module wins over what names its class
     return Quantization(
         method="compressed-tensors",

@@ -65,7 +65,7 @@ def read(fields: Fields) -> Quantization:
         scheme = Float8((block[0], block[1]))
     left = ("ignored_layers", "modules_to_not_convert", "ignore")
     names = fields.names(*left)
-    fields.refuse_unread()
+    fields.refuse_unread({"kv_cache_scheme", "dequantize"})
     return Quantization(
         method="FP8",
         source=fields.source,

@@ -32,7 +32,7 @@ def read(fields: Fields) -> Quantization:
         rules.insert(0, Rule(EXACT, LM_HEAD, None))
     if fields.flag("is_marlin_format", False):
         raise fields.error("is_marlin_format", True, "false: weights that were reordered for a GPU are not read")
-    fields.refuse_unread({"act_order"})
+    fields.refuse_unread({"act_order", "data_type"})
     return Quantization(
         method="GPTQ",
         source=fields.source,

@@ -74,6 +74,56 @@ def test_rules_of_gptq_give_modules_their_own_numbers_or_leave_them():
     )
 
 
+ALSO_SAID = {
+    "GPTQModel": (
+        {
+            **GPTQ,
+            "checkpoint_format": "gptq",
+            "lm_head": False,
+            "meta": {"quantizer": ["gptqmodel:5.0.0"], "damp_percent": 0.05},
+            "pack_dtype": "int32",
+            "static_groups": False,
+            "true_sequential": True,
+        },
+        FOUR,
+    ),
+    "transformers' GPTQ": (
+        {**GPTQ, "batch_size": 1, "dataset": "c4", "use_exllama": True, "max_input_length": 9},
+        FOUR,
+    ),
+    "AutoRound": ({**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "iters": 200}, FOUR),
+    "AutoAWQ": ({**AWQ, "backend": "autoawq", "do_fuse": False, "modules_to_not_convert": None}, Awq(128, True)),
+    "llm-compressor": (
+        ct(
+            {
+                **W8,
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "observer": "minmax",
+                "group_size": None,
+            },
+            "int-quantized",
+            version="0.12.2",
+            quantization_status="compressed",
+            global_compression_ratio=None,
+            kv_cache_scheme=None,
+            sparsity_config={},
+            transform_config={},
+        ),
+        Integers(),
+    ),
+    "DeepSeek": ({**FP8, "scale_fmt": "ue8m0"}, Float8((128, 128))),
+    "Mistral": ({**FP8, "activation_scheme": "static", "weight_block_size": None, "dequantize": False}, Float8()),
+}
+
+
+@pytest.mark.parametrize("who", ALSO_SAID)
+def test_what_tools_write_besides_changes_nothing(who):
+    given, scheme = ALSO_SAID[who]
+    assert scheme_of(given, f"{LAYER}.mlp.up_proj") == scheme
+
+
 REFUSED = {
     "3 bits": ({**GPTQ, "bits": 3}, ["bits is 3", "4 or 8", "Use a version of 4 or 8 bits"]),
     "2 bits of AWQ": ({**AWQ, "bits": 2}, ["bits is 2", "Use a version of 4 bits"]),
