@@ -34,6 +34,7 @@ def written_out(path, param):
     if not isinstance(param, StoredArray):
         return np.asarray(param)
     is_experts = "mlp" in jax.tree_util.keystr(path) and param.values.ndim == 3
+    assert not (is_experts and param.zeros is not None), "products of experts know no zeros"
     groups_last = lambda part: np.moveaxis(np.asarray(part), int(is_experts), -1)
     scales = groups_last(param.scales)
     weight = np.asarray(param.values).astype(np.float32).reshape(*scales.shape, -1)
