@@ -291,7 +291,11 @@ MUTANTS = (
         ("parts of other inputs are added", "jnp.where(part_wu(0) == part_wu(1), sum_wu, jnp.float32(0))", "sum_wu"),
         ("gates and what they multiply change places", "gate_ft * jax.nn.sigmoid(gate_ft) * up_ft", "up_ft * gate_ft"),
         ("inputs beyond the last are read", "D % inputs > 0", "False"),
-        ("all tiles of outputs have the first weights", "pl.ds(first_f * of_output,", "pl.ds(first_f * 0,"),
+        (
+            "all tiles of outputs have the first weights",
+            "pl.ds(first_f * of_output, num_w)",
+            "pl.ds(0 * first_f, num_w)",
+        ),
         ("nothing is added", "result_tf += load", "result_tf + load"),
         ("both halves of bytes meet the first half's inputs", "half * width", "0 * width"),
         ("zeros of 4 bits are forgotten", "zero + jnp.bfloat16(128)", "jnp.bfloat16(128)"),
