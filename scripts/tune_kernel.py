@@ -194,7 +194,12 @@ def mosaic_takes(step: ServingStep, kind: str) -> bool:
     """Whether Mosaic's kernel can attend for the step's layer."""
     shape = step.shape
     rule = LayerRule(1.0, shape.window, shape.soft_cap, shape.sinks, shape.kv_scales, shape.sees_ahead)
-    heads = {"group_size": shape.group_size, "head_dim": shape.head_dim, "block_size": shape.block_size}
+    heads = {
+        "num_tokens": shape.num_tokens,
+        "group_size": shape.group_size,
+        "head_dim": shape.head_dim,
+        "block_size": shape.block_size,
+    }
     types = {"q_dtype": jnp.dtype(shape.dtype), "kv_dtype": jnp.dtype(shape.kv_dtype), "shares": shape.shares}
     return cannot_take(default_mosaic_tiles(shape.head_dim), rule, **heads, **types, kind=kind) is None
 

@@ -257,11 +257,11 @@ class GpuBackend:
         """The tiles of prompts where Mosaic's kernel takes them: where it is known to be faster, and can."""
         if not self.is_pallas:
             return None
-        (_, N, H), (_, K, S, _) = q_TNH.shape, k_BKSH.shape
+        (T, N, H), (_, K, S, _) = q_TNH.shape, k_BKSH.shape
         tiles = self.choose_mosaic(N // K, H, k_BKSH.dtype, kind)
         if tiles is None:
             return None
-        heads = {"group_size": N // K, "head_dim": H, "block_size": S}
+        heads = {"num_tokens": T, "group_size": N // K, "head_dim": H, "block_size": S}
         types = {"q_dtype": q_TNH.dtype, "kv_dtype": k_BKSH.dtype}
         return None if mosaic_cannot_take(tiles, rule, **heads, **types, shares=begins, kind=kind) else tiles
 

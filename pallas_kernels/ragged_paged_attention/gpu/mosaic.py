@@ -25,9 +25,10 @@ LEAST_BLOCK = 8  # rows that lie together in shared memory
 class MosaicTiles(Tiles):
     """Sizes of prompts' tiles. `rows` are of two warp groups, whose tokens are whole; a third one fetches, so `warps`
     are always 12. stages: iterations whose keys and values lie in shared memory. takes_turns: whether the two groups
-    take turns with the tensor cores."""
+    take turns with the tensor cores. least_tokens: of a step, padding included, as far as it was timed."""
 
     takes_turns: bool = True
+    least_tokens: int = 0
 
     def queries(self, group_size: int) -> int:
         """Tokens of a query tile: as many as fit, for each of the two."""
@@ -54,6 +55,7 @@ def cannot_take(
     tiles: MosaicTiles,
     rule: LayerRule,
     *,
+    num_tokens: int,
     group_size: int,
     head_dim: int,
     block_size: int,
@@ -65,6 +67,8 @@ def cannot_take(
     """Why Mosaic's kernel cannot attend for such a layer, or None. `shares`: spans that rows share come before."""
     if not kind.startswith((*HOPPER, INTERPRETER)):
         return f"the device is {kind}; accepted are those of Hopper"
+    if num_tokens < tiles.least_tokens:
+        return f"a step of {num_tokens} tokens; accepted are {tiles.least_tokens} and more"
     if kv_dtype not in TYPES or q_dtype != kv_dtype:
         return f"q is {q_dtype} and the cache {kv_dtype}; accepted are {', '.join(map(str, TYPES))}, the same of both"
     if head_dim not in HEAD_DIMS:

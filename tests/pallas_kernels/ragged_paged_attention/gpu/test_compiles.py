@@ -47,12 +47,11 @@ def lowered():
 
 @pytest.mark.parametrize(("name", "target"), list(lowered()))
 def test_a_layer_lowers_to_triton(name, target):
+    """All of it: Mosaic's kernel takes no steps as short as these."""
     layer, args = layer_of(SHAPE[name], "gpu")
     program = lower_for(TARGETS[target], layer, *args)
     few = 3 if SHAPE[name].num_tokens <= 32 else NUM_KERNELS
-    of_mosaic = program.count("@mosaic_gpu")
-    assert of_mosaic == ((name, target) == (FIRST, "h200"))
-    assert program.count("__gpu$xla.gpu.triton") == few + 2 * SHAPE[name].shares - of_mosaic
+    assert program.count("__gpu$xla.gpu.triton") == few + 2 * SHAPE[name].shares
 
 
 def compiled(target: str, names: list[str], backend: str) -> list[dict]:

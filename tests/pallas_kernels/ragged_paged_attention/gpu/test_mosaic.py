@@ -88,8 +88,8 @@ MUTANTS = {
     "a short tile is written as a whole": (QUICK, "@pl.when(left >= Q)", "@pl.when(left > 0)"),
     "an item of the last round is forgotten": (
         "prompts, head_dim 128",
-        "self.turned(whole) < rest",
-        "self.turned(whole) + 1 < rest",
+        "turned(whole) < rest",
+        "turned(whole) + 1 < rest",
     ),
     "a sink is forgotten": (QUICK, "if layer.has_sinks:", "if False:"),
     "parts have tops of scores": ("prompts, head_dim 128", "top_X * kernels.factor(layer), LOWEST", "top_X, LOWEST"),
@@ -127,13 +127,25 @@ def test_a_mutant_of_the_kernel_is_noticed(monkeypatch, mutant):
 
 def test_layers_that_the_kernel_cannot_take_are_refused_by_name_and_triton_takes_them(monkeypatch):
     rule = LayerRule(1.0, None, None, False, "none")
-    heads = {"group_size": 4, "head_dim": 128, "block_size": 16, "shares": False, "kind": "NVIDIA H200"}
+    heads = {
+        "num_tokens": 512,
+        "group_size": 4,
+        "head_dim": 128,
+        "block_size": 16,
+        "shares": False,
+        "kind": "NVIDIA H200",
+    }
     types = {"q_dtype": jnp.dtype("bfloat16"), "kv_dtype": jnp.dtype("bfloat16")}
 
-    def refusal(rule=rule, **changes):
-        return mosaic.cannot_take(default_mosaic_tiles(128), rule, **heads | types | changes)
+    any_length = default_mosaic_tiles(128)
+    long_ones = dataclasses.replace(any_length, least_tokens=513)
+
+    def refusal(rule=rule, tiles=any_length, **changes):
+        return mosaic.cannot_take(tiles, rule, **heads | types | changes)
 
     assert refusal() is None
+    assert refusal(tiles=long_ones) == "a step of 512 tokens; accepted are 513 and more"
+    assert refusal(tiles=long_ones, num_tokens=513) is None
     assert refusal(block_size=256) is None
     assert refusal(kind="NVIDIA A100-SXM4-80GB") == "the device is NVIDIA A100-SXM4-80GB; accepted are those of Hopper"
     assert "q is bfloat16 and the cache int8; accepted are bfloat16, float16" in refusal(kv_dtype=jnp.dtype("int8"))
@@ -178,3 +190,9 @@ def test_the_kernel_compiles_for_hopper_and_outputs_take_the_place_of_queries(mo
     (report,) = (path.read_text() for path in tmp_path.glob("*.ptxas"))
     assert "Compiling entry function 'paged_attend_mosaic" in report
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+
+
+def test_a_layer_lowers_to_the_kernel_where_it_was_timed():
+    layer, args = layer_of(ServingShape("prompts", 2048, 64), "gpu")
+    assert gpu_targets.lower_for(TARGETS["h200"], layer, *args).count("@mosaic_gpu") == 1
+    assert gpu_targets.lower_for(TARGETS["a100"], layer, *args).count("@mosaic_gpu") == 0
