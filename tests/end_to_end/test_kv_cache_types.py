@@ -16,6 +16,7 @@ from jaxpaged import LLM, SamplingParams
 from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers import attention
+from jaxpaged.params.hub import EMBEDDED_FOLDER
 from jaxpaged.params.kv_scales import scales_file
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import ragged_paged_attention as rpa
@@ -234,3 +235,17 @@ def test_latents_have_a_scale_of_their_own_and_one_of_their_rope_key(name, tmp_p
         expected, near, _ = answers(llm, given)
     assert expected == tokens
     np.testing.assert_allclose(near, values, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_drafts_change_no_bit_where_a_head_that_drafts_caches_in_8_bits_too():
+    options = {"max_num_seqs": 4, "max_model_len": 256, "token_buckets": (8, 64), "num_gpu_blocks_override": 60}
+    options |= {"kv_cache_dtype": "fp8", "deterministic": True, "wait_for_programs": True}
+    given = ["Spell the word water.", "Tell me a story about a cat."]
+    drafts = {"method": "eagle3", "model": str(EMBEDDED_FOLDER.parent / "demo-eagle3"), "num_speculative_tokens": 3}
+    with LLM("demo", **options) as llm:
+        tokens, values, _ = answers(llm, given)
+    with LLM("demo", speculative_config=drafts, **options) as llm:
+        assert answers(llm, given)[:2] == (tokens, values)
+        told = {each.name: each for each in llm.get_metrics()}
+        assert told["vllm:spec_decode_num_draft_tokens"].value > 5
