@@ -302,13 +302,13 @@ MUTANTS = (
         "jaxpaged/worker/kv_transfer/forms.py",
         "",
         ("scales are forgotten", "values.astype(jnp.float32) * scales[..., None]", "values.astype(jnp.float32)"),
-        ("rounded pages have no fact", 'return {"pages": self.name} if self.is_scaled else {}', "return {}"),
+        ("rounded pages have no fact", 'return {"pages": self.name} if self.rounds else {}', "return {}"),
     ),
     *_of(
         "jaxpaged/worker/kv_transfer/programs.py",
         "",
-        ("blocks are cut in another order", "jnp.moveaxis(parts, -4, 1)", "parts"),
-        ("blocks are joined in another order", "jnp.moveaxis(each, 1, -4)", "each"),
+        ("blocks are cut in another order", "jnp.moveaxis(parts, axis, 1)", "parts"),
+        ("blocks are joined in another order", "jnp.moveaxis(each, 1, axis)", "each"),
     ),
     *_of(
         "jaxpaged/worker/cache/attention.py",
@@ -320,8 +320,8 @@ MUTANTS = (
         ),
         (
             "copies of a head are put behind all heads",
-            "jnp.repeat(values, spec.head_copies, axis=-2)",
-            "jnp.concatenate([values] * spec.head_copies, axis=-2)",
+            "jnp.repeat(pages[0], spec.head_copies, axis=-2)",
+            "jnp.concatenate([pages[0]] * spec.head_copies, axis=-2)",
         ),
     ),
     *_of(

@@ -86,7 +86,8 @@ def test_costs_count_what_must_move_and_multiply():
 
 
 def test_auto_takes_the_best_backend_that_takes_the_case():
-    int8, w8a8 = OPS["quantized_matmul"].cases.SERVING_CASES[2], OPS["quantized_matmul"].cases.SERVING_CASES[5]
+    cases = {case.name: case for case in OPS["quantized_matmul"].cases.SERVING_CASES}
+    int8, w8a8 = cases["w8a16, 16 tokens"], cases["w8a8 int8, 2048 tokens"]
     assert choose_backend("quantized_matmul", int8, "auto", "gpu") == "gpu"
     assert choose_backend("quantized_matmul", w8a8, "auto", "gpu") == "reference"
     assert choose_backend("quantized_matmul", int8, "reference", "gpu") == "reference"

@@ -54,7 +54,7 @@ REFUSED = {
     "serve MODEL --prefill-context-parallel-size 2": "prefill_context_parallel_size",
     "serve MODEL -dp 4 --data-parallel-size-local 2": "data_parallel_size_local",
     """serve MODEL --kv-transfer-config '{"kv_connector": "P2pNcclConnector"}'""": "kv_transfer_config",
-    "serve MODEL --quantization awq": "quantization is 'awq', but checkpoints in this format are not read yet",
+    "serve MODEL --quantization bitsandbytes": "quantization is 'bitsandbytes', but checkpoints in this format are not",
     "serve MODEL --kv-cache-dtype nvfp4": "kv_cache_dtype is 'nvfp4', but keys and values are cached in 8 bits or more",
     "serve MODEL --lora-modules a=/x b=/y": "lora_modules is ['a=/x', 'b=/y']",
     "serve MODEL --enable-lora": "LoRA adapters are not supported yet. Merge the adapter into its model",
