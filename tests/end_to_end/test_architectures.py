@@ -36,10 +36,7 @@ NAMES = (
     "deepseek_v3",
     "llama4",
     "lfm2_moe",
-    "apertus",
-    "mistral4",
     "gemma4",
-    "mimo_v2",
 )
 # They have nothing that one of those has not.
 OTHERS = (
@@ -59,6 +56,9 @@ OTHERS = (
     "glm4_moe_lite",
     "ministral3",
     "minimax_m2",
+    "mimo_v2",
+    "mistral4",
+    "apertus",
     "gemma4_moe",
     "muse_glimmer",
 )
