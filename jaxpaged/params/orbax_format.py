@@ -59,7 +59,8 @@ def save_orbax(specs: Any, config: Any, params: Any, model_folder: str | Path, o
     if padded:
         raise UsageError(f"{padded[0]} is padded for several devices. Load with tensor_parallel_size 1 to save.")
     make_folder(out_folder)
-    copy_side_files(model_folder, out_folder, dtype=jax.tree.leaves(params)[0].dtype.name)
+    dtype = jax.tree.leaves(params)[0].dtype.name
+    copy_side_files(model_folder, out_folder, lambda described: plain_description(described, dtype))
     # Last, and atomic: a folder with arrays is complete.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save((out_folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(arrays))
@@ -75,17 +76,24 @@ def make_folder(folder: Path) -> None:
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder.") from None
 
 
-def copy_side_files(model_folder: Path, out_folder: Path, dtype: str) -> None:
-    """Configuration, with the type that the arrays have now and without a word of quantisation, and whatever the
-    tokenizer needs."""
+def copy_side_files(
+    model_folder: Path, out_folder: Path, described: Callable[[dict[str, Any]], Mapping[str, Any]]
+) -> None:
+    """Whatever the tokenizer needs, and configuration: what `described` makes of the model's config.json."""
     for path in (path for pattern in SIDE_FILES for path in model_folder.glob(pattern)):
         if path.name not in {"model.safetensors.index.json", PLACES, *BESIDE}:
             shutil.copyfile(path, out_folder / path.name)
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    changed = described(config)
+    if changed != config:
+        (out_folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+
+
+def plain_description(config: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
+    """config.json with the type that the arrays have now, and without a word of quantisation."""
     plain = without_description(config)
-    if plain != config or config.get("dtype", config.get("torch_dtype")) != dtype:
-        text = json.dumps({**plain, "dtype": dtype}, indent=2) + "\n"
-        (out_folder / "config.json").write_text(text, encoding="utf-8")
+    is_same = plain == config and config.get("dtype", config.get("torch_dtype")) == dtype
+    return config if is_same else {**plain, "dtype": dtype}
 
 
 def load_orbax(

@@ -11,8 +11,6 @@ Letters: O outputs and I inputs of a matrix.
 """
 
 import json
-import shutil
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +21,20 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.errors import UsageError
-from jaxpaged.params.checkpoint import INDEX, canonical_name, every_entry
-from jaxpaged.params.orbax_format import SIDE_FILES, make_folder
-from jaxpaged.params.quantized import OF_TOWERS, is_matrix
-from jaxpaged.params.safetensors_reader import BYTE_DTYPES, DTYPES, EIGHT_BITS, WHOLE_DTYPES, TensorEntry, mapped
+from jaxpaged.params.checkpoint import INDEX, every_entry
+from jaxpaged.params.encoded import WEIGHT, holds_weights, kind_of
+from jaxpaged.params.orbax_format import copy_side_files, make_folder
+from jaxpaged.params.quantized import LARGEST, LARGEST_FLOAT8, OF_TOWERS
+from jaxpaged.params.safetensors_reader import ALL_DTYPES, DTYPES, TensorEntry, mapped
+from jaxpaged.params.safetensors_writer import safetensors_of
+from jaxpaged.params.schemes.scheme import LINEAR
+from jaxpaged.params.spec import Spec
 
 Tensors = dict[str, np.ndarray]
 """Name behind that of a module -> tensor."""
 
 GROUP = 128
 """Inputs that share a scale in 4 bits."""
-DTYPES_OF_FILES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS}
-NAMES = {dtype: name for name, dtype in DTYPES_OF_FILES.items()}
 
 
 @dataclass(frozen=True)
@@ -63,40 +63,39 @@ def write_rounded(
     if config.quantization is not None:
         raise UsageError(f"{folder} is quantised already. Name the 16-bit model that it was made of.")
     rounding, entries = ROUNDINGS[scheme], every_entry(folder)
-    linears = {name for spec in jax.tree.leaves(specs) if is_linear(spec) for name in weight_names(spec, config)}
+    sizes = config.dim_sizes()
+    linears = {name for spec in jax.tree.leaves(specs) if is_linear(spec) for name in spec.tensor_names(sizes)}
     make_folder(out_folder)
-    files: dict[Path, list[TensorEntry]] = {}
-    for entry in entries.values():
-        files.setdefault(entry.path, []).append(entry)
+    files: dict[Path, dict[str, TensorEntry]] = {}
+    for name, entry in entries.items():
+        files.setdefault(entry.path, {})[name] = entry
     index: dict[str, str] = {}
     left: list[str] = []
     done, total = 0, sum(path.stat().st_size for path in files)
     for path, own in files.items():
         stored: Tensors = {}
-        for entry in own:
-            rounded = rounded_entry(entry, rounding) if canonical_name(entry.name) in linears else None
+        for name, entry in own.items():
+            rounded = rounded_entry(entry, rounding) if name in linears else None
             if rounded is None:
                 stored[entry.name] = copied(entry)
-                left += [entry.name.removesuffix(".weight")] if len(entry.shape) == 2 else []
+                left += [entry.name.removesuffix(f".{WEIGHT}")] if len(entry.shape) == 2 else []
             else:
-                module = entry.name.removesuffix("weight")
-                stored |= {module + name: tensor for name, tensor in rounded.items()}
-        save(stored, out_folder / path.name)
+                module = entry.name.removesuffix(WEIGHT)
+                stored |= {module + end: tensor for end, tensor in rounded.items()}
+        with (out_folder / path.name).open("wb") as file:
+            file.writelines(safetensors_of(stored))
         index |= dict.fromkeys(stored, path.name)
         progress(done := done + path.stat().st_size, total)
     if len(files) > 1:
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n"
         (out_folder / INDEX).write_text(text, encoding="utf-8")
-    copy_side_files(folder, out_folder, description(rounding, left))
+    said = description(rounding, left)
+    copy_side_files(folder, out_folder, lambda hf: {**hf, "quantization_config": said})
 
 
-def is_linear(spec: Any) -> bool:
-    """Whether a parameter is the weight of a linear layer, which engines store in few bits: no table, no router."""
-    return is_matrix(spec) and spec.dtype is None and not {*"VXY", *OF_TOWERS} & set(spec.dims)
-
-
-def weight_names(spec: Any, config: Any) -> list[str]:
-    return [name for name in spec.tensor_names(config.dim_sizes()) if name.endswith(".weight")]
+def is_linear(spec: Spec) -> bool:
+    """Whether a parameter is the weight of a linear layer, to what reads such files, and not one of a tower."""
+    return holds_weights(spec) and kind_of(spec) == LINEAR and not OF_TOWERS & set(spec.dims)
 
 
 def rounded_entry(entry: TensorEntry, rounding: Rounding) -> Tensors | None:
@@ -108,23 +107,8 @@ def rounded_entry(entry: TensorEntry, rounding: Rounding) -> Tensors | None:
 
 
 def copied(entry: TensorEntry) -> np.ndarray:
-    with mapped(entry, DTYPES_OF_FILES) as tensor:
+    with mapped(entry, ALL_DTYPES) as tensor:
         return np.array(tensor)
-
-
-def save(tensors: Tensors, path: Path) -> None:
-    """Write one safetensors file: the length of a header, the header, and the tensors one behind the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor).view(np.uint8).reshape(-1))
 
 
 def description(rounding: Rounding, left: list[str]) -> dict[str, Any]:
@@ -136,16 +120,6 @@ def description(rounding: Rounding, left: list[str]) -> dict[str, Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], **rounding.description}},
         "ignore": sorted(left),
     }
-
-
-def copy_side_files(folder: Path, out_folder: Path, quantization_config: Mapping[str, Any]) -> None:
-    """Tokenizer and settings as they are, and config.json with the description."""
-    for path in (path for pattern in SIDE_FILES for path in folder.glob(pattern)):
-        if path.name not in (INDEX, "config.json"):
-            shutil.copyfile(path, out_folder / path.name)
-    hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = json.dumps({**hf, "quantization_config": quantization_config}, indent=2) + "\n"
-    (out_folder / "config.json").write_text(text, encoding="utf-8")
 
 
 # ---- ways to round -------------------------------------------------------------------------------
@@ -192,21 +166,19 @@ def of_outputs(kind: str) -> dict[str, Any]:
     return {"num_bits": 8, "type": kind, "strategy": "channel", "dynamic": False, "symmetric": True}
 
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
 IN_4_BITS = {**of_outputs("int"), "num_bits": 4, "strategy": "group", "group_size": GROUP}
 ROUNDINGS = {
     "FP8_DYNAMIC": Rounding(
-        lambda weight_OI, dtype: rows(E4M3, 448.0, weight_OI, dtype),
+        lambda weight_OI, dtype: rows(E4M3, LARGEST_FLOAT8[E4M3.name], weight_OI, dtype),
         {"weights": of_outputs("float"), "input_activations": of_tokens("float")},
         "float-quantized",
     ),
     "W8A8": Rounding(
-        lambda weight_OI, dtype: rows(np.dtype(np.int8), 127.0, weight_OI, dtype),
+        lambda weight_OI, dtype: rows(INT8, LARGEST, weight_OI, dtype),
         {"weights": of_outputs("int"), "input_activations": of_tokens("int")},
         "int-quantized",
     ),
-    "W4A16": Rounding(
-        packed_groups, {"weights": {**IN_4_BITS, "symmetric": True}, "input_activations": None}, "pack-quantized"
-    ),
+    "W4A16": Rounding(packed_groups, {"weights": IN_4_BITS, "input_activations": None}, "pack-quantized"),
 }
 """Name that llm-compressor gives a way to round -> the way."""

@@ -28,7 +28,7 @@ DTYPES = {
 WHOLE_DTYPES = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 """The types of tables of token ids."""
 BYTE_DTYPES = {"U8": np.dtype(np.uint8)}
-"""Those of weights that are packed (mxfp4.py)."""
+"""Those of weights that are packed (`formats/float4.py`)."""
 BOOL_DTYPES = {"BOOL": np.dtype(np.bool_)}
 """That of tables which say yes or no of every token."""
 EIGHT_BITS = {
@@ -38,6 +38,8 @@ EIGHT_BITS = {
     "I8": np.dtype(np.int8),
 }
 """The types of weights that are numbers only together with their scales, and of such scales."""
+ALL_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BOOL_DTYPES}
+"""Those of the format whose tensors are read or written."""
 BLOCKS = dict.fromkeys(DECODERS, np.dtype(np.uint8))
 """Those of weights in a GGUF file, in bytes: such a file is read by the same road (`gguf_folder`)."""
 STORED_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BLOCKS}
@@ -103,8 +105,7 @@ def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: 
         raise CheckpointError(
             f"{path} is truncated: tensor {name} ends at byte {data_start + end} of {file_bytes}. {AGAIN}"
         )
-    known = DTYPES | WHOLE_DTYPES | BYTE_DTYPES | BOOL_DTYPES | EIGHT_BITS
-    if dtype in known and math.prod(shape) * known[dtype].itemsize != end - begin:
+    if dtype in ALL_DTYPES and math.prod(shape) * ALL_DTYPES[dtype].itemsize != end - begin:
         raise CheckpointError(f"{path}: tensor {name} has shape {shape} but {end - begin} bytes of {dtype}. {AGAIN}")
     return TensorEntry(path, name, dtype, shape, data_start + begin, end - begin)
 

@@ -12,19 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.safetensors_reader import (
-    BOOL_DTYPES,
-    BYTE_DTYPES,
-    DTYPES,
-    EIGHT_BITS,
-    WHOLE_DTYPES,
-    TensorEntry,
-    mapped,
-)
+from jaxpaged.params.safetensors_reader import ALL_DTYPES, DTYPES, TensorEntry, mapped
 
 logger = logging.getLogger(__name__)
 
-ALL_DTYPES = {**DTYPES, **WHOLE_DTYPES, **BYTE_DTYPES, **EIGHT_BITS, **BOOL_DTYPES}
 ROWS_AT_ONCE = 4096
 """Of two tensors that are compared."""
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"

@@ -16,8 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.formats.gguf.reader import GgufHeader, read_gguf
 from jaxpaged.params.gguf_folder.architectures import architecture_of
@@ -26,6 +24,7 @@ from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.places import Place, places_and_vectors
 from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS, is_gguf_folder
 from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
+from jaxpaged.params.safetensors_writer import safetensors_of
 
 VERSION = 2
 """Of what is written: a folder of another one is made anew."""
@@ -95,21 +94,9 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
         **tokenizer_files(facts),
     }
     files = {name: json.dumps(value, ensure_ascii=False).encode() for name, value in described.items()}
-    return {**files, VECTORS: safetensors_of(vectors)}
+    return {**files, VECTORS: b"".join(safetensors_of(vectors))}
 
 
 def facts_of(place: Place) -> list[Any]:
     """What `gguf_entries` makes a tensor of."""
     return [place.tensor.path.name, place.tensor.type.name, place.shape, place.begin, place.num_bytes]
-
-
-def safetensors_of(vectors: dict[str, np.ndarray]) -> bytes:
-    """A file of float32 tensors."""
-    header: dict[str, Any] = {}
-    begin = 0
-    for name, vector in vectors.items():
-        header[name] = {"dtype": "F32", "shape": vector.shape, "data_offsets": [begin, begin + vector.nbytes]}
-        begin += vector.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(vector.tobytes() for vector in vectors.values())
