@@ -82,9 +82,10 @@ def write_rounded(
             else:
                 module = entry.name.removesuffix(WEIGHT)
                 stored |= {module + end: tensor for end, tensor in rounded.items()}
-        with (out_folder / path.name).open("wb") as file:
+        file_name = path.name if path.parent == folder else f"{path.parent.name}-{path.name}"  # of a model beside it
+        with (out_folder / file_name).open("wb") as file:
             file.writelines(safetensors_of(stored))
-        index |= dict.fromkeys(stored, path.name)
+        index |= dict.fromkeys(stored, file_name)
         progress(done := done + path.stat().st_size, total)
     if len(files) > 1:
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n"

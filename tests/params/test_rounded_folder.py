@@ -13,7 +13,8 @@ from jaxpaged.entrypoints.cli import main
 from jaxpaged.errors import UsageError
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import load_params
+from jaxpaged.params.checkpoint import every_entry, load_params
+from jaxpaged.params.hub import EMBEDDED_FOLDERS, EMBEDDED_SEEING
 from jaxpaged.params.rounded_folder import ROUNDINGS, write_rounded
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 
@@ -75,6 +76,13 @@ def test_a_quantised_model_is_not_rounded_again(folder, tmp_path):
     write_rounded(*described(folder), folder, tmp_path / "out", "W8A8")
     with pytest.raises(UsageError, match="is quantised already"):
         write_rounded(*described(tmp_path / "out"), tmp_path / "out", tmp_path / "again", "W8A8")
+
+
+def test_files_of_a_model_beside_it_have_names_of_their_own(tmp_path):
+    folder = EMBEDDED_FOLDERS[EMBEDDED_SEEING]
+    write_rounded(*described(folder), folder, tmp_path / "out", "W8A8")
+    names = {name.removesuffix("_scale") for name in every_entry(tmp_path / "out")}
+    assert names == every_entry(folder).keys()
 
 
 def test_a_type_is_refused_beside_a_scheme(capsys, folder, tmp_path):
