@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jaxpaged.kv_cache_spec import KVCacheGroup
 from jaxpaged.layers.experts import expert_weights
@@ -84,7 +85,7 @@ def work_of(spec: EngineSpec, waited_share: float = 1.0) -> Work:
         sent_bytes=0 if spec.is_last else decoder.hidden_size * spec.dtype.itemsize,
         waited_share=waited_share,
         steps_per_program=spec.max_steps,
-        kv_itemsize=spec.kv_dtype.itemsize,
+        kv_itemsize=jnp.dtype(spec.cache_type.dtype).itemsize,
         kv_heads=0 if decoder.latents else -(-decoder.num_kv_heads // shards),
         block_size=spec.config.cache.block_size,
     )

@@ -13,6 +13,7 @@ from jaxpaged.engine.build import facts_of, read_model, with_draft_model
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.attention import kv_struct
 from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.kv_blocks import size_kv_cache
 from jaxpaged.worker.programs.engine_programs import EnginePrograms
@@ -46,6 +47,11 @@ def test_blocks_are_counted_with_the_bytes_that_the_kernels_layout_takes(folder,
     spec = plan.kv_groups[0].spec
     kv = jax.tree.leaves(kv_struct(plan.attention, 10, 16, spec.num_kv_heads, spec.head_dim, plan.kv_dtype))
     assert sum(math.prod(x.shape) * x.dtype.itemsize for x in kv) == 10 * spec.block_bytes
+
+
+def test_an_estimate_knows_how_many_bytes_a_cached_number_has(folder):
+    sizes = {name: work_of(engine_spec(folder, kv_cache_dtype=name)).kv_itemsize for name in ("auto", "float16", "fp8")}
+    assert sizes == {"auto": 4, "float16": 2, "fp8": 1}
 
 
 def test_a_kernel_that_cannot_take_the_engines_blocks_is_refused_before_anything_is_compiled(folder):
