@@ -6,30 +6,35 @@ module does not know where they come from.
 
 from dataclasses import dataclass
 
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+"""Types of 8 bits, by their names in numpy -> the largest number that each has."""
+
 
 @dataclass(frozen=True)
 class CacheType:
     """`dtype` by its name in numpy. `scales`: "none", "head" (one for each layer and kv head, of keys and of values) or
-    "token" (one for each of them and each token). `largest`: the largest number that `dtype` has; 0: it needs no
-    scale."""
+    "token" (one for each of them and each token)."""
 
     dtype: str
     scales: str = "none"
-    largest: float = 0.0
 
     @property
     def is_scaled(self) -> bool:
         return self.scales != "none"
 
+    @property
+    def largest(self) -> float:
+        """The largest number that a type with scales has."""
+        return LARGEST[self.dtype]
 
-E4M3, E5M2, INT8 = ("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0), ("int8", 127.0)
+
 CACHE_TYPES = {
     **{name: CacheType(name) for name in ("bfloat16", "float16", "float32")},
-    "fp8_e4m3": CacheType(E4M3[0], "head", E4M3[1]),
-    "fp8_e5m2": CacheType(E5M2[0], "head", E5M2[1]),
-    "fp8_per_token_head": CacheType(E4M3[0], "token", E4M3[1]),
-    "int8": CacheType(INT8[0], "head", INT8[1]),
-    "int8_per_token_head": CacheType(INT8[0], "token", INT8[1]),
+    "fp8_e4m3": CacheType("float8_e4m3fn", "head"),
+    "fp8_e5m2": CacheType("float8_e5m2", "head"),
+    "fp8_per_token_head": CacheType("float8_e4m3fn", "token"),
+    "int8": CacheType("int8", "head"),
+    "int8_per_token_head": CacheType("int8", "token"),
 }
 """By their names in a resolved config."""
 OTHER_NAMES = {"fp8": "fp8_e4m3"}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.config.cache_types import CACHE_TYPES
+from jaxpaged.config.cache_types import CACHE_TYPES, LARGEST
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec, KVCacheConfig, LatentSpec, StateArray, StateSpec, pool_layouts
@@ -22,6 +22,7 @@ from jaxpaged.worker.cache.latent import as_stored as of_latents
 from jaxpaged.worker.kv_transfer.forms import PageForm
 from jaxpaged.worker.kv_transfer.opening import as_named, check_offload, namespace_of
 from jaxpaged.worker.kv_transfer.programs import BlockCopy
+from pallas_kernels.ragged_paged_attention import quantized
 from tests.worker.test_context_split import engine_spec
 
 
@@ -42,6 +43,10 @@ EXACTLY = PageForm("exact", np.dtype(jnp.bfloat16), 8)
 LATENT = LatentSpec(block_size=8, width=24, dtype_bytes=2)
 COPIED = replace(ATTENTION, num_kv_heads=4, head_copies=2)
 SPLIT = replace(COPIED, context_shards=2)
+
+
+def test_options_and_kernels_have_the_same_types_of_8_bits():
+    assert {dtype.name: largest for dtype, largest in quantized.LARGEST.items()} == LARGEST
 
 
 @pytest.mark.parametrize(

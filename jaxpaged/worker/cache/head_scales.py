@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged.config.cache_types import CACHE_TYPES, CacheType
+from jaxpaged.config.cache_types import LARGEST, CacheType
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
 from jaxpaged.params.kv_scales import LayerScales, rescaled
@@ -40,10 +40,9 @@ class HeadScales:
     def of(cls, found: LayerScales, made_for: str, cache_type: CacheType) -> "HeadScales":
         """Those that were found for numbers of type `made_for`, for those that are cached; none where all are 1. Raises
         ConfigError for a type that is none of 8 bits."""
-        largest = {each.dtype: each.largest for each in CACHE_TYPES.values() if each.is_scaled}
-        if made_for not in largest:
-            raise ConfigError(f"scales were found for {made_for!r:.40}; accepted are {', '.join(sorted(largest))}.")
-        return cls(rescaled(found, largest[made_for], cache_type.largest) if cls(found).identity else {})
+        if made_for not in LARGEST:
+            raise ConfigError(f"scales were found for {made_for!r:.40}; accepted are {', '.join(sorted(LARGEST))}.")
+        return cls(rescaled(found, LARGEST[made_for], cache_type.largest) if cls(found).identity else {})
 
     @property
     def identity(self) -> str:
