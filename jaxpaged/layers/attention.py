@@ -277,12 +277,11 @@ def check_attention(
     )
 
 
-def kv_spec(context: AttentionContext) -> PartitionSpec:
-    """How each array of a layer's cache is split: by kv head, and by slot if devices hold parts of contexts."""
-    layout = rpa.kv_layout(context.backend)
-    axes: dict[int, Any] = {layout.heads_axis: context.by_kv_head}
+def kv_spec(context: AttentionContext, slots_axis: int) -> PartitionSpec:
+    """How an array of a layer's cache is split: by kv head, and by slot if devices hold parts of contexts."""
+    axes: dict[int, Any] = {rpa.kv_layout(context.backend).heads_axis: context.by_kv_head}
     if context.context_shards > 1:
-        axes[layout.slots_axis] = CONTEXT_AXIS
+        axes[slots_axis] = CONTEXT_AXIS
     return PartitionSpec(*[axes.get(axis) for axis in range(max(axes) + 1)])
 
 
@@ -290,13 +289,10 @@ def kv_specs(context: AttentionContext, kv: KVTensor) -> KVTensor:
     """How a layer's cache, of which `kv` has as many arrays, is split: scales as what they belong to."""
     layout = rpa.kv_layout(context.backend)
     if has_token_scales(kv):
-        axes: dict[int, Any] = {layout.heads_axis: context.by_kv_head}
-        if context.context_shards > 1:
-            axes[layout.scale_slots_axis] = CONTEXT_AXIS
-        of_scales = PartitionSpec(*[axes.get(axis) for axis in range(max(axes) + 1)])
+        of_scales = kv_spec(context, layout.scale_slots_axis)
     else:
         of_scales = PartitionSpec(*[None] * (kv.scales[0].ndim - 1 if kv.scales else 0), context.by_kv_head)
-    return KVTensor((kv_spec(context),) * len(kv.arrays), (of_scales,) * len(kv.scales))
+    return KVTensor((kv_spec(context, layout.slots_axis),) * len(kv.arrays), (of_scales,) * len(kv.scales))
 
 
 def kv_sharding(context: AttentionContext, kv: KVTensor) -> KVTensor:
