@@ -163,10 +163,10 @@ def rows_product(x_TI: jax.Array, weight: QuantizedArray, dtype: Any, backend: s
     if (sums_TO := scaled_product(x_TI, weight, dtype, backend)) is not None:
         return sums_TO
     value_OI, scale_O = weight.values.reshape(-1, x_TI.shape[1]), weight.scales.reshape(-1)
-    if value_OI.dtype != jnp.int8:
-        return (converted_product(x_TI, value_OI) * scale_O).astype(dtype)
-    on_cpu = partial(whole_product, dtype=dtype, backend=CPU if backend == CPU else XLA)
     default = lambda x_TI, value_OI, scale_O: (converted_product(x_TI, value_OI) * scale_O).astype(dtype)
+    if value_OI.dtype != jnp.int8:
+        return default(x_TI, value_OI, scale_O)
+    on_cpu = partial(whole_product, dtype=dtype, backend=CPU if backend == CPU else XLA)
     return jax.lax.platform_dependent(x_TI, value_OI, scale_O, cpu=on_cpu, default=default)
 
 
