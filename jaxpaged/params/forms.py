@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxpaged.params.quantized import BLOCK, BLOCKS, OF_TOWERS, REFERENCE, Stored, in_words
+from jaxpaged.params.schemes.floats4 import Mxfp4
 from jaxpaged.params.schemes.scheme import Numbers
 from jaxpaged.params.sharding import MESH_AXES_OF
 from jaxpaged.params.spec import Spec
@@ -24,7 +25,7 @@ from jaxpaged.params.spec import Spec
 AUTO, STORED, ROWS, SIXTEEN = FORMS = ("auto", "stored", "rows", "16bit")
 """What the option may say."""
 
-MXFP4 = Numbers("float4_e2m1fn", 32)
+MXFP4 = Mxfp4().numbers
 """Rows of 8-bit floats have such numbers as they are, mostly, in fewer bytes than 8-bit floats in groups."""
 
 OF_BLOCKS = Numbers("float8_e4m3fn", BLOCK)

@@ -32,12 +32,6 @@ MX_GROUP, NV_GROUP = 32, 16
 """Inputs that share a scale."""
 
 
-def mxfp4_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of gpt-oss's two tensors, bytes and exponents, of a weight of this shape."""
-    *outputs, inputs = shape
-    return (*outputs, inputs // MX_GROUP, MX_GROUP // 2), (*outputs, inputs // MX_GROUP)
-
-
 def mxfp4(
     packed: np.ndarray, exponents_OC: np.ndarray, *, name: str = "weight_scale", rows: Rows = ALL
 ) -> StoredWeight:

@@ -7,14 +7,13 @@ from jaxpaged.params.schemes.whole_numbers import Awq
 
 def read(fields: Fields) -> Quantization:
     """Of `quant_method` awq. Modules are left whose name has an entry of the list anywhere in it."""
-    bits, group = fields.whole("bits", "w_bit", default=4), fields.whole("group_size", "q_group_size", default=128)
+    bits, inputs = fields.whole("bits", "w_bit", default=4), fields.whole("group_size", "q_group_size", default=128)
     if bits != 4:
         raise fields.error("bits", bits, "4; other numbers of bits are not read. Use a version of 4 bits")
-    if group == 0 or group < -1:
-        raise fields.error("group_size", group, "a positive whole number, or -1 for all inputs")
+    group = fields.group("group_size", inputs)
     fields.choice("version", ("gemm", None))
     names = fields.names("modules_to_not_convert")
-    default = Awq(None if group == -1 else group, fields.flag("zero_point", True))
+    default = Awq(group, fields.flag("zero_point", True))
     fields.refuse_unread({"lm_head"})
     return Quantization(
         method="AWQ",

@@ -3,7 +3,6 @@
 Modules are named by class ("Linear"), by their whole name, or by a regular expression behind "re:".
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,12 +83,8 @@ def refuse_sparse_and_turned(fields: Fields) -> None:
 def rule_of(fields: Fields, entry: str, scheme: Scheme | None) -> Rule:
     """What an entry of a list says of modules."""
     if entry.startswith(REGEX):
-        pattern = entry.removeprefix(REGEX)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise fields.error("ignore", entry, f"a name, a class, or a regular expression ({error})") from None
-        return Rule(PATTERN, pattern, scheme)
+        wanted = "a name, a class, or a regular expression"
+        return Rule(PATTERN, fields.pattern("ignore", entry, entry.removeprefix(REGEX), wanted), scheme)
     if entry in (LINEAR, EMBEDDING):
         return Rule(CLASS, entry, scheme)
     return Rule(NAMED if scheme is None else EXACT, entry, scheme)
@@ -103,10 +98,8 @@ def scheme_of(fields: Fields, form: str | None) -> Scheme:
     own = Fields(given, fields.source, f"{fields.place}.weights")
     bits, kind = own.whole("num_bits", default=8), own.choice("type", ("int", "float"), "int")
     strategy = own.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group", None))
-    group, symmetric = own.value("group_size"), own.flag("symmetric", True)
-    if group is not None and (type(group) is not int or group == 0 or group < -1):
-        raise own.error("group_size", group, "a positive whole number, or -1 for all inputs")
-    group = None if group == -1 or strategy in ("tensor", "channel") else group
+    group, symmetric = own.group("group_size", own.value("group_size")), own.flag("symmetric", True)
+    group = None if strategy in ("tensor", "channel") else group
     actorder = own.value("actorder")
     block = own.value("block_structure")
     own.refuse_unread({"dynamic", "observer_kwargs", "scale_dtype", "zp_dtype", "is_mx"})
@@ -137,9 +130,7 @@ def bits_of(fields: Fields, bits: int, known: Sequence[int]) -> int:
 def block_of(fields: Fields, block: Any) -> tuple[int, int]:
     if isinstance(block, str):
         block = [int(part) for part in block.split("x") if part.isdigit()]
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise fields.error("block_structure", block, "two positive whole numbers")
-    return block[0], block[1]
+    return fields.block("block_structure", block)
 
 
 def default_format(bits: int, kind: str) -> str:

@@ -1,6 +1,7 @@
 """Fields of a `quantization_config`, each checked for its type. Those that nobody reads would change what weights mean,
 so they are errors, unless they are known to say nothing of them."""
 
+import re
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -60,9 +61,25 @@ class Fields:
             raise self.error(names[0], found, "a list of names")
         return tuple(found)
 
-    def has(self, *names: str) -> bool:
-        """Whether one of them is there, null or not."""
-        return any(name in self.given for name in names)
+    def group(self, name: str, found: Any) -> int | None:
+        """How many inputs share a scale, as `found` says; None: all of them, which is spelled -1 as well."""
+        if found is not None and (type(found) is not int or found == 0 or found < -1):
+            raise self.error(name, found, "a positive whole number, or -1 for all inputs")
+        return None if found == -1 else found
+
+    def block(self, name: str, found: Any) -> tuple[int, int]:
+        """How many outputs and inputs share a scale, as the list `found` says."""
+        if not (isinstance(found, list) and len(found) == 2 and all(type(n) is int and n > 0 for n in found)):
+            raise self.error(name, found, "two positive whole numbers")
+        return found[0], found[1]
+
+    def pattern(self, name: str, entry: str, pattern: str, wanted: str = "a regular expression") -> str:
+        """The regular expression in an entry of a field."""
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise self.error(name, entry, f"{wanted} ({error})") from None
+        return pattern
 
     def refuse_unread(self, others: Container[str] = ()) -> None:
         """CheckpointError for a field that nobody read, unless it is in `others`, or says nothing."""

@@ -12,7 +12,7 @@ from jaxpaged.params.formats.float4 import MX_GROUP, NV_GROUP, mxfp4, nvfp4
 from jaxpaged.params.formats.stored_weight import Rows, StoredWeight
 from jaxpaged.params.schemes.fields import Fields
 from jaxpaged.params.schemes.fp8 import INPUT_SCALES
-from jaxpaged.params.schemes.scheme import FLOATS, NAMED, Numbers, Quantization, Rule, StoredTensor
+from jaxpaged.params.schemes.scheme import NAMED, Numbers, Quantization, Rule, StoredTensor, of_activations
 from jaxpaged.params.schemes.whole_numbers import groups_of
 
 E2M1 = "float4_e2m1fn"
@@ -33,20 +33,21 @@ class Mxfp4:
         return Numbers(E2M1, MX_GROUP)
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
-        groups = groups_of(inputs, MX_GROUP)
-        if self.is_stack:
-            return (
-                StoredTensor("_blocks", ("U8",), ((outputs, groups, MX_GROUP // 2),)),
-                StoredTensor("_scales", ("U8", "F8_E8M0"), ((outputs, groups),)),
-            )
+        groups, (packed, scales) = groups_of(inputs, MX_GROUP), self._ends
+        shape = (outputs, groups, MX_GROUP // 2) if self.is_stack else (outputs, inputs // 2)
         return (
-            StoredTensor("weight_packed", ("U8",), ((outputs, inputs // 2),), others=("weight",)),
-            StoredTensor("weight_scale", ("U8", "F8_E8M0"), ((outputs, groups),)),
+            StoredTensor(packed, ("U8",), (shape,), others=() if self.is_stack else ("weight",)),
+            StoredTensor(scales, ("U8", "F8_E8M0"), ((outputs, groups),)),
         )
 
     def decoded(self, tensors: Mapping[str, np.ndarray], inputs: int, rows: Rows) -> StoredWeight:
-        packed, scales = ("_blocks", "_scales") if self.is_stack else ("weight_packed", "weight_scale")
+        packed, scales = self._ends
         return mxfp4(tensors[packed], tensors[scales], name=scales, rows=rows)
+
+    @property
+    def _ends(self) -> tuple[str, str]:
+        """Of packed numbers, and of scales."""
+        return ("_blocks", "_scales") if self.is_stack else ("weight_packed", "weight_scale")
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,23 @@ class Nvfp4:
         return Numbers(E2M1, NV_GROUP)
 
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
-        groups = groups_of(inputs, NV_GROUP)
-        of_inputs = StoredTensor("input_global_scale", FLOATS, ((), (1,)), is_optional=True, is_read=False)
-        packed, whole = ("weight_packed", "weight_global_scale") if self.is_divisor else ("weight", "weight_scale_2")
+        groups, (packed, whole) = groups_of(inputs, NV_GROUP), self._ends
         return (
             StoredTensor(packed, ("U8",), ((outputs, inputs // 2),)),
             StoredTensor("weight_scale", ("F8_E4M3",), ((outputs, groups),)),
             StoredTensor(whole, ("F32",), ((), (1,))),
-            of_inputs,
+            *of_activations("input_global_scale"),
             *INPUT_SCALES,
         )
 
     def decoded(self, tensors: Mapping[str, np.ndarray], inputs: int, rows: Rows) -> StoredWeight:
-        packed, whole = ("weight_packed", "weight_global_scale") if self.is_divisor else ("weight", "weight_scale_2")
+        packed, whole = self._ends
         return nvfp4(tensors[packed], tensors["weight_scale"], tensors[whole], is_divisor=self.is_divisor, rows=rows)
+
+    @property
+    def _ends(self) -> tuple[str, str]:
+        """Of packed numbers, and of the scale that all of a matrix has."""
+        return ("weight_packed", "weight_global_scale") if self.is_divisor else ("weight", "weight_scale_2")
 
 
 def read(fields: Fields) -> Quantization:

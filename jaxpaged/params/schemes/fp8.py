@@ -15,15 +15,11 @@ import numpy as np
 from jaxpaged.params.formats.float8 import float8
 from jaxpaged.params.formats.stored_weight import Rows, StoredWeight
 from jaxpaged.params.schemes.fields import Fields
-from jaxpaged.params.schemes.scheme import FLOATS, NAMED, Numbers, Quantization, Rule, StoredTensor
+from jaxpaged.params.schemes.scheme import FLOATS, NAMED, Numbers, Quantization, Rule, StoredTensor, of_activations
 
 VALUES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 SCALES = (*FLOATS, "F8_E8M0", "U8")
-INPUT_SCALES = tuple(
-    StoredTensor(end, FLOATS, ((), (1,)), is_optional=True, is_read=False)
-    for end in ("input_scale", "activation_scale", "input_scale_inv")
-)
-"""Of activations."""
+INPUT_SCALES = of_activations("input_scale", "activation_scale", "input_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -58,13 +54,9 @@ def read(fields: Fields) -> Quantization:
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", None))
     fields.choice("quant_type", ("fp8", None))
     fields.choice("activation_scheme", ("dynamic", "static", None))
-    block, scheme = fields.value("weight_block_size"), Float8()
-    if block is not None:
-        if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-            raise fields.error("weight_block_size", block, "two positive whole numbers")
-        scheme = Float8((block[0], block[1]))
-    left = ("ignored_layers", "modules_to_not_convert", "ignore")
-    names = fields.names(*left)
+    block = fields.value("weight_block_size")
+    scheme = Float8() if block is None else Float8(fields.block("weight_block_size", block))
+    names = fields.names("ignored_layers", "modules_to_not_convert", "ignore")
     fields.refuse_unread({"kv_cache_scheme", "dequantize"})
     return Quantization(
         method="FP8",

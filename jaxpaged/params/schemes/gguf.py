@@ -13,19 +13,19 @@ from jaxpaged.params.formats.gguf.blocks import PLAIN, decoded
 from jaxpaged.params.formats.gguf.types import TYPES
 from jaxpaged.params.formats.stored_weight import Rows, StoredWeight
 from jaxpaged.params.schemes.fields import Fields
+from jaxpaged.params.schemes.floats4 import Mxfp4
 from jaxpaged.params.schemes.scheme import EXACT, Numbers, Quantization, Rule, StoredTensor
 
-METHOD = "gguf"
 KINDS = {kind.name: kind for kind in TYPES.values()}
 NUMBERS = {
-    **{name: Numbers("int4", 32) for name in ("Q4_0",)},
+    "Q4_0": Numbers("int4", 32),
     **{name: Numbers("int4", 32, has_zeros=True) for name in ("Q4_1", "Q4_K")},
     **{name: Numbers("int8", 32) for name in ("Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")},
     **{name: Numbers("int8", 32, has_zeros=True) for name in ("Q5_1", "Q5_K")},
     "Q2_K": Numbers("int4", 16, has_zeros=True),
     "Q3_K": Numbers("int4", 16),
     "Q6_K": Numbers("int8", 16),
-    "MXFP4": Numbers("float4_e2m1fn", 32),
+    "MXFP4": Mxfp4().numbers,
     **{name: Numbers(dtype.name) for name, dtype in PLAIN.items()},
 }
 """Type -> what a device would have to hold."""
@@ -73,8 +73,8 @@ class Gguf:
 def read(fields: Fields) -> Quantization:
     """Of the description in a folder that was made for a GGUF file: module -> type, and heads where they are turned."""
     modules = fields.value("modules")
-    fields.refuse_unread(set())
+    fields.refuse_unread()
     schemes = {module: Gguf(*facts) for module, facts in modules.items()}
-    facts = sorted({f"{scheme.kind}" for scheme in schemes.values()})
+    facts = sorted({scheme.kind for scheme in schemes.values()})
     rules = tuple(Rule(EXACT, module, scheme) for module, scheme in schemes.items())
     return Quantization("GGUF", fields.source, rules, None, says_which=True, facts=f"GGUF {' '.join(facts)}")

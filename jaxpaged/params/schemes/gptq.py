@@ -1,6 +1,5 @@
 """GPTQ's description: of AutoGPTQ, and of GPTQModel, whose `dynamic` rules give modules numbers of their own."""
 
-import re
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
@@ -45,17 +44,15 @@ def read(fields: Fields) -> Quantization:
 
 def scheme_of(fields: Fields, given: dict[str, Any], is_v2: bool) -> Gptq:
     """The scheme of these numbers. CheckpointError for those that are not read."""
-    bits, group = given["bits"], given["group_size"]
+    bits = given["bits"]
     if bits not in (4, 8) or type(bits) is not int:
         raise fields.error("bits", bits, "4 or 8; other numbers of bits are not read. Use a version of 4 or 8 bits")
-    group = -1 if group is None else group
-    if type(group) is not int or group == 0 or group < -1:
-        raise fields.error("group_size", group, "a positive whole number, or -1 for all inputs")
+    group = fields.group("group_size", given["group_size"])
     for name in ("sym", "desc_act"):
         if given[name] not in (True, False, None):
             raise fields.error(name, given[name], "true or false")
     symmetric = given["sym"] is not False
-    return Gptq(bits, None if group == -1 else group, symmetric, is_v2, bool(given["desc_act"]))
+    return Gptq(bits, group, symmetric, is_v2, bool(given["desc_act"]))
 
 
 def dynamic_rules(fields: Fields, given: dict[str, Any], is_v2: bool) -> list[Rule]:
@@ -65,11 +62,7 @@ def dynamic_rules(fields: Fields, given: dict[str, Any], is_v2: bool) -> list[Ru
     if not isinstance(dynamic, dict):
         raise fields.error("dynamic", dynamic, "an object with a rule for each regular expression")
     for pattern, changes in dynamic.items():
-        entry = pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
-        try:
-            re.compile(entry)
-        except re.error as error:
-            raise fields.error("dynamic", pattern, f"a regular expression ({error})") from None
+        entry = fields.pattern("dynamic", pattern, pattern[2:] if pattern[:2] in ("+:", "-:") else pattern)
         if pattern.startswith("-:"):
             rules.append(Rule(PATTERN, entry, None))
             continue

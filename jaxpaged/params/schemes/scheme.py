@@ -36,6 +36,11 @@ class StoredTensor:
     others: tuple[str, ...] = ()
 
 
+def of_activations(*ends: str, dtypes: tuple[str, ...] = FLOATS) -> tuple[StoredTensor, ...]:
+    """Scales and zeros of activations, which stay where they are."""
+    return tuple(StoredTensor(end, dtypes, ((), (1,)), is_optional=True, is_read=False) for end in ends)
+
+
 class Scheme(Protocol):
     """How one weight is stored. Schemes are frozen, and equal where they say the same."""
 

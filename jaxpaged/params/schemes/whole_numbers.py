@@ -12,7 +12,7 @@ from jaxpaged.params.formats.awq import awq
 from jaxpaged.params.formats.compressed_tensors import integers, packed_integers
 from jaxpaged.params.formats.gptq import gptq
 from jaxpaged.params.formats.stored_weight import Rows, StoredWeight
-from jaxpaged.params.schemes.scheme import FLOATS, Numbers, StoredTensor
+from jaxpaged.params.schemes.scheme import FLOATS, Numbers, StoredTensor, of_activations
 
 WORD = 32
 """Bits of what packed numbers lie in."""
@@ -166,14 +166,10 @@ class Integers:
     def tensors(self, outputs: int, inputs: int) -> tuple[StoredTensor, ...]:
         groups = groups_of(inputs, self.group)
         whole: tuple[tuple[int, ...], ...] = ((outputs, groups), (outputs,), (1,), ()) if groups == 1 else ()
-        of_inputs = ("input_scale", "input_zero_point", "azp_adj")
         return (
             StoredTensor("weight", ("I8",), ((outputs, inputs),)),
             StoredTensor("weight_scale", FLOATS, whole or ((outputs, groups),)),
-            *(
-                StoredTensor(end, (*FLOATS, "I8", "I32"), ((), (1,)), is_optional=True, is_read=False)
-                for end in of_inputs
-            ),
+            *of_activations("input_scale", "input_zero_point", "azp_adj", dtypes=(*FLOATS, "I8", "I32")),
         )
 
     def decoded(self, tensors: Mapping[str, np.ndarray], inputs: int, rows: Rows) -> StoredWeight:
