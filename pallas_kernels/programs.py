@@ -53,9 +53,9 @@ def tuned_products() -> Iterator[tuple[str, Program]]:
             r"(\d+) rows, (\d+) x (\d+)(, gated)?(?:, (\d) bits)?$", key
         ).groups()
         T, F, D = int(rows), int(outputs), int(inputs)
-        multiply, weight = (gpu.gated_product, (F // 2, 2, D)) if gated else (gpu.product, (F, D))
-        function = partial(multiply, dtype="bfloat16", tiles=tiles)
-        yield key, Program(function, (_struct((T, D), "bfloat16"), _weight(weight, bits)))
+        weight = _weight((F // 2, 2, D) if gated else (F, D), bits)
+        function = partial(gpu.product, dtype="bfloat16", tiles=tiles)
+        yield key, Program(function, (_struct((T, D), "bfloat16"), weight))
 
 
 def _weight(shape: tuple[int, ...], bits: str | None) -> Any:

@@ -136,8 +136,7 @@ def by_kernel(
     product: Product, x: jax.Array, weight: Any, added: jax.Array, tiles: Tiles, interpret: bool
 ) -> jax.Array:
     if product.is_gated:
-        pairs = jax.tree.map(lambda part: part.reshape(-1, 2, part.shape[1]), weight)
-        return gpu.gated_product(x, pairs, x.dtype, tiles, interpret)
+        weight = jax.tree.map(lambda part: part.reshape(-1, 2, part.shape[1]), weight)
     if product.is_added:
         return gpu.added_product(x, weight, added, tiles, interpret)
     return gpu.product(x, weight, x.dtype, tiles, interpret)

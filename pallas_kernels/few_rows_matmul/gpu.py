@@ -79,7 +79,7 @@ def added_matmul(x_TD: jax.Array, weight: Any, added_TF: jax.Array) -> jax.Array
 
 def gated_matmul(x_TD: jax.Array, weight: Any, dtype: str) -> jax.Array:
     """See `few_rows_matmul.gated_matmul`."""
-    return gated_product(x_TD, weight, dtype, tiles_of(x_TD, weight, is_gated=True))
+    return product(x_TD, weight, dtype, tiles_of(x_TD, weight, is_gated=True))
 
 
 def kind_of(weight: Any) -> str | None:
@@ -119,18 +119,13 @@ def tuned() -> dict[str, Tiles]:
 
 
 def product(x_TD: jax.Array, weight: Any, dtype: Any, tiles: Tiles, interpret: Any = False) -> jax.Array:
-    """x times the transposed weight, in `dtype`."""
+    """x times the transposed weight, in `dtype`; silu(gate) * up where a weight has both of each output."""
     return call(x_TD, weight, None, dtype, tiles, interpret)
 
 
 def added_product(x_TD: jax.Array, weight: Any, added_TF: jax.Array, tiles: Tiles, interpret: Any = False) -> jax.Array:
     """added + x times the transposed weight, in added's type, rounded once."""
     return call(x_TD, weight, added_TF, added_TF.dtype, tiles, interpret)
-
-
-def gated_product(x_TD: jax.Array, weight: Any, dtype: Any, tiles: Tiles, interpret: Any = False) -> jax.Array:
-    """silu(gate) * up of products with a weight that has both of each output."""
-    return call(x_TD, weight, None, dtype, tiles, interpret)
 
 
 def call(

@@ -100,7 +100,7 @@ def test_products_are_those_with_the_dequantised_weight(case):
 def test_a_gate_and_what_is_added_are_of_scaled_sums(case):
     x_TD, weight = make_rows(case), make_weight(case, case.num_outputs, 2)
     gate_TF, up_TF = np.einsum("td,fgd->gtf", np.asarray(x_TD, np.float64), in_float64(weight))
-    found_TF = gpu.gated_product(jnp.asarray(x_TD), weight, jnp.float32, case.tiles, interpret=INTERPRETS)
+    found_TF = gpu.product(jnp.asarray(x_TD), weight, jnp.float32, case.tiles, interpret=INTERPRETS)
     np.testing.assert_allclose(found_TF, gate_TF / (1 + np.exp(-gate_TF)) * up_TF, rtol=0.02, atol=0.02)
     added_TF = 1000 * np.random.default_rng(2).normal(size=gate_TF.shape).astype(np.float32)
     gates = jax.tree.map(lambda x: x[:, 0], weight)
