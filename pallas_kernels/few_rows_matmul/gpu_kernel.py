@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.few_rows_matmul.scaled import PACKED_GROUP, ZERO
+from pallas_kernels.few_rows_matmul.scaled import PACKED_GROUP
+from pallas_kernels.int4_matmul import ZERO
 from pallas_kernels.shapes import ceil_div
 
 

@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.int4_matmul import GROUP, ZERO, unpack_values
+
 BITS = {"int8": 8, "float8_e4m3fn": 8, "uint8": 4}
 """Type of the values -> bits that each has."""
 SCALES = ("float32", "bfloat16")
-ZERO = 8
-"""The value of 4 bits that stands for zero where there are no zeros."""
-PACKED_GROUP = 32
-"""Inputs whose values lie in 16 bytes: a byte's lower four bits are one of its first half, the upper four the value 16
-inputs later, as `int4_matmul` has them."""
+PACKED_GROUP = GROUP
+"""Inputs whose values of 4 bits lie in 16 bytes, in the order of `int4_matmul`, however many share a scale."""
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +22,7 @@ class ScaledWeight:
 
     values: int8 or float8_e4m3fn [F, D], or uint8 [F, D / 2], two of 4 bits to a byte. With a gate and an up for each
     output [F, 2, ...], and so are the others. scales: float32 or bfloat16 [F, C]; C = 1 is a scale per output. zeros:
-    [F, C] of bfloat16, whole numbers; None is 0, or `ZERO` of 4 bits.
+    [F, C] of bfloat16, whole numbers; None is 0, or `int4_matmul.ZERO` of 4 bits.
     """
 
     values: Any
@@ -70,26 +69,13 @@ def check(weight: ScaledWeight) -> None:
 def dequantized(weight: ScaledWeight) -> jax.Array:
     """The weight in float32."""
     *outputs, D = weight.shape
-    values = unpacked(weight.values) if weight.is_packed else weight.values
+    values = unpack_values(weight.values) if weight.is_packed else weight.values
     values = values.astype(jnp.float32).reshape(*outputs, weight.scales.shape[-1], -1)
     if weight.zeros is not None:
         values -= weight.zeros.astype(jnp.float32)[..., None]
     elif weight.is_packed:
         values -= ZERO
     return (values * weight.scales.astype(jnp.float32)[..., None]).reshape(*outputs, D)
-
-
-def unpacked(values: jax.Array) -> jax.Array:
-    """uint8 values of 4 bits, one a byte, in order of their inputs."""
-    groups = values.reshape(*values.shape[:-1], -1, PACKED_GROUP // 2)
-    return jnp.concatenate([groups & 15, groups >> 4], axis=-1).reshape(*values.shape[:-1], -1)
-
-
-def packed(values: Any, xp: Any = jnp) -> Any:
-    """Values of 4 bits, one a number, two to a byte."""
-    groups = values.astype(xp.uint8).reshape(*values.shape[:-1], -1, PACKED_GROUP)
-    half = PACKED_GROUP // 2
-    return (groups[..., :half] | (groups[..., half:] << 4)).reshape(*values.shape[:-1], -1)
 
 
 def spelled(x: Any) -> str:

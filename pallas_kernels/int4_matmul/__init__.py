@@ -61,9 +61,14 @@ def int4_matmul(x_TD: jax.Array, packed_FB: jax.Array, scale_FC: jax.Array, *, b
 def unpack(packed_FB: jax.Array, scale_FC: jax.Array) -> jax.Array:
     """The weight [F, D] in float32."""
     (F, B), C = packed_FB.shape, scale_FC.shape[1]
-    byte_FCx = packed_FB.reshape(F, C, B // C)
-    value_FC32 = jnp.concatenate([byte_FCx & 15, byte_FCx >> 4], axis=-1).astype(jnp.float32) - ZERO
+    value_FC32 = unpack_values(packed_FB).reshape(F, C, -1).astype(jnp.float32) - ZERO
     return (value_FC32 * scale_FC.astype(jnp.float32)[..., None]).reshape(F, 2 * B)
+
+
+def unpack_values(packed: jax.Array) -> jax.Array:
+    """uint8 [..., D]: values from 0 to 15 in the order of their inputs, of bytes [..., B]."""
+    groups = packed.reshape(*packed.shape[:-1], -1, GROUP // 2)
+    return jnp.concatenate([groups & 15, groups >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def _spelled(x: Any) -> str:
