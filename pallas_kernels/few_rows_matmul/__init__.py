@@ -56,16 +56,18 @@ def few_rows_matmul(
 
     Raises ValueError for other operands, and for another type.
     """
+    types = WEIGHTS
     if isinstance(weight_FD, ScaledWeight):
         check(weight_FD)
-    wanted = str(weight_FD.dtype) if isinstance(weight_FD, ScaledWeight) else WEIGHTS.get(str(x_TD.dtype))
+        types = {"bfloat16": str(weight_FD.dtype)}
+    wanted = types.get(str(x_TD.dtype))
     for name, x, fits in (
         ("x_TD", x_TD, wanted is not None),
         ("weight_FD", weight_FD, str(weight_FD.dtype) == wanted),
     ):
         if len(x.shape) != 2 or not fits or x.shape[1] != x_TD.shape[1]:
             accepted = " or ".join(
-                f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in WEIGHTS.items()
+                f"{row}[rows, inputs] and {weight}[outputs, inputs]" for row, weight in types.items()
             )
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; accepted are {accepted}.")
     sums = SUMS[str(x_TD.dtype)]

@@ -134,6 +134,14 @@ def test_what_is_no_weight_is_refused(change, message):
         op.few_rows_matmul(jnp.zeros((1, 64), jnp.bfloat16), dataclasses.replace(weight, **change), backend="reference")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_rows_of_another_type_are_refused(dtype):
+    weight = ScaledWeight(jnp.zeros((4, 64), jnp.int8), jnp.zeros((4, 2)))
+    message = rf"x_TD is {dtype}\[1, 64\]; accepted are bfloat16\[rows, inputs\] and int8\["
+    with pytest.raises(ValueError, match=message):
+        op.few_rows_matmul(jnp.zeros((1, 64), dtype), weight, backend="reference")
+
+
 def test_a_gpu_takes_weights_that_it_has_tiles_for(monkeypatch):
     kind = jax.devices()[0].device_kind
     monkeypatch.setattr(gpu, "tuned", lambda: {f"{kind}, 8 rows, 40 x 96, 4 bits": NARROW})
