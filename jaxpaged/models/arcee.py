@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.mlp import Mlp, Xielu
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder import decoder_specs, mlp_without_gate, pre_norm_config
+from jaxpaged.models.rope_config import with_rope
 from jaxpaged.params.spec import Spec
 
 APERTUS_ROPE = {
@@ -44,11 +44,8 @@ def arcee_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
 
 def apertus_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Apertus's config.json. CheckpointError for what published models do without: other norms, biases in blocks."""
-    says_rope = hf.get("rope_scaling") or hf.get("rope_parameters")
-    fields = HfFields({**({} if says_rope else {"rope_parameters": APERTUS_ROPE}), "rope_theta": 12_000_000.0, **hf})
-    for name, expected in (("post_norm", False), ("qk_norm", True), ("mlp_bias", False)):
-        if fields.flag(name, expected) != expected:
-            raise CheckpointError(f"config.json: {name} is {not expected}; of Apertus only {expected} is supported.")
+    fields = HfFields({"rope_theta": 12_000_000.0, **with_rope(hf, APERTUS_ROPE)})
+    fields.expect({"post_norm": False, "qk_norm": True, "mlp_bias": False}, of="Apertus")
     has_bias = fields.flag("attention_bias", False)
     return pre_norm_config(
         fields,

@@ -34,16 +34,22 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     return parallel_config(fields, [None] * fields.count("num_hidden_layers"))
 
 
+COHERE2_EXPECTED = {
+    "use_parallel_block": True,
+    "use_gated_activation": True,
+    "use_parallel_embedding": False,
+    "use_qk_norm": False,
+    "rotary_pct": 1.0,
+}
+"""Fields of Command A that only have one value -> that value."""
+
+
 def cohere2_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Command A's config.json. Every `sliding_window_pattern`th layer sees all tokens and does not rotate."""
     fields = HfFields({"tie_word_embeddings": True, **hf})
     window, every = fields.count_or_none("sliding_window", 4096), fields.count("sliding_window_pattern", 4)
     fields.read |= {"order_of_interleaved_layers", "use_embedding_sharing", "position_embedding_type"}
-    fields.choice("rotary_pct", (1.0,), 1.0)
-    for name in ("use_parallel_block", "use_gated_activation", "use_parallel_embedding", "use_qk_norm"):
-        expected = name in ("use_parallel_block", "use_gated_activation")
-        if fields.flag(name, expected) != expected:
-            raise CheckpointError(f"config.json: {name} is {not expected}; only {expected} is supported.")
+    fields.expect(COHERE2_EXPECTED, of="Command A")
     windows = layer_windows(fields, window, sliding=lambda i: (i + 1) % every != 0)
     config = parallel_config(fields, windows)
     return without_rotation(config, {i for i, each in enumerate(windows) if each is None})

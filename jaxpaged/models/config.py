@@ -308,6 +308,23 @@ class HfFields:
             raise CheckpointError(f"config.json: {name} is {found!r}; supported: {', '.join(choices)}.")
         return found
 
+    def of_layers[T](self, name: str, choices: tuple[T, ...], default: list[T]) -> list[T]:
+        """A list with one of `choices` for each layer."""
+        num_layers, found = self.count("num_hidden_layers"), self.value(name, default)
+        if not isinstance(found, list) or len(found) != num_layers or not all(each in choices for each in found):
+            raise CheckpointError(
+                f"config.json: {name} is {short(found)}; it must have {num_layers} entries, each "
+                f"{' or '.join(map(repr, choices))}."
+            )
+        return found
+
+    def expect(self, values: Mapping[str, Any], of: str) -> None:
+        """CheckpointError for a field that has another than its only supported value. `of`: whose that is."""
+        for name, expected in values.items():
+            found = self.value(name, expected)
+            if found != expected or isinstance(found, bool) != isinstance(expected, bool):
+                raise CheckpointError(f"config.json: {name} is {short(found)}; of {of} only {expected!r} is supported.")
+
     def refuse_unread(self) -> None:
         """CheckpointError for a field that nobody read, unless it changes nothing."""
         for name, found in self.hf.items():
@@ -378,14 +395,8 @@ def quantization_of(fields: HfFields) -> Quantization | None:
 
 def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
     """The window of every layer: as `layer_types` says, or else `window` for the layers that `sliding(i)` names."""
-    num_layers = fields.count("num_hidden_layers")
-    defaults = [SLIDING if sliding(i) else FULL for i in range(num_layers)]
-    types = fields.value("layer_types", defaults)
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {SLIDING, FULL}:
-        raise CheckpointError(
-            f"config.json: layer_types is {short(types)}; it must have {num_layers} entries, each {SLIDING!r} or "
-            f"{FULL!r}."
-        )
+    defaults = [SLIDING if sliding(i) else FULL for i in range(fields.count("num_hidden_layers"))]
+    types = fields.of_layers("layer_types", (SLIDING, FULL), defaults)
     return tuple(window if kind == SLIDING else None for kind in types)
 
 

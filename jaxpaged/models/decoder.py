@@ -307,7 +307,6 @@ def attention_specs(
 
     Raises ConfigError for blocks that do not fit into chunks, unless no request is longer than a chunk.
     """
-    num_kv_heads = kv_heads_on_devices(config.num_kv_heads, num_model_shards)
 
     def of_layer(layer: LayerConfig) -> AttentionSpec:
         chunk = layer.chunk if (layer.chunk or 0) < config.max_model_len else None
@@ -316,17 +315,25 @@ def attention_specs(
                 f"block_size {block_size} does not divide the {chunk} tokens of the model's attention_chunk_size. "
                 "Choose one that does, or a max_model_len of one chunk at most."
             )
-        return AttentionSpec(
-            block_size,
-            num_kv_heads,
-            config.head_dim,
-            dtype_bytes,
-            layer.window,
-            chunk=chunk,
-            head_copies=num_kv_heads // config.num_kv_heads,
-        )
+        heads = config.num_kv_heads, config.head_dim
+        return attention_spec(layer, *heads, block_size, dtype_bytes, num_model_shards, chunk)
 
     return [of_layer(layer) for layer in config.layers]
+
+
+def attention_spec(
+    layer: LayerConfig,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype_bytes: int,
+    num_model_shards: int,
+    chunk: int | None = None,
+) -> AttentionSpec:
+    """What a layer with so many key heads caches, which are repeated for the shards."""
+    placed = kv_heads_on_devices(num_kv_heads, num_model_shards)
+    copies = placed // num_kv_heads
+    return AttentionSpec(block_size, placed, head_dim, dtype_bytes, layer.window, chunk=chunk, head_copies=copies)
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -409,6 +416,12 @@ def mlp_with_bias(config: DecoderConfig, name: str) -> Mlp:
         up_proj=linear("FD", "F D", f"{name}.up_proj", config.mlp_bias),
         down_proj=linear("DF", "D F", f"{name}.down_proj", config.mlp_bias),
     )
+
+
+def plain_mlp(name: str, columns: str) -> Mlp:
+    """A block without biases, whose columns have this letter."""
+    out, into = (f"{columns}D", f"{columns} D"), (f"D{columns}", f"D {columns}")
+    return Mlp(*(linear(*out, f"{name}.{kind}_proj") for kind in ("gate", "up")), linear(*into, f"{name}.down_proj"))
 
 
 def mlp_without_gate(config: DecoderConfig, name: str, xielu: Xielu | None = None) -> Mlp:

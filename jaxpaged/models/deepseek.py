@@ -20,16 +20,15 @@ from flax import struct
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import LatentSpec
-from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
+from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.latent_attention import attend_latents
 from jaxpaged.layers.linear import Linear, apply_linear
-from jaxpaged.layers.mlp import Mlp
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, LatentConfig
 from jaxpaged.models.decoder import Layer, decoder_specs, feed_forward, forward, grown, linear, norm, pre_norm_config
-from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs, layers_by_type
+from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs, layers_by_type, sigmoid_router
 from jaxpaged.models.interface import LayerContext, LayerOutput
 from jaxpaged.models.rope_config import score_factor, single_rope
 from jaxpaged.models.wrapped import text_part
@@ -88,14 +87,7 @@ def v3_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = own_fields(hf)
     fields.choice("scoring_func", ("sigmoid",), "sigmoid")
     fields.choice("topk_method", (CORRECTED,), CORRECTED)
-    router = RouterConfig(
-        fields.count("num_experts_per_tok", 8),
-        SIGMOID,
-        is_normalised=fields.flag("norm_topk_prob", True),
-        num_groups=fields.count("n_group", 8),
-        groups_per_token=fields.count("topk_group", 4),
-        scale=fields.number("routed_scaling_factor", 2.5),
-    )
+    router = sigmoid_router(fields, num_groups=8, groups_per_token=4, scale=2.5)
     return latent_config(fields, router, shared=1, first=3, experts=256)
 
 
@@ -189,11 +181,6 @@ def attention_specs_of_layer(config: DecoderConfig, name: str, layer: int) -> An
     )
 
 
-def moe_feed_forward(correction: str | None, config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    shared = "shared_experts" if config.experts and config.experts.shared_width else None
-    return feed_forward_specs(config, name, layer, shared=shared, correction=correction)
-
-
 def latent_attention(
     p: LatentAttention, config: DecoderConfig, x_TD: jax.Array, cache: jax.Array, context: LayerContext
 ) -> tuple[jax.Array, jax.Array]:
@@ -267,11 +254,13 @@ def latent_specs(
     return [LatentSpec(block_size, sizes.width, dtype_bytes, latent_dim=sizes.rank) for _ in config.layers]
 
 
+with_shared = partial(feed_forward_specs, shared="shared_experts")
+
 DEEPSEEK_V2 = replace(
     llama.LLAMA,
     architectures=("DeepseekV2ForCausalLM",),
     config_from_hf=v2_config_from_hf,
-    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, None)),
+    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=with_shared),
     forward=partial(forward, decoder_layer),
     attention_specs=latent_specs,
 )
@@ -280,7 +269,7 @@ DEEPSEEK_V3 = replace(
     architectures=("DeepseekV3ForCausalLM",),
     config_from_hf=v3_config_from_hf,
     param_specs=partial(
-        decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(moe_feed_forward, CORRECTION)
+        decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(with_shared, correction=CORRECTION)
     ),
 )
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, architectures=("Glm4MoeLiteForCausalLM",), config_from_hf=glm_config_from_hf)

@@ -73,9 +73,7 @@ OF_TRAINING = {"use_flash_attention", "moe_capacity", "moe_gate", "moe_use_aux_f
 
 def moe_feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
     """Specs of a block. The checkpoint has a correction for every kind of token, of which text is the only one."""
-    assert config.experts is not None
-    shared = "shared_experts" if config.experts.shared_width else None
-    block = feed_forward_specs(config, name, layer, shared=shared)
+    block = feed_forward_specs(config, name, layer, shared="shared_experts")
     if isinstance(block, Mlp):
         return block
     correction = Spec("E", "1 E", f"{name}.mlp.moe_statics.e_score_correction_bias", dtype="float32")

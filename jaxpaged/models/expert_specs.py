@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.layers.experts import Experts
+from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
-from jaxpaged.models.decoder import linear, mlp_with_bias
+from jaxpaged.models.decoder import mlp_with_bias, plain_mlp
 from jaxpaged.params.spec import Spec
 
 CORRECTION = "gate.e_score_correction_bias"
@@ -30,11 +30,12 @@ def expert_specs(
     router: str = "gate",
     correction: str | None = None,
 ) -> Experts:
-    """Specs of one block. `shared` is the name of the experts of all tokens, `shared_gate` that of their gate, `router`
-    that of what chooses, and `correction` that of what is added to its scores.
+    """Specs of one block. `shared` is the name of the experts of all tokens, where the model has some, `shared_gate`
+    that of their gate, `router` that of what chooses, and `correction` that of what is added to its scores.
 
     What chooses and weighs experts stays in float32, also where other weights are rounded.
     """
+    assert config.experts is not None, "a block of experts needs its sizes"
     gate, up, down = (f"{name}.experts.{{}}.{projection}.weight" for projection in projections)
     return Experts(
         router=Linear(Spec("ED", "E D", f"{name}.{router}.weight", dtype="float32")),
@@ -42,7 +43,7 @@ def expert_specs(
         up_proj=Linear(Spec("eQD", "E Q D", up)),
         down_proj=Linear(Spec("eDQ", "E D Q", down)),
         correction=Spec("E", "E", f"{name}.{correction}", dtype="float32") if correction else None,
-        shared=shared_mlp(f"{name}.{shared}") if shared else None,
+        shared=shared_mlp(f"{name}.{shared}") if shared and config.experts.shared_width else None,
         shared_gate=Spec("D", "1 D", f"{name}.{shared_gate}.weight", dtype="float32") if shared_gate else None,
     )
 
@@ -74,10 +75,20 @@ def feed_forward_specs(config: DecoderConfig, name: str, layer: int, **block: An
 
 
 def shared_mlp(name: str) -> Mlp:
-    return Mlp(
-        linear("OD", "O D", f"{name}.gate_proj"),
-        linear("OD", "O D", f"{name}.up_proj"),
-        linear("DO", "D O", f"{name}.down_proj"),
+    return plain_mlp(name, "O")
+
+
+def sigmoid_router(
+    fields: HfFields, per_token: int = 8, num_groups: int = 1, groups_per_token: int = 1, scale: float = 1.0
+) -> RouterConfig:
+    """Of sigmoids with a correction, as DeepSeek-V3 has it (arXiv 2412.19437, section 2.1.2); numbers are defaults."""
+    return RouterConfig(
+        fields.count("num_experts_per_tok", per_token),
+        SIGMOID,
+        is_normalised=fields.flag("norm_topk_prob", True),
+        num_groups=fields.count("n_group", num_groups),
+        groups_per_token=fields.count("topk_group", groups_per_token),
+        scale=fields.number("routed_scaling_factor", scale),
     )
 
 
@@ -117,15 +128,8 @@ DENSE, SPARSE = "dense", "sparse"
 
 def layers_by_type(fields: HfFields, default: Sequence[int]) -> tuple[int, ...]:
     """Layers with experts: as `mlp_layer_types` says, or else the default."""
-    num_layers = fields.count("num_hidden_layers")
-    types = fields.value("mlp_layer_types")
-    if types is None:
-        return tuple(default)
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {DENSE, SPARSE}:
-        raise CheckpointError(
-            f"config.json: mlp_layer_types is {short(types)}; it must have {num_layers} entries, each {DENSE!r} or "
-            f"{SPARSE!r}."
-        )
+    defaults = [SPARSE if i in default else DENSE for i in range(fields.count("num_hidden_layers"))]
+    types = fields.of_layers("mlp_layer_types", (DENSE, SPARSE), defaults)
     return tuple(i for i, kind in enumerate(types) if kind == SPARSE)
 
 

@@ -41,21 +41,24 @@ from jaxpaged.models.config import (
     short,
 )
 from jaxpaged.models.decoder import (
+    SANDWICH_NORMS,
     Attention,
     Decoder,
+    attention_spec,
     heads_apart,
     heads_of,
     kept_apart,
     linear,
     norm,
     norm_of_heads,
+    plain_mlp,
     rotations,
 )
 from jaxpaged.models.expert_specs import check_experts, stacked_expert_specs
 from jaxpaged.models.interface import Batch, ForwardOutput, LayerContext, LayerOutput
 from jaxpaged.models.rope_config import longest_sequence, rope_fields, rope_from_params
 from jaxpaged.models.wrapped import text_part
-from jaxpaged.params.sharding import device_sizes, kv_heads_on_devices
+from jaxpaged.params.sharding import device_sizes
 from jaxpaged.params.spec import Spec
 
 EVERY = 6
@@ -65,7 +68,6 @@ ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 """What config.json means where it says nothing of positions."""
-NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -274,8 +276,8 @@ def param_specs(config: Gemma4Config, num_model_shards: int) -> Gemma4Decoder:
 def layer_specs(config: Gemma4Config, name: str, layer: int) -> Gemma4Layer:
     return Gemma4Layer(
         self_attn=attention_specs_of_layer(config, f"{name}.self_attn", layer),
-        mlp=mlp_specs(f"{name}.mlp", "y" if config.wide and layer >= config.num_caches else "F"),
-        **{each: norm("D", f"{name}.{each}") for each in NORMS},
+        mlp=plain_mlp(f"{name}.mlp", "y" if config.wide and layer >= config.num_caches else "F"),
+        **{each: norm("D", f"{name}.{there}") for each, there in SANDWICH_NORMS.items()},
         scalar=Spec("", "1", f"{name}.layer_scalar"),
         experts=expert_specs(name) if config.experts else None,
         layer_input=input_specs(name) if config.layer_width else None,
@@ -297,11 +299,6 @@ def attention_specs_of_layer(config: Gemma4Config, name: str, layer: int) -> Att
         q_norm=norm(width, f"{name}.q_norm"),
         k_norm=norm(width, f"{name}.k_norm") if has_keys else None,
     )
-
-
-def mlp_specs(name: str, columns: str) -> Mlp:
-    out, into = (f"{columns}D", f"{columns} D"), (f"D{columns}", f"D {columns}")
-    return Mlp(*(linear(*out, f"{name}.{kind}_proj") for kind in ("gate", "up")), linear(*into, f"{name}.down_proj"))
 
 
 def expert_specs(name: str) -> Gemma4Experts:
@@ -433,12 +430,12 @@ def attention_specs(
     """What the layers cache that have keys and values, with key heads as they are after they were repeated."""
 
     def of_layer(layer: LayerConfig) -> AttentionSpec:
-        is_full = layer.window is None
-        heads, width = (
-            (config.full_kv_heads, config.full_head_dim) if is_full else (config.num_kv_heads, config.head_dim)
+        heads = (
+            (config.num_kv_heads, config.head_dim)
+            if layer.window is not None
+            else (config.full_kv_heads, config.full_head_dim)
         )
-        on_devices = kv_heads_on_devices(heads, num_model_shards)
-        return AttentionSpec(block_size, on_devices, width, dtype_bytes, layer.window, head_copies=on_devices // heads)
+        return attention_spec(layer, *heads, block_size, dtype_bytes, num_model_shards)
 
     return [of_layer(layer) for layer in config.layers[: config.num_caches]]
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
 from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import gemma2, llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
 from jaxpaged.models.decoder import Decoder, decoder_specs, fused_mlp, pre_norm_config
-from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs
+from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs, sigmoid_router
 
 DEFAULTS = {"partial_rotary_factor": 0.5}
 """Fields that config.json may leave out."""
@@ -50,14 +49,7 @@ def moe_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     experts = ExpertsConfig(
         num_experts=fields.count("n_routed_experts", 128),
         width=width,
-        router=RouterConfig(
-            fields.count("num_experts_per_tok", 8),
-            SIGMOID,
-            is_normalised=fields.flag("norm_topk_prob", True),
-            num_groups=fields.count("n_group", 1),
-            groups_per_token=fields.count("topk_group", 1),
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
+        router=sigmoid_router(fields),
         layers=tuple(range(fields.index("first_k_dense_replace", 1), num_layers)),
         shared_width=width * fields.index("n_shared_experts", 1),
     )
@@ -72,9 +64,7 @@ def moe_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def moe_feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    shared = "shared_experts" if config.experts and config.experts.shared_width else None
-    return feed_forward_specs(config, name, layer, shared=shared, correction=CORRECTION)
+moe_feed_forward = partial(feed_forward_specs, shared="shared_experts", correction=CORRECTION)
 
 
 def moe_specs(config: DecoderConfig, num_model_shards: int) -> Decoder:

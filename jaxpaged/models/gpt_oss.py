@@ -16,6 +16,7 @@ from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, layer_windows
 from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts
+from jaxpaged.models.rope_config import with_rope
 from jaxpaged.params.formats.float4 import MX_GROUP as GROUP
 from jaxpaged.params.spec import Spec
 
@@ -39,9 +40,7 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """GPT-OSS's config.json. Layers with a window come first. Experts are as wide as `intermediate_size` says."""
     encoding = encoding_of(hf)
     defaults = {name: value for name, value in DEFAULTS.items() if name != "dtype" or "torch_dtype" not in hf}
-    if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
-        defaults["rope_scaling"] = PUBLISHED_ROPE
-    fields = HfFields({**defaults, **hf})
+    fields = HfFields({**defaults, **with_rope(hf, PUBLISHED_ROPE)})
     fields.read.add("initial_context_length")  # the rope's own original length, once more
     experts = ExpertsConfig(
         num_experts=fields.count("num_local_experts", 128),

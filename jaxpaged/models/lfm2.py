@@ -145,11 +145,8 @@ def layer_kinds(fields: HfFields) -> list[str]:
             f"config.json: full_attn_idxs is {short(attending)}; it must be a list of layers, of which there are "
             f"{num_layers}."
         )
-    kinds = fields.value("layer_types", [FULL if i in attending else CONV for i in range(num_layers)])
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {FULL, CONV}:
-        raise CheckpointError(
-            f"config.json: layer_types is {short(kinds)}; it must have {num_layers} entries, each {FULL!r} or {CONV!r}."
-        )
+    defaults = [FULL if i in attending else CONV for i in range(num_layers)]
+    kinds = fields.of_layers("layer_types", (FULL, CONV), defaults)
     if FULL not in kinds:
         raise CheckpointError("config.json: no layer of layer_types has attention; published models have some.")
     return kinds

@@ -82,23 +82,15 @@ WIDTHS = (("intermediate_size", 8192), ("intermediate_size_mlp", 16_384))
 def flags_of_layers(fields: HfFields) -> list[int]:
     """A 1 for each layer that rotates, and a 0 for the others; an empty `no_rope_layers` says nothing."""
     num_layers, every = fields.count("num_hidden_layers"), fields.count("no_rope_layer_interval", 4)
-    rotates = fields.value("no_rope_layers") or [int((i + 1) % every != 0) for i in range(num_layers)]
-    if not isinstance(rotates, list) or len(rotates) != num_layers or not set(rotates) <= {0, 1}:
-        raise CheckpointError(
-            f"config.json: no_rope_layers is {short(rotates)}; it must have {num_layers} entries, each 0 or 1."
-        )
-    return rotates
+    rotates = [int((i + 1) % every != 0) for i in range(num_layers)]
+    return fields.of_layers("no_rope_layers", (0, 1), rotates) if fields.value("no_rope_layers") else rotates
 
 
 def chunks_of_layers(fields: HfFields, rotates: list[int]) -> list[int | None]:
     """The chunk of each layer: as `layer_types` says, or else of those that rotate."""
     chunk = fields.count_or_none("attention_chunk_size", 8192)
-    types = fields.value("layer_types", [CHUNKED if flag else FULL for flag in rotates])
-    if not isinstance(types, list) or len(types) != len(rotates) or not set(types) <= {CHUNKED, FULL}:
-        raise CheckpointError(
-            f"config.json: layer_types is {short(types)}; it must have {len(rotates)} entries, each {CHUNKED!r} or "
-            f"{FULL!r}."
-        )
+    defaults = [CHUNKED if flag else FULL for flag in rotates]
+    types = fields.of_layers("layer_types", (CHUNKED, FULL), defaults)
     return [chunk if kind == CHUNKED else None for kind in types]
 
 

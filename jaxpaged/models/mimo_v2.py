@@ -17,9 +17,7 @@ import jax
 from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import KVTensor, attend
-from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
 from jaxpaged.layers.linear import apply_linear
-from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import llama
 from jaxpaged.models.config import (
     FULL,
@@ -29,11 +27,11 @@ from jaxpaged.models.config import (
     HfFields,
     LayerConfig,
     layer_windows,
-    short,
 )
 from jaxpaged.models.decoder import (
     Attention,
     Layer,
+    attention_spec,
     decoder_specs,
     feed_forward,
     forward,
@@ -44,10 +42,17 @@ from jaxpaged.models.decoder import (
     pre_norm_config,
     rotated,
 )
-from jaxpaged.models.expert_specs import CORRECTION, check_experts, feed_forward_specs, layers_by_type
+from jaxpaged.models.expert_specs import (
+    CORRECTION,
+    DENSE,
+    SPARSE,
+    check_experts,
+    feed_forward_specs,
+    layers_by_type,
+    sigmoid_router,
+)
 from jaxpaged.models.interface import LayerContext, LayerOutput
-from jaxpaged.models.rope_config import two_ropes
-from jaxpaged.params.sharding import kv_heads_on_devices
+from jaxpaged.models.rope_config import two_ropes, with_rope
 from jaxpaged.params.spec import Spec
 
 EVERY = 6
@@ -87,19 +92,12 @@ class MiMoV2Config(DecoderConfig):
 def config_from_hf(hf: dict[str, Any]) -> MiMoV2Config:
     """MiMo-V2-Flash's config.json, in the publisher's spelling and in that of transformers."""
     fields = own_fields(hf)
-    check_expected(fields)
+    fields.expect(EXPECTED | {name: fields.value(other) for name, other in SAME.items()}, of="MiMo-V2-Flash")
     num_layers = fields.count("num_hidden_layers")
     experts = ExpertsConfig(
         num_experts=fields.count("n_routed_experts", 256),
         width=fields.count("moe_intermediate_size", 2048),
-        router=RouterConfig(
-            fields.count("num_experts_per_tok", 8),
-            SIGMOID,
-            is_normalised=fields.flag("norm_topk_prob", True),
-            num_groups=fields.count("n_group", 1),
-            groups_per_token=fields.count("topk_group", 1),
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
+        router=sigmoid_router(fields),
         layers=layers_by_type(fields, range(1, num_layers)),
     )
     windows = layer_windows(fields, fields.count("sliding_window", 129), lambda i: i > 0 and (i + 1) % EVERY != 0)
@@ -134,28 +132,16 @@ def own_fields(hf: dict[str, Any]) -> HfFields:
     if given.get("layernorm_epsilon") is not None:
         given["rms_norm_eps"] = given["layernorm_epsilon"]
     kinds = {"hybrid_layer_pattern": ("layer_types", FULL, SLIDING)}
-    kinds["moe_layer_freq"] = ("mlp_layer_types", "dense", "sparse")
+    kinds["moe_layer_freq"] = ("mlp_layer_types", DENSE, SPARSE)
     for name, (meant, zero, one) in kinds.items():
         if isinstance(given.get(name), list):
             given[meant] = [one if each else zero for each in given[name]]
-    if not (given.get("rope_scaling") or given.get("rope_parameters")):
-        part = given.get("partial_rotary_factor", ROTATED)
-        thetas = given.get("rope_theta", 5_000_000.0), given.get("swa_rope_theta", 10_000.0)
-        ropes = ({"rope_theta": theta, "partial_rotary_factor": part} for theta in thetas)
-        given["rope_parameters"] = dict(zip((FULL, SLIDING), ropes))
-    fields = HfFields(given)
+    part = given.get("partial_rotary_factor", ROTATED)
+    thetas = given.get("rope_theta", 5_000_000.0), given.get("swa_rope_theta", 10_000.0)
+    ropes = ({"rope_theta": theta, "partial_rotary_factor": part} for theta in thetas)
+    fields = HfFields(with_rope(given, dict(zip((FULL, SLIDING), ropes))))
     fields.read |= {*OTHER_NAMES, *kinds}
     return fields
-
-
-def check_expected(fields: HfFields) -> None:
-    """CheckpointError for what published models have not: shared experts, sinks elsewhere, other heads of windows."""
-    values = EXPECTED | {name: fields.value(other) for name, other in SAME.items()}
-    for name, expected in values.items():
-        if (found := fields.value(name, expected)) != expected:
-            raise CheckpointError(
-                f"config.json: {name} is {short(found)}; of MiMo-V2-Flash only {expected!r} is supported."
-            )
 
 
 def attention_specs_of_layer(config: MiMoV2Config, name: str, layer: int) -> Attention:
@@ -169,10 +155,6 @@ def attention_specs_of_layer(config: MiMoV2Config, name: str, layer: int) -> Att
         o_proj=linear("DNv", "D Nv", f"{name}.o_proj"),
         sinks=None if config.layers[layer].window is None else sinks,
     )
-
-
-def moe_feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    return feed_forward_specs(config, name, layer, correction=CORRECTION)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -195,10 +177,7 @@ def attention_specs(
 
     def of_layer(layer: LayerConfig) -> AttentionSpec:
         heads = config.full_kv_heads if layer.window is None else config.num_kv_heads
-        placed = kv_heads_on_devices(heads, num_model_shards)
-        return AttentionSpec(
-            block_size, placed, config.head_dim, dtype_bytes, layer.window, head_copies=placed // heads
-        )
+        return attention_spec(layer, heads, config.head_dim, block_size, dtype_bytes, num_model_shards)
 
     return [of_layer(layer) for layer in config.layers]
 
@@ -207,7 +186,9 @@ MIMO_V2 = replace(
     llama.LLAMA,
     architectures=("MiMoV2FlashForCausalLM",),
     config_from_hf=config_from_hf,
-    param_specs=partial(decoder_specs, mixer=attention_specs_of_layer, feed_forward=moe_feed_forward),
+    param_specs=partial(
+        decoder_specs, mixer=attention_specs_of_layer, feed_forward=partial(feed_forward_specs, correction=CORRECTION)
+    ),
     forward=partial(forward, decoder_layer),
     attention_specs=attention_specs,
 )

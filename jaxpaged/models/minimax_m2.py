@@ -11,9 +11,8 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
-from jaxpaged.layers.mlp import Mlp
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields, short
+from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
 from jaxpaged.models.decoder import decoder_specs, pre_norm_config
 from jaxpaged.models.expert_specs import check_experts, expert_specs, feed_forward_specs, layers_by_type
 
@@ -26,7 +25,7 @@ EXPECTED = {
 }
 """Fields of MiniMax-M2 that only have one value -> that value."""
 
-UNUSED = {"attn_type_list", "shared_moe_mode", "mtp_transformer_layers", "use_mtp"} | {
+UNUSED = {"shared_moe_mode", "mtp_transformer_layers", "use_mtp"} | {
     f"layernorm_{block}_{factor}"
     for block in ("full_attention", "linear_attention", "mlp")
     for factor in ("alpha", "beta")
@@ -36,18 +35,15 @@ UNUSED = {"attn_type_list", "shared_moe_mode", "mtp_transformer_layers", "use_mt
 
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """MiniMax-M2's config.json. A head's first `rotary_dim` numbers are rotated."""
-    fields = HfFields({"rope_theta": 5_000_000.0, "head_dim": 128, **hf})
-    for name, expected in EXPECTED.items():
-        if fields.value(name, expected) != expected:
-            raise CheckpointError(
-                f"config.json: {name} is {short(hf[name])}; of MiniMax-M2 only {expected!r} is supported."
-            )
+    given = {"rope_theta": 5_000_000.0, "head_dim": 128, **hf}
+    if "rotary_dim" in hf:
+        sizes = HfFields(given)
+        given["partial_rotary_factor"] = sizes.count("rotary_dim") / sizes.count("head_dim")
+    fields = HfFields(given)
+    fields.expect(EXPECTED, of="MiniMax-M2")
     if any(kind != 1 for kind in fields.value("attn_type_list", [])):
         raise CheckpointError("config.json: attn_type_list has layers without full attention, which M2 does not have.")
-    fields.read |= UNUSED
-    if "rotary_dim" in hf:
-        part = fields.count("rotary_dim") / fields.count("head_dim")
-        fields = with_read(fields, {**fields.hf, "partial_rotary_factor": part})
+    fields.read |= {*UNUSED, "rotary_dim"}
     num_layers = fields.count("num_hidden_layers")
     experts = ExpertsConfig(
         num_experts=fields.count("num_local_experts", 256),
@@ -61,13 +57,6 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         num_mtp_layers=fields.index("num_mtp_modules", 0),
         experts=check_experts(experts),
     )
-
-
-def with_read(fields: HfFields, hf: dict[str, Any]) -> HfFields:
-    """The same fields with other values; what was read stays read."""
-    other = HfFields(hf)
-    other.read |= fields.read
-    return other
 
 
 def hy_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
@@ -105,10 +94,7 @@ def feed_forward(config: DecoderConfig, name: str, layer: int) -> Experts:
     return expert_specs(config, f"{name}.block_sparse_moe", ("w1", "w3", "w2"), correction="e_score_correction_bias")
 
 
-def hy_feed_forward(config: DecoderConfig, name: str, layer: int) -> Mlp | Experts:
-    shared = "shared_mlp" if config.experts and config.experts.shared_width else None
-    return feed_forward_specs(config, name, layer, shared=shared, router="router.gate", correction="expert_bias")
-
+hy_feed_forward = partial(feed_forward_specs, shared="shared_mlp", router="router.gate", correction="expert_bias")
 
 MINIMAX_M2 = replace(
     llama.LLAMA,

@@ -10,7 +10,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, HfFields, short
 from jaxpaged.models.decoder import pre_norm_config
-from jaxpaged.models.rope_config import growth_of_queries
+from jaxpaged.models.rope_config import growth_of_queries, with_rope
 from jaxpaged.models.vision.pixtral import PIXTRAL_VISION
 from jaxpaged.models.wrapped import text_part
 
@@ -43,8 +43,7 @@ MINISTRAL_ROPE = {
 
 def ministral_config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Ministral 3's config.json. Every layer has the same window, or none."""
-    says_rope = hf.get("rope_scaling") or hf.get("rope_parameters")
-    fields = HfFields({**({} if says_rope else {"rope_parameters": MINISTRAL_ROPE}), "head_dim": 128, **hf})
+    fields = HfFields({"head_dim": 128, **with_rope(hf, MINISTRAL_ROPE)})
     window = fields.count_or_none("sliding_window")
     windows = [window] * fields.count("num_hidden_layers")
     return pre_norm_config(fields, windows, norm_eps=1e-5, query_growth=growth_of_queries(fields))

@@ -14,7 +14,7 @@ from jaxpaged.models.config import DecoderConfig, HfFields
 from jaxpaged.models.decoder import decoder_specs, mlp_with_bias
 from jaxpaged.models.deepseek import attention_specs_of_layer, latent_config, own_fields
 from jaxpaged.models.expert_specs import shared_mlp, stacked_expert_specs
-from jaxpaged.models.rope_config import growth_of_queries, rope_fields
+from jaxpaged.models.rope_config import growth_of_queries, rope_fields, with_rope
 from jaxpaged.models.wrapped import text_part
 
 DEFAULTS = {
@@ -44,7 +44,7 @@ ROPE = {
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Mistral 4's config.json. The part of a head that is rotated is given twice, as a size and as a share of it."""
     given = {**DEFAULTS, **hf}
-    rope = {**(rope_fields(HfFields(given)) or ROPE)}
+    rope = rope_fields(HfFields(with_rope(given, ROPE)))
     rope.pop("partial_rotary_factor", None)
     given = {name: value for name, value in given.items() if name not in ("rope_scaling", "partial_rotary_factor")}
     fields = own_fields({**given, "rope_parameters": rope})

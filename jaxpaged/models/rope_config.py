@@ -39,6 +39,11 @@ def rope_fields(fields: HfFields) -> dict[str, Any]:
     return dict(scaling or parameters or {})
 
 
+def with_rope(hf: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """config.json with these rope parameters where it has none."""
+    return hf if hf.get("rope_scaling") or hf.get("rope_parameters") else {**hf, "rope_parameters": rope}
+
+
 def single_rope(fields: HfFields, head_dim: int, aliases: dict[str, str] | None = None) -> RopeConfig:
     """The rope of a model whose layers all rotate alike. `aliases` renames rope types of old checkpoints."""
     params = rope_fields(fields)

@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows, short, without_rotation
+from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows, without_rotation
 from jaxpaged.models.decoder import pre_norm_config
 
 
@@ -14,11 +13,8 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     fields = HfFields({"tie_word_embeddings": True, "rope_theta": 2_000_000.0, **hf})
     has_bias, num_layers = fields.flag("attention_bias", False), fields.count("num_hidden_layers")
     every = fields.count("no_rope_layer_interval", 4)
-    rotates = fields.value("no_rope_layers", [int((i + 1) % every != 0) for i in range(num_layers)])
-    if not isinstance(rotates, list) or len(rotates) != num_layers or not set(rotates) <= {0, 1}:
-        raise CheckpointError(
-            f"config.json: no_rope_layers is {short(rotates)}; it must have {num_layers} entries, each 0 or 1."
-        )
+    defaults = [int((i + 1) % every != 0) for i in range(num_layers)]
+    rotates = fields.of_layers("no_rope_layers", (0, 1), defaults)
     window = fields.count_or_none("sliding_window")
     if not fields.flag("use_sliding_window", False):
         window = None
