@@ -155,8 +155,15 @@ def attend(
         kv_BKSW=cache_BSW[:, None],
         token_scales_BK2L=cache.scales[0][:, None] if kind == "token" else None,
     )
-    pages = pages_of(metadata.block_tables_RM.shape[1])
-    fetch = FetchShape(ITEMS, 1, item_slots, S, W, pages, kind == "token")
+    fetch = FetchShape(
+        num_items=ITEMS,
+        num_heads=1,
+        item_slots=item_slots,
+        block_size=S,
+        slot_lanes=W,
+        pages_per_row=pages_of(metadata.block_tables_RM.shape[1]),
+        token_scales=kind == "token",
+    )
     shape = _Shape(fetch, ScoreRule(scale, None), N, tokens * N, block_rows)
     if not undivided:
         return _call(operands, shape, [jax.ShapeDtypeStruct((T * N, C), q_TNC.dtype)], interpret)[0].reshape(T, N, C)

@@ -311,11 +311,8 @@ def ragged_paged_attention(
     """
     _, num_heads, head_dim = q_TNH.shape
     value_dim = head_dim if v_TKH is None else v_TKH.shape[-1]
-    if value_dim > head_dim or (undivided and value_dim < head_dim):
-        beside = ", undivided" if undivided else ""
-        raise ValueError(f"heads of keys have {head_dim} numbers and those of values {value_dim}{beside}; pad them.")
-    if value_dim < head_dim:
-        v_TKH = jnp.pad(v_TKH, ((0, 0), (0, 0), (0, head_dim - value_dim)))
+    if value_dim != head_dim:
+        v_TKH = _as_wide_as_keys(v_TKH, head_dim, undivided)
     check(
         backend,
         num_heads=num_heads,
@@ -342,6 +339,15 @@ def ragged_paged_attention(
         **parts,
     )
     return out_TNH if value_dim == head_dim else out_TNH[..., :value_dim], KVTensor(arrays, scales)
+
+
+def _as_wide_as_keys(v_TKV: jax.Array, head_dim: int, undivided: bool) -> jax.Array:
+    """Values with zeros behind them. Raises ValueError for wider ones, and for any with `undivided`."""
+    value_dim = v_TKV.shape[-1]
+    if value_dim > head_dim or undivided:
+        beside = ", undivided" if undivided else ""
+        raise ValueError(f"heads of keys have {head_dim} numbers and those of values {value_dim}{beside}; pad them.")
+    return jnp.pad(v_TKV, ((0, 0), (0, 0), (0, head_dim - value_dim)))
 
 
 def _module(backend: str) -> Any:

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.lanes import NUM_LANES, round_up
-from pallas_kernels.ragged_paged_attention.tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.tpu.plan import TABLE_PAGE
 from pallas_kernels.ragged_paged_attention.tpu.segments import Segments
 from pallas_kernels.shapes import ceil_div
@@ -99,10 +98,11 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Fetcher:
-    """Refs of one kernel. `head` is the first of the heads to fetch."""
+    """Refs of one kernel. `head` is the first of the heads to fetch. `operands`: the kernel's own, of which segments,
+    tables, kv_BKSW and token_scales_BK2L are used here, see `operands.Operands`."""
 
     shape: FetchShape
-    operands: Operands
+    operands: Any
     head: jax.Array
     scratch: Scratch
 
