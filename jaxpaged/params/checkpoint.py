@@ -141,7 +141,7 @@ def checked_entries(specs: Any, config: Any, folder: Path, is_whole: bool) -> di
 def settled_quantization(quantization: Quantization, specs: Any, folder: Path) -> Quantization:
     """What is known once the files have been asked of modules of which config.json says nothing. Without files it is
     as it was."""
-    if orbax_format.is_orbax(folder) or not any(folder.glob("*.safetensors")):
+    if not has_safetensors(folder):
         return quantization
     return settled(quantization, specs, entries_of_folder(folder))
 
@@ -182,9 +182,12 @@ def entries_of_folder(folder: Path) -> dict[str, TensorEntry]:
 def kv_scales_of(folder: Path, heads: Mapping[int, int]) -> LayerScales:
     """The scales of cached keys and values that a checkpoint has, of the layers among `heads`, which have as many kv
     heads. Raises CheckpointError."""
-    if orbax_format.is_orbax(folder) or not any(folder.glob("*.safetensors")):
-        return {}
-    return stored_scales(every_entry(folder), heads)
+    return stored_scales(every_entry(folder), heads) if has_safetensors(folder) else {}
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether the weights of a folder are in such files."""
+    return not orbax_format.is_orbax(folder) and any(folder.glob("*.safetensors"))
 
 
 def every_entry(folder: Path) -> dict[str, TensorEntry]:

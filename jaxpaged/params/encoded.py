@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.formats.stored_weight import EIGHT_BITS, Rows, StoredWeight
-from jaxpaged.params.safetensors_reader import STORED_DTYPES, TensorEntry, mapped
+from jaxpaged.params.safetensors_reader import DTYPES, STORED_DTYPES, TensorEntry, mapped
 from jaxpaged.params.schemes.floats4 import Mxfp4
 from jaxpaged.params.schemes.scheme import EMBEDDING, HEAD, LINEAR, OTHER, Quantization, Scheme, StoredTensor
 from jaxpaged.params.spec import Spec
@@ -96,16 +96,12 @@ def settled(quantization: Quantization, specs: Any, entries: Mapping[str, Tensor
         if STACK.fullmatch(spec.hf_name) or not quantization.asks_files(module, kind):
             continue
         known = entries.get(f"{module}.{WEIGHT}")
-        is_plain = known is not None and known.dtype in PLAIN
+        is_plain = known is not None and known.dtype in DTYPES
         if quantization.scheme_of(module, kind) is not None:
             plain |= {module} if is_plain else set()
         elif not is_plain and any(name.startswith(f"{module}.") for name in entries):
             stored.add(module)
     return replace(quantization, plain=frozenset(plain), stored=frozenset(stored))
-
-
-PLAIN = frozenset(("F32", "F16", "BF16"))
-"""Types of weights that nobody quantised."""
 
 
 # ---- its tensors ---------------------------------------------------------------------------------
@@ -245,10 +241,10 @@ def matrices(
     place of those that there are."""
     assert spec.scheme is not None
     found = []
+    tensors = [each for each in tensors_of_matrix(spec, shape) if each.is_read]
+    indices = range(shape[0]) if len(shape) > 2 else [None]
     for name in matrix_names(spec, sizes):
-        tensors = [each for each in tensors_of_matrix(spec, shape) if each.is_read]
         here = {each.end: [entries[one] for one in names_of(name, each) if one in entries] for each in tensors}
         own = {end: there[0] for end, there in here.items() if there}
-        indices = range(shape[0]) if len(shape) > 2 else [None]
         found += [EncodedMatrix(spec.scheme, own, shape[-1], rows, index) for index in indices]
     return found

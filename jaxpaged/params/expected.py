@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, did_you_mean
-from jaxpaged.params.encoded import PLAIN, WEIGHT, matrix_names, module_of, names_of, tensors_of_matrix
+from jaxpaged.params.encoded import WEIGHT, matrix_names, module_of, names_of, tensors_of_matrix
 from jaxpaged.params.other_formats import refuse_quantised_tensors
 from jaxpaged.params.placing import stored_shape
 from jaxpaged.params.safetensors_reader import DTYPES, EIGHT_BITS, WHOLE_DTYPES, TensorEntry
@@ -100,7 +100,7 @@ def refuse_missing(
             f"{did_you_mean(name, extra)} Download the model again, or check that config.json belongs to it."
         )
     plain = entries.get(f"{name.rpartition('.')[0]}.{WEIGHT}")
-    if plain is not None and plain.dtype in PLAIN:
+    if plain is not None and plain.dtype in DTYPES:
         module = plain.name.removesuffix(f".{WEIGHT}")
         raise disagreement(plain, spec.scheme, module)
     raise CheckpointError(
@@ -134,7 +134,7 @@ def check_entry(entry: TensorEntry, expected: Expected) -> None:
     if entry.dtype not in expected.dtypes:
         if spec.scheme is None and (entry.dtype in EIGHT_BITS or entry.dtype == "U8"):
             raise disagreement(entry, None, module_of(spec))
-        if spec.scheme is not None and entry.dtype in PLAIN and entry.name.endswith(f".{WEIGHT}"):
+        if spec.scheme is not None and entry.dtype in DTYPES and entry.name.endswith(f".{WEIGHT}"):
             raise disagreement(entry, spec.scheme, module_of(spec))
         raise CheckpointError(
             f"{entry.path}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(expected.dtypes)}. "

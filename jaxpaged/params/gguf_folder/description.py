@@ -2,18 +2,14 @@
 
 from typing import Any
 
-import numpy as np
-
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.formats.gguf.blocks import PLAIN, decoded
-from jaxpaged.params.formats.gguf.reader import GgufTensor, mapped_rows, shortest
+from jaxpaged.params.formats.gguf.reader import GgufTensor, shortest
 from jaxpaged.params.gguf_folder.architectures import Architecture
-from jaxpaged.params.gguf_folder.facts import Facts
+from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
+from jaxpaged.params.gguf_folder.tokenizer import CONTROL
 
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 """Control tokens that end an answer, whatever else the file says of the end."""
-CONTROL = 3
-"""The type of such tokens."""
 
 
 def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, Any]) -> dict[str, Any]:
@@ -105,10 +101,7 @@ def yarn_fields(facts: Facts, original: int | None, attention: float | None) -> 
 
 def vector(tensor: GgufTensor) -> list[float]:
     """The numbers of a small tensor."""
-    if tensor.type.name not in PLAIN:
-        raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has type {tensor.type.name}; it must be F32.")
-    with mapped_rows(tensor) as rows:
-        return [shortest(number) for number in decoded(rows, tensor.type).astype(np.float32).reshape(-1)]
+    return [shortest(number) for number in numbers_of(tensor)]
 
 
 def token_ids(facts: Facts) -> dict[str, Any]:

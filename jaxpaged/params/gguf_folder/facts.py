@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.formats.gguf.reader import GgufHeader, GgufTensor
+from jaxpaged.params.formats.gguf.blocks import PLAIN, decoded
+from jaxpaged.params.formats.gguf.reader import GgufHeader, GgufTensor, mapped_rows
 
 KINDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 
@@ -119,3 +120,13 @@ class Facts:
     def error(self, name: str, found: Any, wanted: str) -> CheckpointError:
         text = repr(found)[:80]
         return CheckpointError(f"{self.path}: the fact {name} is {text}; it must be {wanted}. Download the file again.")
+
+
+def numbers_of(tensor: GgufTensor) -> np.ndarray:
+    """float32 [all numbers] of a small tensor. CheckpointError for one in blocks."""
+    if tensor.type.name not in PLAIN:
+        raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has type {tensor.type.name}; it must be F32.")
+    with mapped_rows(tensor) as rows:
+        plain = decoded(rows, tensor.type)
+        assert isinstance(plain, np.ndarray)
+        return plain.astype(np.float32).reshape(-1)

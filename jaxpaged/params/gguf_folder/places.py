@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.formats.gguf.blocks import DECODERS, PLAIN, decoded
-from jaxpaged.params.formats.gguf.reader import GgufTensor, mapped_rows
+from jaxpaged.params.formats.gguf.blocks import DECODERS, PLAIN
+from jaxpaged.params.formats.gguf.reader import GgufTensor
 from jaxpaged.params.gguf_folder.architectures import OUTSIDE, Architecture
-from jaxpaged.params.gguf_folder.facts import Facts
+from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
+from jaxpaged.params.schemes.gguf import rows_in_file
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 WHOLE = re.compile(r"(\w+)\.(weight|bias)")
@@ -84,14 +85,9 @@ def turned_heads(facts: Facts, own_name: str) -> int:
 
 def vector_of(tensor: GgufTensor, own_name: str, heads: int, less_one: bool) -> np.ndarray:
     """float32, as a checkpoint has it."""
-    if tensor.type.name not in PLAIN:
-        raise CheckpointError(f"{tensor.path}: {tensor.name} is a vector of type {tensor.type.name}; expected is F32.")
-    with mapped_rows(tensor) as rows:
-        plain = decoded(rows, tensor.type)
-        assert isinstance(plain, np.ndarray)
-        vector = plain.astype(np.float32).reshape(tensor.shape)
+    vector = numbers_of(tensor).reshape(tensor.shape)
     if heads:
-        return vector.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return vector[rows_in_file(len(vector), heads)]
     if own_name == GATE_OF_SHARED:
         return vector[None]
     return vector - np.float32(1) if less_one and own_name.endswith("norm") else vector

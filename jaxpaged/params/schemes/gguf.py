@@ -58,16 +58,17 @@ class Gguf:
 
     def decoded(self, tensors: Mapping[str, np.ndarray], inputs: int, rows: Rows) -> StoredWeight:
         tensor = tensors["weight"]
-        own = tensor[rows] if not self.turned_heads else tensor[self.rows_in_file(len(tensor))[rows]]
+        own = tensor[rows] if not self.turned_heads else tensor[rows_in_file(len(tensor), self.turned_heads)[rows]]
         if self.kind not in PLAIN:
             weight = decoded(own, KINDS[self.kind])
             assert isinstance(weight, StoredWeight)
             return weight
         return StoredWeight(own, np.ones((len(own), 1), np.float32), None, inputs)
 
-    def rows_in_file(self, outputs: int) -> np.ndarray:
-        """For each output, in the model's order, where the file has it."""
-        return np.arange(outputs).reshape(self.turned_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+def rows_in_file(outputs: int, turned_heads: int) -> np.ndarray:
+    """For each output, in the model's order, where the file has it."""
+    return np.arange(outputs).reshape(turned_heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def read(fields: Fields) -> Quantization:
