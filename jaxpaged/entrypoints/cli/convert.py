@@ -6,6 +6,7 @@ Works on files alone: no engine is started.
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,28 +61,22 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.params.orbax_format import make_folder, save_orbax
     from jaxpaged.params.rounded_folder import write_rounded
 
+    if args.scheme and args.dtype != "auto":
+        raise UsageError("--dtype is of orbax checkpoints; what --scheme leaves in 16 bits keeps its type.")
     folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
     model = model_for(hf)
     config = model.config_from_hf(hf)
-    dtype = config.dtype if args.dtype == "auto" else args.dtype
-    specs = model.param_specs(config, 1)
+    specs, output = model.param_specs(config, 1), Path(args.output)
     progress = ProgressLine()
-    if args.scheme:
-        if args.dtype != "auto":
-            raise UsageError("--dtype is of orbax checkpoints; what --scheme leaves in 16 bits keeps its type.")
-        try:
-            update = lambda done, total: progress.update("weights", done, total)
-            write_rounded(specs, config, Path(folder), Path(args.output), args.scheme, update)
-        finally:
-            progress.close()
-        return 0
-    make_folder(Path(args.output))  # found before the weights are read, which may take minutes
+    update = partial(progress.update, "weights")
     try:
-        params = load_params(
-            specs, config, folder, make_mesh(1), dtype, lambda done, total: progress.update("weights", done, total)
-        )
-        save_orbax(specs, config, params, folder, args.output)
+        if args.scheme:
+            write_rounded(specs, config, folder, output, args.scheme, update)
+        else:
+            make_folder(output)  # found before the weights are read, which may take minutes
+            dtype = config.dtype if args.dtype == "auto" else args.dtype
+            save_orbax(specs, config, load_params(specs, config, folder, make_mesh(1), dtype, update), folder, output)
     finally:
         progress.close()
     return 0
