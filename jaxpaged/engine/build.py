@@ -339,7 +339,7 @@ def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
         num_heads=decoder.num_heads,
         vocab_size=decoder.vocab_size,
         has_experts=decoder.experts is not None,
-        kv_cache_dtype=named_type(load_hf_config(folder), folder) if folder else "",
+        kv_cache_dtype=named_type(load_hf_config(folder), folder) if folder and decoder.quantization else "",
         task="embed" if pooler and task == "generate" else task,
         pooler=pooler,
     )
