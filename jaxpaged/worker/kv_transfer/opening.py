@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
@@ -30,6 +31,7 @@ from jaxpaged.kv_store.tier_options import TierWish
 from jaxpaged.kv_store.tiers import Tiers
 from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import DecoderConfig, facts_text
+from jaxpaged.params.forms import forms_in_words
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.kv_transfer.forms import PageForm
@@ -206,8 +208,8 @@ def namespace_of(engine_spec: EngineSpec, kv_cache: KVCacheConfig, weights_versi
 
 def weights_fact(engine_spec: EngineSpec) -> str | None:
     """How weights were rounded when they were loaded: as the option says, or into the forms that stored ones have."""
-    forms = {form for form in engine_spec.forms if not form.endswith("16 bits")}
-    return engine_spec.config.model.quantization or (", ".join(sorted(forms)) or None)
+    in_few_bits = [spec for spec in jax.tree.leaves(engine_spec.specs) if spec.quantized]
+    return engine_spec.config.model.quantization or ", ".join(sorted(forms_in_words(in_few_bits))) or None
 
 
 def as_named(decoder: DecoderConfig) -> DecoderConfig:
