@@ -230,7 +230,7 @@ class ProgramText:
             called = CALLED.findall(each.attributes)
             if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
                 continue
-            if self._collective(each) is not None and each.opcode.endswith("-start"):
+            if each.opcode.endswith("-start") and self._collective(each) is not None:
                 between = [other for other in until_done(each, instructions[i + 1 :]) if works(other)]
                 beside = [self._operation(other, arrays, weights) for other in between if not is_nested(other)]
                 region.append(replace(self._operation(each, arrays, weights), beside=beside))
