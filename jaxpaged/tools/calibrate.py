@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Compute the text, and write the file. Returns the exit status."""
     from jaxpaged.config import EngineConfig
     from jaxpaged.config.cache_types import CACHE_TYPES, OTHER_NAMES
+    from jaxpaged.entrypoints.cli.prompts import read_text
     from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.errors import UsageError
     from jaxpaged.params.kv_scales import scales_file
@@ -72,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--kv-cache-dtype is {name}, which has no scales to find. Give fp8, fp8_e5m2 or int8.")
     if args.max_tokens < 1:
         raise UsageError(f"--max-tokens is {args.max_tokens}; it must be at least 1.")
-    text, output = read_text(Path(args.text)), Path(args.output)
+    text, output = read_text(args.text, "--text"), Path(args.output)
+    if not text.strip():
+        raise UsageError(f"--text {args.text} is empty. Name a file with text as the model will see it.")
     progress = ProgressLine()
     try:
         config = EngineConfig.from_options(**options, kv_cache_dtype="auto")
@@ -91,21 +94,6 @@ def run(args: argparse.Namespace) -> int:
         f"{output}: scales of {len(of_layers)} layers for {cache_type.dtype}, from {num_tokens} tokens", file=sys.stderr
     )
     return 0
-
-
-def read_text(path: Path) -> str:
-    """Raises UsageError for what is no text."""
-    from jaxpaged.errors import UsageError
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read --text {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}."
-        ) from None
-    if not text.strip():
-        raise UsageError(f"--text {path} is empty. Name a file with text as the model will see it.")
-    return text
 
 
 def largest_of_text(
