@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxpaged.params.safetensors_reader import STORED_DTYPES, mapped, read_header
 from tests.models.checkpoints import LLAMA, LLAMA4, MIXTRAL, PHI3, QWEN2_MOE, random_tensors
 from tests.models.tensor_shapes import tensor_shapes
 
@@ -255,3 +256,12 @@ def write(folder: Path, tensors: Tensors, hf: dict[str, Any]) -> None:
     whole = {name: np.ascontiguousarray(tensor).reshape(tensor.shape) for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf))
+
+
+def read(path: Path) -> Tensors:
+    """All tensors of a file, of which safetensors' own reader for numpy has no bfloat16."""
+    tensors = {}
+    for entry in read_header(path):
+        with mapped(entry, STORED_DTYPES) as tensor:
+            tensors[entry.name] = tensor.copy()
+    return tensors

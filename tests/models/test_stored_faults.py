@@ -2,15 +2,15 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jaxpaged.errors import CheckpointError, ConfigError
-from jaxpaged.params.safetensors_reader import STORED_DTYPES, mapped, read_header
 from jaxpaged.params.schemes.reading import quantization_of, rounding_of
 from tests.models.paged import PagedModel
-from tests.models.quantised_checkpoints import FORMATS, write_quantised
+from tests.models.quantised_checkpoints import FORMATS, read, write_quantised
 
 Q, O, DOWN = (f"model.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"))
 SOME = np.ones((64, 64), np.float32)
@@ -56,14 +56,6 @@ DAMAGE = {
     "of another shape": ("w4a16", f"{Q}.weight_shape", lambda x: x[::-1] + 1, ["weight_shape is (65, 65)"]),
     "the head was quantised": ("w8a8", "lm_head.weight", lambda x: x.astype(np.int8), ["lm_head is quantised", "I8"]),
 }
-
-
-def read(path):
-    tensors = {}
-    for entry in read_header(path):
-        with mapped(entry, STORED_DTYPES) as tensor:
-            tensors[entry.name] = tensor.copy()
-    return tensors
 
 
 @pytest.mark.parametrize("what", DAMAGE)
@@ -113,10 +105,10 @@ def test_files_say_which_weights_were_quantised_where_config_json_does_not(tmp_p
 
 
 def test_symmetric_zeros_of_the_other_version_are_known_by_their_values(tmp_path):
-    write_quantised(
-        tmp_path, "gptq symmetric", **{f"{Q}.qzeros": np.full((4, 8), 0x88888888, np.uint32).view(np.int32)}
-    )
-    PagedModel(tmp_path)
+    zeros = np.full((4, 8), 0x88888888, np.uint32).view(np.int32)
+    write_quantised(tmp_path, "gptq symmetric", **{f"{Q}.qzeros": zeros})
+    found, expected = (PagedModel(folder).params for folder in (tmp_path, tmp_path / "exact"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_a_group_that_divides_nothing_is_refused(tmp_path):

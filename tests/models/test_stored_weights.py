@@ -6,16 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.models.config import load_hf_config
-from jaxpaged.models.registry import model_for
 from jaxpaged.params import forms, quantized
-from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.orbax_format import save_orbax
 from jaxpaged.params.quantized import QuantizedArray, StoredArray, is_quantized
 from jaxpaged.params.schemes.scheme import Numbers
 from tests.models.paged import PagedModel
 from tests.models.quantised_checkpoints import FORMATS, MODELS, write_quantised
+from tests.params.test_orbax_format import load
 
 PROMPT = np.random.default_rng(3).integers(3, MODELS["llama"]["vocab_size"], 16).tolist()
 
@@ -133,11 +131,7 @@ def test_models_in_16_bits_are_rounded_to_floats_of_8_bits(method, tmp_path, mon
 
 def test_a_quantised_checkpoint_is_converted_to_what_it_stands_for(tmp_path):
     write_quantised(tmp_path / "model", "gptq", "phi3")
-    hf = load_hf_config(tmp_path / "model")
-    model = model_for(hf)
-    config = model.config_from_hf(hf)
-    specs = model.param_specs(config, 1)
-    params = load_params(specs, config, tmp_path / "model", make_mesh(1), np.float32)
+    specs, config, params = load(tmp_path / "model")
     save_orbax(specs, config, params, tmp_path / "model", tmp_path / "converted")
     assert "quantization_config" not in load_hf_config(tmp_path / "converted")
     found, expected = (PagedModel(folder).params for folder in (tmp_path / "converted", tmp_path / "model" / "exact"))

@@ -21,7 +21,10 @@ from tests.models.seeing_checkpoints import SEEING, write_seeing_checkpoint
 
 def load(folder, num_shards=1, dtype=jnp.float32, **changes):
     hf = {**load_hf_config(folder), **changes}
-    model = model_for(hf)
+    return load_model(model_for(hf), hf, folder, num_shards, dtype)
+
+
+def load_model(model, hf, folder, num_shards=1, dtype=jnp.float32):
     config = model.config_from_hf(hf)
     specs = model.param_specs(config, num_shards)
     return specs, config, load_params(specs, config, folder, make_mesh(num_shards), dtype)
@@ -125,9 +128,3 @@ def test_a_model_that_sees_comes_back_with_its_tower_or_without(tmp_path):
         *_, again = load_with(out, only_text)
         assert jax.tree.structure(again) == jax.tree.structure(expected)
         jax.tree.map(np.testing.assert_array_equal, again, expected)
-
-
-def load_model(model, hf, folder):
-    config = model.config_from_hf(hf)
-    specs = model.param_specs(config, 1)
-    return specs, config, load_params(specs, config, folder, make_mesh(1), jnp.float32)

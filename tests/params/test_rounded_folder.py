@@ -4,19 +4,16 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.errors import UsageError
-from jaxpaged.models.config import load_hf_config
-from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import every_entry, load_params
+from jaxpaged.params.checkpoint import every_entry
 from jaxpaged.params.hub import EMBEDDED_FOLDERS, EMBEDDED_SEEING
 from jaxpaged.params.rounded_folder import ROUNDINGS, write_rounded
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.params.test_orbax_format import load
 
 WIDE = {**CONFIGS["qwen3_moe"], "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 
@@ -28,17 +25,6 @@ def folder(tmp_path, monkeypatch):
     return write_checkpoint("wide", tmp_path / "model")
 
 
-def described(folder):
-    model = model_for(hf := load_hf_config(folder))
-    config = model.config_from_hf(hf)
-    return model.param_specs(config, 1), config
-
-
-def params(folder):
-    specs, config = described(folder)
-    return load_params(specs, config, folder, make_mesh(1), jnp.float32)
-
-
 # The most that a weight is off, of the largest of what shares its scale: half a step, which has 3 bits of 8-bit floats.
 OFF = {"FP8_DYNAMIC": 2**-4, "W8A8": 0.5 / 127, "W4A16": 0.5 / 7.5}
 
@@ -47,7 +33,7 @@ OFF = {"FP8_DYNAMIC": 2**-4, "W8A8": 0.5 / 127, "W4A16": 0.5 / 7.5}
 def test_weights_come_back_within_half_a_step_and_all_else_as_it_was(scheme, folder, tmp_path):
     out = tmp_path / "out"
     assert main(["convert", str(folder), "-o", str(out), "--scheme", scheme]) == 0
-    before, after = params(folder), params(out)
+    before, after = (load(each)[2] for each in (folder, out))
     paths = jax.tree_util.tree_flatten_with_path(before)[0]
     changed = 0
     for (path, was), is_ in zip(paths, jax.tree.leaves(after), strict=True):
@@ -64,7 +50,7 @@ def test_weights_come_back_within_half_a_step_and_all_else_as_it_was(scheme, fol
 
 
 def test_what_has_no_groups_of_4_bits_is_named_and_stays(folder, tmp_path):
-    specs, config = described(folder)
+    specs, config, _ = load(folder)
     write_rounded(specs, config, folder, tmp_path / "out", "W4A16")
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.1.mlp.experts.3.down_proj" in ignored  # 24 inputs
@@ -73,14 +59,17 @@ def test_what_has_no_groups_of_4_bits_is_named_and_stays(folder, tmp_path):
 
 
 def test_a_quantised_model_is_not_rounded_again(folder, tmp_path):
-    write_rounded(*described(folder), folder, tmp_path / "out", "W8A8")
+    specs, config, _ = load(folder)
+    write_rounded(specs, config, folder, tmp_path / "out", "W8A8")
+    specs, config, _ = load(tmp_path / "out")
     with pytest.raises(UsageError, match="is quantised already"):
-        write_rounded(*described(tmp_path / "out"), tmp_path / "out", tmp_path / "again", "W8A8")
+        write_rounded(specs, config, tmp_path / "out", tmp_path / "again", "W8A8")
 
 
 def test_files_of_a_model_beside_it_have_names_of_their_own(tmp_path):
     folder = EMBEDDED_FOLDERS[EMBEDDED_SEEING]
-    write_rounded(*described(folder), folder, tmp_path / "out", "W8A8")
+    specs, config, _ = load(folder)
+    write_rounded(specs, config, folder, tmp_path / "out", "W8A8")
     names = {name.removesuffix("_scale") for name in every_entry(tmp_path / "out")}
     assert names == every_entry(folder).keys()
 

@@ -3,40 +3,24 @@
 import json
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpaged.params import safetensors_reader
 from jaxpaged.params.formats.awq import awq
 from jaxpaged.params.formats.compressed_tensors import integers, packed_integers
 from jaxpaged.params.formats.float4 import mxfp4, nvfp4
 from jaxpaged.params.formats.float8 import float8
 from jaxpaged.params.formats.gptq import gptq
 from jaxpaged.params.formats.stored_weight import StoredWeight
+from tests.models.quantised_checkpoints import read
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "formats"
 CASES = json.loads((GOLDEN / "weights.json").read_text(encoding="utf-8"))
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-}
 
 
 @pytest.fixture(scope="module")
 def tensors():
-    found = {}
-    for entry in safetensors_reader.read_header(GOLDEN / "weights.safetensors"):
-        with safetensors_reader.mapped(entry, DTYPES) as array:
-            found[entry.name] = array.copy()
-    return found
+    return read(GOLDEN / "weights.safetensors")
 
 
 def decoded(own: dict[str, np.ndarray], format: str, **given) -> StoredWeight:

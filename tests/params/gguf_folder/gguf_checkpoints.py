@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.params.hub import EMBEDDED_FOLDER
-from jaxpaged.params.safetensors_reader import mapped, read_header
 from tests.models.checkpoints import CONFIGS, random_tensors, seed_of
+from tests.models.quantised_checkpoints import read, write
 from tests.models.tensor_shapes import tensor_shapes
 from tests.params.formats.gguf.writer import write_gguf
 
@@ -212,8 +211,7 @@ def write_gguf_checkpoint(name: str, path: Path, facts: Mapping[str, Any] | None
 def write_hf_checkpoint(name: str, folder: Path) -> Path:
     """The same as a folder."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_of(name)), encoding="utf-8")
-    save_file(tensors_of_checkpoint(name), folder / "model.safetensors")
+    write(folder, tensors_of_checkpoint(name), config_of(name))
     return folder
 
 
@@ -236,8 +234,6 @@ def write_demo(path: Path, **facts: Any) -> Path:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": (EMBEDDED_FOLDER / "chat_template.jinja").read_text(encoding="utf-8"),
     }
-    tensors = {}
-    for entry in read_header(EMBEDDED_FOLDER / "model.safetensors"):
-        with mapped(entry) as tensor:
-            tensors[entry.name] = tensor.astype(np.float32) if tensor.ndim == 1 else tensor.copy()
+    stored = read(EMBEDDED_FOLDER / "model.safetensors")
+    tensors = {name: tensor.astype(np.float32) if tensor.ndim == 1 else tensor for name, tensor in stored.items()}
     return write_gguf(path, {**facts_of(hf), **of_tokenizer, **facts}, tensors_of(hf, tensors))

@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.gguf_folder.folder import make_folder
 from tests.params.gguf_folder.gguf_checkpoints import config_of, write_gguf_checkpoint, write_hf_checkpoint
+from tests.params.test_orbax_format import load_model
 
 NAMES = [
     "llama",
@@ -40,16 +39,15 @@ OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
 
 def loaded(folder):
     hf = load_hf_config(folder)
-    model = model_for(hf, language_model_only=True)
-    config = model.config_from_hf(hf)
-    return config, model, load_params(model.param_specs(config, 1), config, folder, make_mesh(1), "float32")
+    _, config, params = load_model(model_for(hf, language_model_only=True), hf, folder)
+    return config, params
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_the_same_model_as_the_checkpoint(name, tmp_path):
     folder = make_folder(write_gguf_checkpoint(name, tmp_path / f"{name}.gguf"), tmp_path / "cache")
-    config, _, params = loaded(folder)
-    expected, _, expected_params = loaded(write_hf_checkpoint(name, tmp_path / "checkpoint"))
+    config, params = loaded(folder)
+    expected, expected_params = loaded(write_hf_checkpoint(name, tmp_path / "checkpoint"))
     for field in dataclasses.fields(expected):
         if field.name not in OTHERWISE_SAID:
             found, wanted = getattr(config, field.name), getattr(expected, field.name)

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.input.chat_template import load_chat_templates
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.errors import CheckpointError
-from jaxpaged.models.config import load_hf_config
-from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import entries_of_folder, load_params
+from jaxpaged.params.checkpoint import entries_of_folder
 from jaxpaged.params.gguf_folder.folder import make_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER, resolve_model_folder
 from tests.params.gguf_folder.gguf_checkpoints import write_demo, write_gguf_checkpoint
+from tests.params.test_orbax_format import load
 
 YARN = {
     "llama.rope.scaling.type": "yarn",
@@ -60,15 +58,8 @@ def test_a_converted_file_is_a_model_of_its_own(demo, tmp_path):
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert "places.json" not in files and "tokenizer.json" in files
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    found, expected = (loaded_params(folder) for folder in (tmp_path / "out", EMBEDDED_FOLDER))
+    found, expected = (load(folder, dtype="bfloat16")[2] for folder in (tmp_path / "out", EMBEDDED_FOLDER))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def loaded_params(folder):
-    hf = load_hf_config(folder)
-    model = model_for(hf)
-    config = model.config_from_hf(hf)
-    return load_params(model.param_specs(config, 1), config, folder, make_mesh(1), "bfloat16")
 
 
 def test_a_file_is_a_model_s_name_and_so_is_its_folder(tmp_path, monkeypatch):

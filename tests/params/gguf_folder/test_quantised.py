@@ -1,28 +1,24 @@
 """Quantised matrices of a GGUF file become parameters that hold what ggml makes of them, whatever lies in the file
 turned or stacked, on one device and on several."""
 
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.errors import CheckpointError
-from jaxpaged.models.config import load_hf_config
-from jaxpaged.models.registry import model_for
-from jaxpaged.params.checkpoint import load_params
 from jaxpaged.params.formats.gguf.blocks import DECODERS
 from jaxpaged.params.forms import Device, form_of
 from jaxpaged.params.gguf_folder.folder import make_folder
 from jaxpaged.params.schemes.gguf import Gguf
 from jaxpaged.params.spec import Spec
 from tests.models.checkpoints import CONFIGS, random_tensors
+from tests.models.quantised_checkpoints import write
 from tests.models.tensor_shapes import tensor_shapes
 from tests.params.formats.gguf.writer import write_gguf
 from tests.params.gguf_folder.gguf_checkpoints import facts_of, tensors_of, turned
+from tests.params.test_orbax_format import load
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -54,8 +50,7 @@ def folders(tmp_path_factory):
     path = write_gguf(folder / "model.gguf", facts_of(CONFIG), in_file)
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
-    (checkpoint / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    save_file({**plain, **dequantised(meant)}, checkpoint / "model.safetensors")
+    write(checkpoint, {**plain, **dequantised(meant)}, CONFIG)
     return make_folder(path, folder / "cache"), checkpoint
 
 
@@ -68,8 +63,7 @@ def dequantised(meant: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         start = f"model.layers.{layer}"
         if own.endswith("_exps"):
             projection = projections[own.split("_")[1]]
-            experts = {f"{start}.block_sparse_moe.experts.{i}.{projection}.weight": one for i, one in enumerate(weight)}
-            found |= {each: np.ascontiguousarray(one) for each, one in experts.items()}
+            found |= {f"{start}.block_sparse_moe.experts.{i}.{projection}.weight": one for i, one in enumerate(weight)}
         else:
             heads = {"attn_q": 4, "attn_k": 2}.get(own)
             straight = weight if heads is None else unturned(weight, heads)
@@ -85,17 +79,9 @@ def unturned(rows: np.ndarray, heads: int) -> np.ndarray:
     return found
 
 
-def loaded(folder, num_devices=1):
-    hf = load_hf_config(folder)
-    model = model_for(hf)
-    config = model.config_from_hf(hf)
-    specs = model.param_specs(config, num_devices)
-    return load_params(specs, config, folder, make_mesh(num_devices), "bfloat16")
-
-
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_parameters_are_what_ggml_makes_of_the_file(folders, num_devices):
-    found, expected = (loaded(folder, num_devices) for folder in folders)
+    found, expected = (load(folder, num_devices, "bfloat16")[2] for folder in folders)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -116,7 +102,7 @@ def test_damaged_blocks_are_refused_with_the_tensor(folders, tmp_path):
     with pytest.raises(
         CheckpointError, match="embed_tokens.weight belongs to a weight in GGUF's Q4_K, and the scale of"
     ):
-        loaded(make_folder(path, tmp_path / "cache"))
+        load(make_folder(path, tmp_path / "cache"))
 
 
 def test_types_that_are_not_read_are_refused_before_anything_is_loaded(tmp_path):
