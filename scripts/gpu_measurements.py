@@ -6,7 +6,6 @@ A measurement takes the options of that script and returns the lines of a table.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -156,16 +155,21 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     seconds = min(generate(llm, prompts) for _ in range(2))
     lines.append({"load": prompts, "tokens in/s": prompts[0] * prompts[1] / seconds})
     for load in loads:
-        settle(llm, load)
-        since = time.perf_counter()
-        seconds = min(generate(llm, load) for _ in range(2 if load[0] < 100 else 1))
-        tokens, step = load[0] * load[2] / seconds, decode_milliseconds(llm, load[0], since)
-        lines.append({"load": load, "tokens/s": tokens, "ms a decode step": step})
+        lines.append(speed_of(llm, load))
     drawn = (load[0], load[1], load[2])
     seconds = min(generate(llm, drawn, temperature=1.0, top_p=0.9) for _ in range(2))
     lines.append({"load": load, "top_p": 0.9, "tokens/s": load[0] * load[2] / seconds})
     llm.shutdown()
     return lines
+
+
+def speed_of(llm: Any, load: tuple[int, int, int]) -> dict[str, Any]:
+    """A line of the load."""
+    settle(llm, load)
+    since = time.perf_counter()
+    seconds = min(generate(llm, load) for _ in range(2 if load[0] < 100 else 1))
+    tokens, step = load[0] * load[2] / seconds, decode_milliseconds(llm, load[0], since)
+    return {"load": load, "tokens/s": tokens, "ms a decode step": step}
 
 
 def measure_quantised(options: argparse.Namespace, bits: str) -> list[dict[str, Any]]:
@@ -174,11 +178,7 @@ def measure_quantised(options: argparse.Namespace, bits: str) -> list[dict[str, 
     llm = open_engine(options.model, quantization=bits)
     lines.append({"made, s": time.perf_counter() - begin})
     for load in TINY_LOADS if tiny else (LOADS[0], LOADS[2]):
-        settle(llm, load)
-        since = time.perf_counter()
-        seconds = min(generate(llm, load) for _ in range(2))
-        tokens, step = load[0] * load[2] / seconds, decode_milliseconds(llm, load[0], since)
-        lines.append({"load": load, "tokens/s": tokens, "ms a decode step": step})
+        lines.append(speed_of(llm, load))
     llm.shutdown()
     return lines
 
@@ -362,11 +362,9 @@ def median_milliseconds(call: Callable[..., Any], *arguments: Any) -> float:
 
 def measure_attention(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Microseconds of a layer for steps of serving, its shares of what the device can do, and those of its kernels."""
-    import jax
-
     from pallas_kernels.ragged_paged_attention.cases import SERVING_STEPS, TINY_STEPS
     from pallas_kernels.serving import attention_chain
-    from pallas_kernels.timing import compiled, measured_bandwidth, measured_matmul
+    from pallas_kernels.timing import measured_bandwidth, measured_matmul
 
     tiny = options.model == "tiny"
     bandwidth, speed = (
@@ -374,34 +372,14 @@ def measure_attention(options: argparse.Namespace) -> list[dict[str, Any]]:
         measured_matmul(64 if tiny else 8192, "bfloat16"),
     )
     steps = TINY_STEPS[:1] if tiny else SERVING_STEPS
-    chains = [lambda step=step: attention_chain(step, "gpu-interpret" if tiny else "gpu") for step in steps]
-
-    def prepare(step: Any, chain: Callable[[], Any]) -> Any:
-        try:
-            return compiled(chain(), 1 if tiny else TIMED_CALLS[step.is_decode])
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        programs = list(threads.map(prepare, steps, chains))
+    chains = [partial(attention_chain, step, "gpu-interpret" if tiny else "gpu") for step in steps]
     lines = Lines(options.out)
     lines.append({"step": "measured on this device", "GB/s": bandwidth / 1e9, "TFLOP/s": speed / 1e12})
-    for step, calls, make in zip(steps, programs, chains):
-        if isinstance(calls, Exception):
-            lines.append({"step": step.name, "us": f"{type(calls).__name__}: {calls}"[:200]})
-            continue
-        chain = make()
-        seconds, state = calls.seconds(chain.state, chain.operands)
-        line = {"step": step.name, "us": 1e6 * seconds}
-        line["of the bandwidth"] = step.step_bytes / seconds / bandwidth
-        line["of the products"] = step.flops / seconds / speed
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                jax.block_until_ready(calls.program(state, *chain.operands))
-            for name, (_, nanoseconds) in sorted(kernels_of(Path(folder)).items()):
-                if name.startswith("paged_"):
-                    line[f"{name}, us"] = nanoseconds / 1e3 / calls.count
-        lines.append(line)
+    for step, calls, chain in zip(steps, compiled_calls(steps, chains, tiny), chains):
+        found = timed_layer(step, calls, chain, speed)
+        if "us" in found:
+            found["of the bandwidth"] = 1e6 * step.step_bytes / found["us"] / bandwidth
+        lines.append({"step": step.name, **found})
     return lines
 
 
@@ -423,15 +401,11 @@ def measure_mosaic(options: argparse.Namespace) -> list[dict[str, Any]]:
     if not tiny:  # the interpreter would take minutes
         tried += [(step, default_mosaic_tiles(step.shape.head_dim)) for step in steps]
     tried.sort(key=lambda pair: steps.index(pair[0]))
-    for (step, tiles), (calls, chain) in zip(tried, mosaic_chains(tried, tiny)):
-        line = {"case": step.name, "kernel": "Triton" if tiles is None else "Mosaic"}
-        if isinstance(calls, Exception):
-            line["error"] = f"{type(calls).__name__}: {calls}"[-500:]
-        elif time.monotonic() > end:
-            line["error"] = "no time"
-        else:
-            line |= timed_layer(step, calls, chain, speed)
-        lines.append(line)
+    chains = [partial(mosaic_chain, step, tiles, tiny) for step, tiles in tried]
+    for (step, tiles), calls, chain in zip(tried, compiled_calls([step for step, _ in tried], chains, tiny), chains):
+        is_late = time.monotonic() > end and not isinstance(calls, Exception)
+        found = {"error": "no time"} if is_late else timed_layer(step, calls, chain, speed)
+        lines.append({"case": step.name, "kernel": "Triton" if tiles is None else "Mosaic", **found})
     return lines
 
 
@@ -460,32 +434,37 @@ def mosaic_errors(cases: Sequence[Any], interpret: bool) -> Iterator[dict[str, A
         yield from threads.map(attempt, cases)
 
 
-def mosaic_chains(tried: Sequence[tuple[Any, Any]], interpret: bool) -> list[tuple[Any, Callable]]:
-    """(calls or why there are none, what makes their chain) of steps with these tiles for prompts; None: Triton's."""
+def mosaic_chain(step: Any, tiles: Any, interpret: bool) -> Any:
+    """Calls of a step with these tiles for prompts; None: Triton's kernel."""
     from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
     from pallas_kernels.serving import attention_chain, layer_with
+
+    backend = GpuBackend(interpret, choose_mosaic=lambda *_: tiles)
+    return attention_chain(step, "gpu-interpret" if interpret else "gpu", layer_with(backend, step))
+
+
+def compiled_calls(steps: Sequence[Any], chains: Sequence[Callable[[], Any]], tiny: bool) -> list[Any]:
+    """The program of each step's chain, or why there is none."""
     from pallas_kernels.timing import compiled
 
-    def chain(step: Any, tiles: Any) -> Any:
-        backend = GpuBackend(interpret, choose_mosaic=lambda *_: tiles)
-        return attention_chain(step, "gpu-interpret" if interpret else "gpu", layer_with(backend, step))
-
-    def prepare(pair: tuple[Any, Any]) -> tuple[Any, Callable]:
-        make = functools.partial(chain, *pair)
+    def prepare(step: Any, chain: Callable[[], Any]) -> Any:
         try:
-            return compiled(make(), 1 if interpret else TIMED_CALLS[False]), make
+            return compiled(chain(), 1 if tiny else TIMED_CALLS[step.is_decode])
         except Exception as error:
-            return error, make
+            return error
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(prepare, tried))
+        return list(threads.map(prepare, steps, chains))
 
 
 def timed_layer(step: Any, calls: Any, chain: Callable[[], Any], speed: float) -> dict[str, Any]:
-    """Microseconds of a layer, its share of the products' speed, and what each of its kernels takes."""
+    """Microseconds of a layer, its share of the products' speed, and what each of its kernels takes, or the error of
+    `calls` or of a run."""
     import jax
 
     try:
+        if isinstance(calls, Exception):
+            raise calls
         made = chain()
         seconds, state = calls.seconds(made.state, made.operands)
         with tempfile.TemporaryDirectory() as folder:

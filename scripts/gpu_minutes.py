@@ -167,9 +167,9 @@ CHANGES: dict[str, Callable[[], None]] = {
     "weights with the same inputs are joined": products_apart,
     "our kernel multiplies few rows where it is faster": products_by_cublas,
 }
+"""What a change is called -> what undoes it in a process that has not made an engine yet."""
 OF_QUANTISED = "our kernel reads weights of 8 and 4 bits"
 UNDONE = {**CHANGES, OF_QUANTISED: scaled_products_by_xla}
-"""What a change is called -> what undoes it in a process that has not made an engine yet."""
 
 
 # ---- the order, and the report -------------------------------------------------------------------

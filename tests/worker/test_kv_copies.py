@@ -38,6 +38,21 @@ def lower_scatter(*args):
     return program.lower(copy.tensors, copy.block_ids, copy.pages)
 
 
+def copies(spec, backend, num_devices, num_blocks, written, read, form):
+    """(descriptions of two layers' tensors, zeros as they say, the programs that write and read so many pages)."""
+    mesh = make_mesh(num_devices)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    structs = [tensor_struct(AttentionContext(mesh, backend), spec, num_blocks, jnp.bfloat16)] * 2
+    scatter = lower_scatter(structs, spec, backend, whole, written, form).compile()
+    gather = lower_gather(structs, spec, backend, whole, read, form).compile()
+    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    return structs, zeros, scatter, gather
+
+
+def num_bytes(arrays):
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in arrays)
+
+
 ATTENTION = AttentionSpec(block_size=8, num_kv_heads=2, head_dim=16, dtype_bytes=2)
 EXACTLY = PageForm("exact", np.dtype(jnp.bfloat16), 8)
 LATENT = LatentSpec(block_size=8, width=24, dtype_bytes=2)
@@ -58,12 +73,7 @@ def test_options_and_kernels_have_the_same_types_of_8_bits():
 def test_pages_come_back_as_they_were(backend, num_devices, spec):
     if spec.context_shards > num_devices or (spec is ATTENTION and num_devices == 4):
         pytest.skip("heads and contexts are split over as many devices as they have parts")
-    mesh = make_mesh(num_devices)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    structs = [tensor_struct(AttentionContext(mesh, backend), spec, 6, jnp.bfloat16)] * 2
-    scatter = lower_scatter(structs, spec, backend, whole, 3, EXACTLY).compile()
-    gather = lower_gather(structs, spec, backend, whole, 4, EXACTLY).compile()
-    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    structs, zeros, scatter, gather = copies(spec, backend, num_devices, 6, 3, 4, EXACTLY)
     shape = (3, 2, *spec.page_shape(8))
     pages = np.random.default_rng(1).standard_normal(shape).astype(jnp.bfloat16)
     written = scatter(zeros, np.array([4, -1, 2], np.int32), (pages,))
@@ -71,6 +81,7 @@ def test_pages_come_back_as_they_were(backend, num_devices, spec):
     assert (found[:2] == pages[[2, 0]]).all()
     assert not found[2:].any(), "padding was written"
     if isinstance(spec, AttentionSpec):
+        whole = jax.sharding.NamedSharding(make_mesh(num_devices), jax.sharding.PartitionSpec())
         all_heads = lower_gather(structs, replace(spec, head_copies=1), backend, whole, 1, EXACTLY).compile()
         (cached,) = all_heads(written, np.array([2], np.int32))
         assert (np.asarray(cached) == pages[[2]].repeat(spec.head_copies, axis=-2)).all(), "some copies are not written"
@@ -92,13 +103,9 @@ TOKEN_SCALES, HEAD_SCALES = CACHE_TYPES["int8_per_token_head"], CACHE_TYPES["fp8
 )
 def test_pages_of_8_bits_come_with_the_scales_of_their_tokens(backend, spec, num_devices, cache_type):
     """Two blocks make a page, and one is written that is not read."""
-    spec, mesh = replace(spec, block_size=4).cached_as(cache_type), make_mesh(num_devices)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    structs = [tensor_struct(AttentionContext(mesh, backend), spec, 8, jnp.bfloat16)] * 2
+    spec = replace(spec, block_size=4).cached_as(cache_type)
     form, rng = EXACTLY.of(spec), np.random.default_rng(1)
-    scatter = lower_scatter(structs, spec, backend, whole, 2, form).compile()
-    gather = lower_gather(structs, spec, backend, whole, 2, form).compile()
-    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    structs, zeros, scatter, gather = copies(spec, backend, num_devices, 8, 2, 2, form)
     shape = (2, 2, *spec.page_shape(8))
     pages = [rng.integers(-100, 100, shape).astype(form.page_dtype)]
     if form.is_scaled:
@@ -110,20 +117,16 @@ def test_pages_of_8_bits_come_with_the_scales_of_their_tokens(backend, spec, num
         np.testing.assert_array_equal(is_, should_be[::-1])
     stored = as_stored(spec, backend)
     arrays = (*structs[0].arrays, *(structs[0].scales if form.is_scaled else ()))
-    assert sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in arrays) == 8 * stored.block_bytes
+    assert num_bytes(arrays) == 8 * stored.block_bytes
 
 
 @pytest.mark.parametrize("backend", ["reference", "tpu-interpret"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pages_of_latents_of_8_bits_end_with_the_bytes_of_two_scales(backend, shards):
-    mesh, made = make_mesh(shards), LatentSpec(4, 24, 2, latent_dim=16, context_shards=shards)
+    made = LatentSpec(4, 24, 2, latent_dim=16, context_shards=shards)
     spec = of_latents(made.cached_as(TOKEN_SCALES), backend)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    structs = [tensor_struct(AttentionContext(mesh, backend), spec, 8, jnp.bfloat16)] * 2
     form, rng = EXACTLY.of(spec), np.random.default_rng(1)
-    scatter = lower_scatter(structs, spec, backend, whole, 2, form).compile()
-    gather = lower_gather(structs, spec, backend, whole, 2, form).compile()
-    zeros = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), structs)
+    structs, zeros, scatter, gather = copies(spec, backend, shards, 8, 2, 2, form)
     pages = rng.integers(-100, 100, (2, 2, *spec.page_shape(8)), np.int8)
     scales = rng.random((*pages.shape[:-1], 2), np.float32)
     pages[..., -8:] = scales.view(np.int8)
@@ -132,8 +135,7 @@ def test_pages_of_latents_of_8_bits_end_with_the_bytes_of_two_scales(backend, sh
     np.testing.assert_array_equal(np.asarray(found), pages[::-1])
     in_memory = np.asarray(written[1].scales[0])[5].reshape(2, shards, -1)[..., : 4 // shards].reshape(2, 4)
     np.testing.assert_array_equal(in_memory, scales[0, 1, 0, 4:, 0].T)
-    of_all = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(structs[0]))
-    assert of_all == 8 * shards * spec.block_bytes
+    assert num_bytes(jax.tree.leaves(structs[0])) == 8 * shards * spec.block_bytes
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
