@@ -10,16 +10,17 @@ those that an engine of random weights runs at once, which has heads of 128 numb
 """
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from offline_bench.checkpoints import ModelShape, hf_config, write_json
 
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.config import EngineConfig
@@ -27,6 +28,7 @@ from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.engine.build import find_tokenizer_folder, resolve_model
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.kv_cache_spec import AttentionSpec
+from jaxpaged.params.kv_scales import scales_file
 from jaxpaged.worker.cache.attention import as_stored
 from jaxpaged.worker.cache.head_scales import HeadScales, filled
 from jaxpaged.worker.calibration import Calibration
@@ -36,32 +38,21 @@ from jaxpaged.worker.worker import meshes_of
 
 SEQUENCE = 2048
 TYPES = ["float32", *(name for name, each in CACHE_TYPES.items() if each.is_scaled)]
-HEADS_OF_128 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
+HEADS_OF_128 = ModelShape("heads-of-128", "llama", 2, 128, 4, 2, 128, 128, 512, False, 1e4, 2048)
 
 
 class Model:
-    """The model, whose parameters are there once, with a KV cache of any type."""
+    """The model, whose parameters are read once, when they are first asked for, with a KV cache of any type."""
 
     def __init__(self, name: str, dtype: str, **others: Any):
         options = {"model": name, "dtype": dtype, "max_model_len": SEQUENCE, "kv_cache_dtype": "auto", **others}
         self.folder, self.model, self.decoder, self.config = resolve_model(EngineConfig.from_options(**options))
         (self.mesh,) = meshes_of(self.config.parallel)
         self.own = self.config.model.dtype
-        self.params = weights_of([self.spec(self.own)], self.folder, lambda *_: None).bring_back()
+
+    @cached_property
+    def params(self) -> Any:
+        return weights_of([self.spec(self.own)], self.folder, lambda *_: None).bring_back()
 
     def spec(self, cache_type: str) -> EngineSpec:
         config = replace(self.config, cache=replace(self.config.cache, kv_cache_dtype=cache_type))
@@ -146,12 +137,10 @@ def requests(num_bytes: int) -> None:
     """How many run at once of requests of 512 tokens and 32 more, with so much memory for blocks."""
     print(f"\n{num_bytes >> 20} MiB for blocks        blocks   requests at once   tokens/s (2 layers, this machine)")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(HEADS_OF_128), encoding="utf-8")
-        scales = Path(folder, "scales.json")
-        layers = {str(i): 0.05 for i in range(HEADS_OF_128["num_hidden_layers"])}
-        scales.write_text(
-            json.dumps({"kv_cache": {"dtype": "int8", "scaling_factor": {"0": layers}}}), encoding="utf-8"
-        )
+        write_json(Path(folder, "config.json"), hf_config(HEADS_OF_128))
+        scales, of_layer = Path(folder, "scales.json"), (np.float32(0.05), np.float32(0.05))
+        of_layers = dict.fromkeys(range(HEADS_OF_128.num_layers), of_layer)
+        scales.write_text(scales_file("llama", "int8", of_layers), encoding="utf-8")
         for name in ("bfloat16", *TYPES[1:]):
             options = {"kv_cache_dtype": name, **({"kv_cache_scales": str(scales)} if name == "int8" else {})}
             most, num_blocks, rate = at_once(folder, num_bytes, options)

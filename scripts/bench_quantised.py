@@ -14,6 +14,7 @@ checkpoint that holds what the format stands for. What is between the two is our
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -24,31 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from offline_bench.checkpoints import ModelShape, hf_config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "scripts"))
 
 GROUP = {"gptq": 128, "gptq symmetric": 128, "gptq v2 8 bits": 128, "gptq shuffled": 128, "awq": 128, "w4a16": 128}
 """Of formats that have groups of any size: those that people download."""
 BLOCK = (128, 128)
 FORMATS = ("gptq symmetric", "gptq shuffled", "awq", "w4a16", "w8a8", "float-quantized", "fp8 blocks", "nvfp4", "mxfp4")
 PLAIN = "bfloat16"
-LARGE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 1536,
-    "intermediate_size": 4096,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+LARGE = ModelShape("large", "llama", 16, 1536, 12, 4, 128, 4096, 32_000, True, 1e4, 2048)
 PREFILL, DECODE = 512, 64
 """Tokens."""
 
@@ -58,7 +45,7 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests/models/quantised_checkpoints.py")
     parser.add_argument("--forms", default="rows,16bit", help="--quantized-form of the embedded model")
     parser.add_argument("--tokens", type=int, default=2048, help="of the text; a multiple of 512")
-    parser.add_argument("--layers", type=int, default=16, help="of the large model; 0: leave it out")
+    parser.add_argument("--layers", type=int, default=LARGE.num_layers, help="of the large model; 0: leave it out")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -75,7 +62,7 @@ def main() -> None:
 
 
 def loading(folder: Path, names: list[str], num_layers: int) -> None:
-    hf = {**LARGE, "num_hidden_layers": num_layers}
+    hf = hf_config(dataclasses.replace(LARGE, num_layers=num_layers))
     print(
         f"{'large model':18} {'file MB':>8} {'CPU s':>6} {'GB/s':>5} {'peak / params':>14} {'params / file':>14}   form"
     )
@@ -173,19 +160,16 @@ def serving(folder: Path, names: list[str], forms: list[str], num_tokens: int) -
 def write_small(folder: Path, of_format: Path, name: str) -> None:
     """The embedded model in a format, and in 16 bits that hold what the format stands for."""
     from jaxpaged.params.hub import EMBEDDED_FOLDER
-    from jaxpaged.params.safetensors_reader import mapped, read_header
-    from tests.models.quantised_checkpoints import is_linear, write
+    from tests.models.quantised_checkpoints import is_linear, read, write
 
     stored, exact = {}, {}
-    for entry in read_header(EMBEDDED_FOLDER / "model.safetensors"):
-        with mapped(entry) as tensor:
-            weight = tensor.copy()
-        stored[entry.name] = exact[entry.name] = weight
-        if is_linear(entry.name):
+    for tensor, weight in read(EMBEDDED_FOLDER / "model.safetensors").items():
+        if is_linear(tensor):
             own, meant = packed(name, weight.astype(np.float32))
-            del stored[entry.name]
-            stored |= {entry.name.removesuffix("weight") + end: one for end, one in own.items()}
-            exact[entry.name] = in_16_bits(meant)
+            stored |= {tensor.removesuffix("weight") + end: one for end, one in own.items()}
+            exact[tensor] = in_16_bits(meant)
+        else:
+            stored[tensor] = exact[tensor] = weight
     hf = json.loads((EMBEDDED_FOLDER / "config.json").read_text(encoding="utf-8"))
     for each, tensors, config in ((folder, stored, described(name, hf)), (of_format, exact, hf)):
         shutil.copytree(EMBEDDED_FOLDER, each, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -206,20 +190,12 @@ def measured(what: str, options: dict[str, Any]) -> dict[str, Any]:
 def load(options: dict[str, Any]) -> dict[str, Any]:
     """Seconds of CPU time, and bytes."""
     import jax
+    from bench_kv_types import Model
 
-    from jaxpaged.config import EngineConfig
-    from jaxpaged.engine.build import resolve_model
-    from jaxpaged.worker.engine_spec import EngineSpec
-    from jaxpaged.worker.weights import weights_of
-    from jaxpaged.worker.worker import meshes_of
-
-    folder, model, decoder, config = resolve_model(EngineConfig.from_options(**options, skip_tokenizer_init=True))
-    (mesh,) = meshes_of(config.parallel)
-    spec = EngineSpec(config, model, decoder, mesh)
+    model = Model(options.pop("model"), "bfloat16", skip_tokenizer_init=True, **options)
     jax.numpy.zeros(8).block_until_ready()
     before, begin = resident("VmRSS"), time.process_time()
-    params = weights_of([spec], folder, lambda *_: None).bring_back()
-    jax.block_until_ready(params)
+    params = jax.block_until_ready(model.params)
     seconds = time.process_time() - begin
     num_bytes = sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(params))
     return {"seconds": seconds, "peak": resident("VmHWM") - before, "params": num_bytes}

@@ -16,10 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from update_format_goldens import OWN_ENV, own_environment
-
-ROOT = Path(__file__).resolve().parent.parent
-
+from update_format_goldens import OWN_ENV, ROOT, own_environment
 
 MAX_DIFFERENCE = 0.02
 LENGTHS = (5, 14, 24, 40)

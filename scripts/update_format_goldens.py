@@ -179,94 +179,63 @@ def awq_cases() -> list[Case]:
     return cases
 
 
-def compressed_cases() -> list[Case]:
+def compressed_case(name: str, kind: str, given: dict[str, Any], shape: tuple[int, int], **args: Any) -> Case:
+    """`kind`: the compressor. `given`: further arguments of the decoder. `args`: of compressed-tensors' weights."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-    def case(name: str, kind: str, given: dict[str, Any], shape: tuple[int, int], **args: Any) -> Case:
-        weights = QuantizationArgs(**args)
-        scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-        weight = torch.randn(shape) * 0.02 + (0 if weights.symmetric else 0.005)
-        rows, columns = shape
-        block = weights.block_structure
-        group = weights.group_size if (weights.group_size or 0) > 0 else columns
-        grouped = weight.reshape(rows, columns // group, group)
-        low, high = grouped.amin(-1), grouped.amax(-1)
-        if weights.strategy == "tensor":
-            low, high = low.min().reshape(1), high.max().reshape(1)
-        if block:
-            tiles = [list(band.split(block[1], 1)) for band in weight.split(block[0])]
-            low = torch.tensor([[float(tile.min()) for tile in band] for band in tiles])
-            high = torch.tensor([[float(tile.max()) for tile in band] for band in tiles])
-        whole = generate_gparam(weight.amin(), weight.amax()).reshape(1) if kind == "nvfp4-pack-quantized" else None
-        scale, zero = calculate_qparams(low, high, weights, global_scale=whole)
-        scale = scale if whole is not None else scale.to(torch.bfloat16 if "mxfp4" not in kind else torch.float32)
-        state = {"weight": weight.to(torch.bfloat16), "weight_scale": scale}
-        if not weights.symmetric:
-            state["weight_zero_point"] = zero
-        if whole is not None:
-            state["weight_global_scale"] = whole
-        compressor = BaseCompressor.get_value_from_registry(kind)
-        tensors = compressor.compress(state, scheme)
-        weight_out = compressor.decompress(tensors, scheme)["weight"]
-        return name, {"format": kind, **given}, tensors, weight_out
+    weights = QuantizationArgs(**args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    weight = torch.randn(shape) * 0.02 + (0 if weights.symmetric else 0.005)
+    rows, columns = shape
+    block = weights.block_structure
+    group = weights.group_size if (weights.group_size or 0) > 0 else columns
+    grouped = weight.reshape(rows, columns // group, group)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    if weights.strategy == "tensor":
+        low, high = low.min().reshape(1), high.max().reshape(1)
+    if block:
+        tiles = [list(band.split(block[1], 1)) for band in weight.split(block[0])]
+        low = torch.tensor([[float(tile.min()) for tile in band] for band in tiles])
+        high = torch.tensor([[float(tile.max()) for tile in band] for band in tiles])
+    whole = generate_gparam(weight.amin(), weight.amax()).reshape(1) if kind == "nvfp4-pack-quantized" else None
+    scale, zero = calculate_qparams(low, high, weights, global_scale=whole)
+    scale = scale if whole is not None else scale.to(torch.bfloat16 if "mxfp4" not in kind else torch.float32)
+    state = {"weight": weight.to(torch.bfloat16), "weight_scale": scale}
+    if not weights.symmetric:
+        state["weight_zero_point"] = zero
+    if whole is not None:
+        state["weight_global_scale"] = whole
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    tensors = compressor.compress(state, scheme)
+    weight_out = compressor.decompress(tensors, scheme)["weight"]
+    return name, {"format": kind, **given}, tensors, weight_out
+
+
+def compressed_cases() -> list[Case]:
+    import torch
 
     four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    eight, float8 = {"num_bits": 8, "symmetric": True}, {"num_bits": 8, "type": "float", "symmetric": True}
+    float4 = {"num_bits": 4, "type": "float", "symmetric": True}
+    blocks = {"strategy": "block", "block_structure": [16, 32]}
+    nvfp4 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
+    mxfp4 = {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+    case, shape = compressed_case, (24, 64)
     return [
         case("ct4_sym", "pack-quantized", {"bits": 4}, (24, 96), symmetric=True, **four),
         case("ct4_asym", "pack-quantized", {"bits": 4}, (20, 96), symmetric=False, **four),
         case("ct4_channel", "pack-quantized", {"bits": 4}, (24, 60), symmetric=True, num_bits=4, strategy="channel"),
-        case("ct8_asym", "pack-quantized", {"bits": 8}, (24, 64), symmetric=False, **four | {"num_bits": 8}),
-        case("ct_int8", "int-quantized", {}, (24, 64), symmetric=True, num_bits=8, strategy="channel"),
-        case("ct_int8_tensor", "int-quantized", {}, (24, 64), symmetric=True, num_bits=8, strategy="tensor"),
-        case("ct_fp8", "float-quantized", {}, (24, 64), symmetric=True, num_bits=8, type="float", strategy="channel"),
-        case(
-            "ct_fp8_tensor",
-            "float-quantized",
-            {},
-            (24, 64),
-            symmetric=True,
-            num_bits=8,
-            type="float",
-            strategy="tensor",
-        ),
-        case(
-            "ct_fp8_block",
-            "float-quantized",
-            {"block": [16, 32]},
-            (40, 80),
-            symmetric=True,
-            num_bits=8,
-            type="float",
-            strategy="block",
-            block_structure=[16, 32],
-        ),
-        case(
-            "ct_nvfp4",
-            "nvfp4-pack-quantized",
-            {"is_divisor": True},
-            (24, 64),
-            symmetric=True,
-            num_bits=4,
-            type="float",
-            strategy="tensor_group",
-            group_size=16,
-            scale_dtype=torch.float8_e4m3fn,
-        ),
-        case(
-            "ct_mxfp4",
-            "mxfp4-pack-quantized",
-            {},
-            (24, 64),
-            symmetric=True,
-            num_bits=4,
-            type="float",
-            strategy="group",
-            group_size=32,
-            scale_dtype=torch.uint8,
-        ),
+        case("ct8_asym", "pack-quantized", {"bits": 8}, shape, symmetric=False, **four | {"num_bits": 8}),
+        case("ct_int8", "int-quantized", {}, shape, **eight, strategy="channel"),
+        case("ct_int8_tensor", "int-quantized", {}, shape, **eight, strategy="tensor"),
+        case("ct_fp8", "float-quantized", {}, shape, **float8, strategy="channel"),
+        case("ct_fp8_tensor", "float-quantized", {}, shape, **float8, strategy="tensor"),
+        case("ct_fp8_block", "float-quantized", {"block": [16, 32]}, (40, 80), **float8, **blocks),
+        case("ct_nvfp4", "nvfp4-pack-quantized", {"is_divisor": True}, shape, **float4, **nvfp4),
+        case("ct_mxfp4", "mxfp4-pack-quantized", {}, shape, **float4, **mxfp4),
     ]
 
 

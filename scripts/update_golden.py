@@ -80,25 +80,23 @@ def record_all(names: list[str]) -> None:
     for name in [name for name in names if name not in others] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             written = checkpoints.write_checkpoint(name, Path(folder))
-            golden = record(checkpoints, name, wrapped(written) if name in WRAPPED else written)
+            golden = record(checkpoints, name, wrapped(written, WRAPPED[name]) if name in WRAPPED else written)
         (GOLDEN / f"{name}.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
         print(name, "margin", golden["margin"], flush=True)
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
-WRAPPED = {"muse_glimmer": SMALL}
+WRAPPED = {"muse_glimmer": {"vision_config": SMALL, "out_hidden_size": 64, "projector_hidden_size": 32}}
 """Models that transformers has only with a tower -> a description of a small one, which stays as it is made."""
 
 
-def wrapped(folder: Path) -> Path:
-    """The folder, with the text model of it as a part of one that sees."""
+def wrapped(folder: Path, tower: dict[str, Any]) -> Path:
+    """The folder, with the text model of it as a part of one that sees with `tower`."""
     from safetensors.numpy import load_file, save_file
 
     hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = hf["model_type"].removesuffix("_text")
-    parts = {"text_config": hf, "vision_config": WRAPPED[kind], "out_hidden_size": 64, "projector_hidden_size": 32}
-    whole = {"architectures": hf["architectures"], "model_type": kind, **parts}
-    whole["tie_word_embeddings"] = hf["tie_word_embeddings"]
+    whole = {name: hf[name] for name in ("architectures", "tie_word_embeddings")}
+    whole |= {"model_type": hf["model_type"].removesuffix("_text"), "text_config": hf, **tower}
     (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
     tensors = load_file(folder / "model.safetensors")
     inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
