@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxpaged.layers.lora import BoundLora, grown_TO, own_ranks, stacked_product
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, Stored, StoredArray
 from pallas_kernels.few_rows_matmul import (
@@ -65,11 +66,13 @@ def takes_one_row(backend: str, dtype: Any) -> bool:
 @struct.dataclass
 class Linear:
     """`weight` is [out..., in...], as checkpoints store it, or quantized; `bias` is [out...] or None. `backend` is the
-    kernel that multiplies, where it takes the rows (`choose_matmul_backend`)."""
+    kernel that multiplies, where it takes the rows (`choose_matmul_backend`). `lora`: what adapters add, within the
+    programs of an engine that has them."""
 
     weight: jax.Array | QuantizedArray | PackedArray | StoredArray
     bias: jax.Array | None = None
     backend: str = struct.field(pytree_node=False, default=XLA)
+    lora: BoundLora | None = None
 
 
 def with_backend[T](specs: T, backend: str) -> T:
@@ -94,12 +97,19 @@ def apply_linear(letters: str, x: jax.Array, p: Linear, added: jax.Array | None 
     assert weight_letters == out_letters[1:] + inputs, f"{letters}: a weight is spelled outputs first, then inputs"
     out_shape = p.weight.shape[: -len(inputs)]
     x_TI = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    if added is not None and p.bias is None and (sum_TO := sum_with_product(x_TI, p, added)) is not None:
-        return sum_TO.reshape(x.shape[0], *out_shape)
-    product = PRODUCTS.get(type(p.weight), matrix_product)
-    out = product(x_TI, p.weight, x.dtype, p.backend).reshape(x.shape[0], *out_shape)
+    if p.lora is not None:
+        out = adapted_product(x_TI, p, p.lora, x.dtype).reshape(x.shape[0], *out_shape)
+    else:
+        if added is not None and p.bias is None and (sum_TO := sum_with_product(x_TI, p, added)) is not None:
+            return sum_TO.reshape(x.shape[0], *out_shape)
+        out = product(x_TI, p.weight, x.dtype, p.backend).reshape(x.shape[0], *out_shape)
     out = out if p.bias is None else out + p.bias
     return out if added is None else added + out
+
+
+def product(x_TI: jax.Array, weight: Any, dtype: Any, backend: str) -> jax.Array:
+    """x_TI times a weight of any form -> [T, O] in `dtype`."""
+    return PRODUCTS.get(type(weight), matrix_product)(x_TI, weight, dtype, backend)
 
 
 def sum_with_product(x_TI: jax.Array, p: Linear, added: jax.Array) -> jax.Array | None:
@@ -145,10 +155,80 @@ def few_rows_product(
 
 def silu_product(x_TI: jax.Array, p: Linear) -> jax.Array | None:
     """silu(gate) * up [T, O] of a weight [O, 2, I] that has both, as one kernel; None where there is none for it."""
-    if p.bias is not None or p.backend != GPU or isinstance(p.weight, StoredArray):
+    if p.bias is not None or p.lora is not None or p.backend != GPU or isinstance(p.weight, StoredArray):
         return None
     weight_O2I = few_rows_weight(p.weight, -1, 2, x_TI.shape[1])
     return gated_matmul(x_TI, weight_O2I, backend=p.backend) if gates(p.backend, x_TI, weight_O2I) else None
+
+
+def adapted_product(x_TI: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> jax.Array:
+    """x_TI times the weight, and what each token's adapter adds -> [T, O] in `dtype`.
+
+    Where inputs are split over devices, each adds up what its own make of both, so there is one sum over devices as
+    without adapters.
+    """
+    if (split := lora.split) is None or (split.inputs is None and split.outputs is None):
+        return with_adapters(x_TI, product(x_TI, p.weight, dtype, p.backend), p, lora, dtype)
+    whole, parts = PartitionSpec(), lora_parts(lora, split)
+    if split.inputs is None:
+        base_TO = product(x_TI, p.weight, dtype, p.backend)
+        on_device = lambda x_TI, base_TO, lora: with_adapters(x_TI, base_TO, p, lora, dtype)
+        out_specs = PartitionSpec(None, split.outputs)
+        return over_model_axes(split.mesh, on_device, (whole, out_specs, parts), out_specs)(x_TI, base_TO, lora)
+    ordered_TI, weight = x_TI, p.weight
+    if isinstance(weight, StoredArray):
+        ordered_TI = x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
+        weight = weight.replace(order=None, split=None)
+
+    def sum_of_devices(x_TI: jax.Array, ordered_TI: jax.Array, weight: Any, lora: BoundLora) -> jax.Array:
+        base_TO = product(ordered_TI, weight, dtype, p.backend)
+        return jax.lax.psum(with_adapters(x_TI, base_TO, p, lora, dtype), split.inputs)
+
+    of_inputs, of_weight = PartitionSpec(None, split.inputs), parts_by_inputs(weight, out_axes(p), split.inputs)
+    in_specs = (of_inputs, of_inputs, of_weight, parts)
+    return over_model_axes(split.mesh, sum_of_devices, in_specs, whole)(x_TI, ordered_TI, weight, lora)
+
+
+def with_adapters(x_TI: jax.Array, base_TO: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> jax.Array:
+    """[T, O] in `dtype`: what the weight made of x, and what the adapters add, on one device."""
+    sum_TO = grown_TO(base_TO, lora.stacks.growth, lora.slots)
+    for part in lora.stacks.parts:
+        a_KI = part.a.reshape(-1, x_TI.shape[1])
+        u_TK = matrix_product(x_TI.astype(a_KI.dtype), a_KI, jnp.float32, p.backend)
+        sum_TO += stacked_product(own_ranks(u_TK, lora.slots, part.b.dtype), part.b)
+    return sum_TO.astype(dtype)
+
+
+def lora_parts(lora: BoundLora, split: Any) -> Any:
+    """How the stacks of a layer lie that is split so."""
+    inputs, outputs = PartitionSpec(None, None, split.inputs), PartitionSpec(None, None, split.outputs)
+    stacks = lora.stacks
+    return lora.replace(
+        slots=jax.tree.map(lambda _: PartitionSpec(), lora.slots),
+        stacks=stacks.replace(
+            parts=tuple(part.replace(a=inputs, b=outputs) for part in stacks.parts),
+            growth=None if stacks.growth is None else PartitionSpec(None, split.outputs),
+        ),
+    )
+
+
+def out_axes(p: Linear) -> int:
+    """How many axes of its weight are outputs."""
+    return p.lora.stacks.parts[0].b.ndim - 2
+
+
+def parts_by_inputs(weight: Any, num_out_axes: int, inputs: Any) -> Any:
+    """How the arrays of a weight lie whose first input axis is split: scales of outputs are whole, those of groups have
+    their groups first."""
+    split = PartitionSpec(*(None,) * num_out_axes, inputs)
+    if isinstance(weight, QuantizedArray):
+        return weight.replace(values=split, scales=PartitionSpec())
+    if isinstance(weight, PackedArray):
+        return weight.replace(packed=split, scales=split)
+    if isinstance(weight, StoredArray):
+        groups = PartitionSpec(inputs)
+        return weight.replace(values=split, scales=groups, zeros=None if weight.zeros is None else groups)
+    return split
 
 
 def scaled_product(x_TI: jax.Array, weight: Any, dtype: Any, backend: str) -> jax.Array | None:

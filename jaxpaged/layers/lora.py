@@ -1,0 +1,87 @@
+"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685), many on one base: what each slot adds to a product.
+
+An adapter of rank r adds B A x to W x. Slot s of the stacks has one adapter, and every token of a step has the slot of
+its request; slot 0 is no adapter and has no place in the stacks. All slots are multiplied at once, and what is not a
+token's own slot's is masked between the two products: shapes are fixed, whichever adapters are in a step. How large
+alpha is, is folded into B, and adapters of smaller ranks end with zeros.
+
+Ranks are in parts: the first of all slots in one pair of arrays, the others in another. A program of steps in which all
+adapters are small takes the first part alone.
+
+DoRA (arXiv 2402.09353) scales the outputs of W x + B A x; of B that is folded in, `growth` scales W x. This module
+knows neither models nor requests, nor how adapters are read.
+
+Letters: S slots, r ranks, I inputs and O outputs of a product, each all of its axes in one.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpaged.params.sharding import Split
+
+
+@struct.dataclass
+class LoraStack:
+    """Some ranks of all slots: `a` is [S, r, inputs...] and `b` [S, r, outputs...]."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+@struct.dataclass
+class LoraStacks:
+    """What the slots add to one linear layer. `growth` [S, outputs...], float32: by how much more than itself W x is
+    counted (DoRA); zero for others, and None where no adapter of a step has one."""
+
+    parts: tuple[LoraStack, ...]
+    growth: jax.Array | None = None
+
+
+@struct.dataclass
+class TokenSlots:
+    """Which slot each token of a step has, in float32 [T, S]: 1 where it is the token's, so zeros for slot 0."""
+
+    own_TS: jax.Array
+
+
+@struct.dataclass
+class BoundLora:
+    """The stacks of a linear layer with the slots of a step's tokens. `split`: over which axes of a mesh the layer's
+    outputs or inputs are split; None: this is the part of one device, or there is one."""
+
+    stacks: LoraStacks
+    slots: TokenSlots
+    split: Split | None = struct.field(pytree_node=False, default=None)
+
+
+def token_slots(slot_T: jax.Array, num_slots: int) -> TokenSlots:
+    """Of int32 [T] with 0 for no adapter, and numbers from 1 on."""
+    own_TS = slot_T[:, None] == jnp.arange(1, num_slots + 1)
+    return TokenSlots(jax.lax.optimization_barrier(own_TS.astype(jnp.float32)))
+
+
+def own_ranks(u_TK: jax.Array, slots: TokenSlots, dtype: Any) -> jax.Array:
+    """[T, S r] of what all slots make of each token's inputs, zeros where a slot is not the token's."""
+    num_tokens, num_slots = slots.own_TS.shape
+    u_TSr = u_TK.reshape(num_tokens, num_slots, -1)
+    return (u_TSr * slots.own_TS[:, :, None]).reshape(num_tokens, -1).astype(dtype)
+
+
+def stacked_product(u_TK: jax.Array, b: jax.Array) -> jax.Array:
+    """Float32 [T, O]: what the ranks of all slots add, of b [S, r, outputs...]."""
+    b_KO = b.reshape(u_TK.shape[1], -1)
+    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.einsum("TK,KO->TO", u_TK, b_KO, preferred_element_type=jnp.float32, precision=precision)
+
+
+def grown_TO(base_TO: jax.Array, growth: jax.Array | None, slots: TokenSlots) -> jax.Array:
+    """Float32 [T, O]: what the weights make of tokens, counted by as much more as their slots say."""
+    base_TO = base_TO.astype(jnp.float32)
+    if growth is None:
+        return base_TO
+    growth_SO = growth.reshape(len(growth), -1)
+    more_TO = jnp.einsum("TS,SO->TO", slots.own_TS, growth_SO, precision=jax.lax.Precision.HIGHEST)
+    return base_TO * (1 + more_TO)
