@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
-    from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
+    from jaxpaged.messages import CompletionOutput, Logprob, LoRARequest, RequestOutput
     from jaxpaged.pooling import (
         ClassificationOutput,
         EmbeddingOutput,
@@ -48,6 +48,7 @@ __all__ = [
     "Gauge",
     "Histogram",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "Metric",
     "PoolingOutput",
@@ -71,7 +72,7 @@ _NAMES_OF = {
     "serving.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],
     "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
     "entrypoints.llm": ["LLM"],
-    "messages": ["CompletionOutput", "Logprob", "RequestOutput"],
+    "messages": ["CompletionOutput", "Logprob", "LoRARequest", "RequestOutput"],
     "pooling": [
         "ClassificationOutput",
         "EmbeddingOutput",

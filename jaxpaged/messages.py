@@ -64,6 +64,32 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
         return self.is_embeds or self.embeds is not None
 
 
+class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """An adapter as users name it: the folder `lora_path`, under a name and a number above 0 of its own.
+
+    `base_model_name` is what it says of the model that it adapts. `load_inplace`: it may replace one of the same name.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+
+
+class LoRAInfo(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """An adapter that was read. `digest` is the SHA-256 of its files in hexadecimal: two versions under one name have
+    two of them."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    digest: str
+    rank: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A checked, tokenised request on its way to the engine core.
 
@@ -81,7 +107,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     eos_token_id: int | None = None
     priority: int = 0
     cache_salt: str | None = None
-    lora_name: str | None = None
+    lora: LoRAInfo | None = None
     mm_features: list[MultiModalFeature] = []
     pooling_params: PoolingParams | None = None
 
@@ -102,6 +128,7 @@ class NewRequestData(msgspec.Struct):
     `token_ids` is everything known so far: prompt, and output when the request was preempted.
     `block_ids[g]` is the block table of KV group g, prefix-cache hits included.
     `is_private`: it has a cache salt, so its speed must tell nothing of others' text, nor theirs of its own.
+    `lora_slot`: where the devices have its adapter; 0: it has none.
     """
 
     request_id: str
@@ -112,6 +139,7 @@ class NewRequestData(msgspec.Struct):
     sampling_params: SamplingParams
     is_private: bool = False
     mm_features: list[MultiModalFeature] = []  # without pixels
+    lora_slot: int = 0
 
 
 class EncoderInput(msgspec.Struct):
@@ -163,6 +191,8 @@ class SchedulerOutput(msgspec.Struct):
 
     `encoder_pages` has (request id, index of the feature, its pages) for each feature of which the step computes a
     token, unless a step before it said so since the request's row was taken.
+
+    `lora_loads` has (slot, number of the adapter) for each adapter that the host gives to the devices before the step.
     """
 
     step_id: int
@@ -181,6 +211,7 @@ class SchedulerOutput(msgspec.Struct):
     kv_connector_metadata: KVConnectorMetadata | None = None  # None: nothing is kept besides the device, or changes
     encoder_inputs: list[EncoderInput] = []
     encoder_pages: list[tuple[str, int, list[int]]] = []
+    lora_loads: list[tuple[int, int]] = []
 
     @property
     def parts(self) -> Sequence["SchedulerOutput"]:

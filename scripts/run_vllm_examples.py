@@ -32,7 +32,6 @@ class ImageAsset:
     **{
         name: f"class {name}:\n    def __init__(self, *_, **__):\n        raise SystemExit('{name}: {why}')"
         for name, why in (
-            ("LoRARequest", "adapters are not served"),
             ("VideoAsset", "the video comes from the network"),
             ("AudioAsset", "audio is not taken"),
         )

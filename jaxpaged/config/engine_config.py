@@ -5,6 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.config.lora import LoRAConfig
 from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.config.option_checks import checked
 from jaxpaged.config.resolution import (
@@ -49,6 +50,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -65,6 +67,9 @@ class EngineConfig:
                 raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, [*owners, *FOREIGN_OPTIONS])}")
             section, f = owners[name]
             given.setdefault(section, {})[name] = checked(f, value)
+        if given.get("lora", {}).get("enable_lora"):
+            why = "LoRA adapters are not supported yet. Merge the adapter into its model."
+            raise ConfigError(f"enable_lora is True, but {why}")
         return cls(**{section: kind(**given[section]) for section, kind in section_types().items() if section in given})
 
     @property

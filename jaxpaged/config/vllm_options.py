@@ -314,15 +314,9 @@ SCHEDULING = (
            do="Give max_num_seqs and max_num_batched_tokens."),
 )  # fmt: skip
 ADAPTERS = (
-    absent("enable_lora", False, why=NO_LORA, do=MERGE_LORA),
     absent("lora_modules", None, [], why=NO_LORA, do=MERGE_LORA, many=True),
     absent("default_mm_loras", None, why=NO_LORA, do=MERGE_LORA),
     absent("qlora_adapter_name_or_path", None, why=NO_LORA, do=MERGE_LORA),
-    pointless("max_loras", 1, int),
-    pointless("max_lora_rank", 16, int),
-    pointless("max_cpu_loras", None, int),
-    pointless("lora_dtype", "auto", str),
-    pointless("lora_target_modules", None, LIST, many=True),
     pointless("lora_extra_vocab_size", 256, int),
     pointless("long_lora_scaling_factors", None, (*LIST, int, float), many=True),
     pointless("fully_sharded_loras", False, bool),

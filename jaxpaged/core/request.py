@@ -58,7 +58,7 @@ class Request:
         "eos_token_id",
         "finish_reason",
         "loaded",
-        "lora_name",
+        "lora",
         "matcher",
         "max_total_tokens",
         "mm_features",
@@ -92,7 +92,7 @@ class Request:
         self.rank = 0  # the number of its attention rank
         self.priority = message.priority
         self.cache_salt = message.cache_salt
-        self.lora_name = message.lora_name
+        self.lora = message.lora
         self.mm_features = message.mm_features
 
         assert params.max_tokens is not None, "the sampling parameters are not complete"
@@ -137,7 +137,7 @@ class Request:
     @property
     def has_only_tokens(self) -> bool:
         """Whether the content of its blocks follows from tokens and weights alone."""
-        return self.lora_name is None and self.cache_salt is None and not self.mm_features
+        return self.lora is None and self.cache_salt is None and not self.mm_features
 
     def forget_hashes(self) -> None:
         """From now on the request computes other content."""

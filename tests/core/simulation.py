@@ -36,6 +36,7 @@ from jaxpaged.kv_connector.base import KVConnection
 from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
+    LoRAInfo,
     ModelRunnerOutput,
     MultiModalFeature,
     SchedulerOutput,
@@ -570,6 +571,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 PLACEHOLDER = 0
 PIXELS = np.zeros(1, np.uint8)
+
+
+def adapter(name: str, digest: str = "0", number: int = 1) -> LoRAInfo:
+    return LoRAInfo(name, number, f"/adapters/{name}", digest)
 
 
 def picture(name: str, offset: int, *lengths: int) -> MultiModalFeature:

@@ -45,8 +45,11 @@ lora: LoRARequest | None = None
     names: dict = {}
     exec(new, names)
     assert names["fetch_image"](names["encode_image_url"](Image.new("RGB", (8, 4)))).size == (8, 4)
-    with pytest.raises(SystemExit, match="adapters are not served"):
-        names["LoRARequest"]("name", 1, "path")
+    assert names["LoRARequest"]("name", 1, "path").lora_path == "path"
+    new, _ = runner.changed("from vllm.assets.audio import AudioAsset", "demo")
+    exec(new, names)
+    with pytest.raises(SystemExit, match="audio is not taken"):
+        names["AudioAsset"]("name")
 
 
 def test_a_script_runs_or_says_why_not(tmp_path):

@@ -9,7 +9,7 @@ a root of their own in place of NONE_HASH, SHA-256(CBOR([NONE_HASH, ["kv_cache",
 outlives an engine must keep apart by itself what engines began with (`Executor.weights_version`).
 
 Extra keys are what changes the content besides the tokens; an array of
-    ["lora", adapter name]
+    ["lora", name of the adapter, its path, its digest]
     ["mm", content hash, offset of the item relative to the block's first token]   for every item inside
     ["cache_salt", salt]                                                           in block 0 only
 Nothing here knows where a block is, or whether it is cached.
@@ -95,8 +95,8 @@ def extra_keys(request: Request, block_idx: int, block_size: int) -> ExtraKeys |
         return None
     keys: list[tuple[str | int, ...]] = []
     start = block_idx * block_size
-    if request.lora_name is not None:
-        keys.append(("lora", request.lora_name))
+    if (lora := request.lora) is not None:
+        keys.append(("lora", lora.lora_name, lora.lora_path, lora.digest))
     for feature in features_between(request.mm_features, start, start + block_size):
         of_video = (feature.time,) if feature.moment else ()  # other positions, other keys and values
         keys.append(("mm", feature.key.hex(), feature.offset - start, *of_video))

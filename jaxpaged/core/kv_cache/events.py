@@ -21,7 +21,7 @@ class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True, froz
     parent_block_hash: bytes | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None  # vLLM's older field; adapters are known by name here
+    lora_id: int | None = None
     medium: str | None = DEVICE_MEDIUM
     lora_name: str | None = None
     extra_keys: list[list | None] | None = None

@@ -309,7 +309,7 @@ class KVCacheManager:
 
     def _stored_event(self, request: Request, g: int, first: int, end: int) -> BlockStored:
         group = self.groups.groups[g]
-        size, units = group.block_size, group.units
+        size, units, lora = group.block_size, group.units, request.lora
         keys = [extra_keys(request, block_idx, size) for block_idx in range(first, end)]
         # A key is published without its tag: the adapter's name, [content hash, offset], or the salt.
         untagged = [None if k is None else [key[1] if len(key) == 2 else list(key[1:]) for key in k] for k in keys]
@@ -318,7 +318,8 @@ class KVCacheManager:
             parent_block_hash=request.block_hashes[first * units - 1] if first else None,
             token_ids=request.all_token_ids[first * size : end * size],
             block_size=size,
-            lora_name=request.lora_name,
+            lora_id=lora.lora_int_id if lora else None,
+            lora_name=lora.lora_name if lora else None,
             extra_keys=untagged if any(untagged) else None,
             group_idx=g,
             kv_cache_spec_kind=group.spec.kind,

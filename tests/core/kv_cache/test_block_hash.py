@@ -12,7 +12,7 @@ from jaxpaged.core.request import Request
 from jaxpaged.encoding.cbor import encode_cbor
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.sampling_params import SamplingParams
-from tests.core.simulation import picture
+from tests.core.simulation import adapter, picture
 
 VALUES = st.recursive(
     st.one_of(st.none(), st.integers(-(2**64), 2**64 - 1), st.binary(max_size=40), st.text(max_size=300)),
@@ -84,20 +84,21 @@ def test_a_token_changes_its_block_and_all_after_it():
 
 def test_adapter_and_salt_separate_equal_prompts():
     tokens = list(range(8))
-    variants = [hashes_of(tokens), hashes_of(tokens, lora_name="a"), hashes_of(tokens, lora_name="b")]
-    variants += [hashes_of(tokens, cache_salt="s"), hashes_of(tokens, cache_salt="s", lora_name="a")]
+    variants = [hashes_of(tokens), hashes_of(tokens, lora=adapter("a")), hashes_of(tokens, lora=adapter("b"))]
+    variants += [hashes_of(tokens, lora=adapter("a", digest="1"))]
+    variants += [hashes_of(tokens, cache_salt="s"), hashes_of(tokens, cache_salt="s", lora=adapter("a"))]
     for block_idx in range(2):
         assert len({hashes[block_idx] for hashes in variants}) == len(variants)
 
 
 def test_an_image_is_named_in_every_block_that_it_touches():
-    request = make_request([0] * 16, mm_features=[picture("image", 6, 4)], lora_name="a", cache_salt="s")
-    name = b"image".ljust(32, b".").hex()
+    request = make_request([0] * 16, mm_features=[picture("image", 6, 4)], lora=adapter("a"), cache_salt="s")
+    name, lora = b"image".ljust(32, b".").hex(), ("lora", "a", "/adapters/a", "0")
     assert [extra_keys(request, block_idx, 4) for block_idx in range(4)] == [
-        (("lora", "a"), ("cache_salt", "s")),
-        (("lora", "a"), ("mm", name, 2)),
-        (("lora", "a"), ("mm", name, -2)),
-        (("lora", "a"),),
+        (lora, ("cache_salt", "s")),
+        (lora, ("mm", name, 2)),
+        (lora, ("mm", name, -2)),
+        (lora,),
     ]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from jaxpaged.core.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from jaxpaged.kv_cache_spec import EncoderCacheConfig
-from tests.core.simulation import Engine, picture, prompt_of
+from tests.core.simulation import Engine, adapter, picture, prompt_of
 
 SEES = EncoderCacheConfig(num_pages=8, page_size=2, max_step_embeds=16)
 ENDLESS = {"ignore_eos": True, "stop_token_ids": []}
@@ -54,7 +54,9 @@ def test_some_requests_write_the_cache_and_do_not_read_it(option):
     assert hit_of(engine, "writer", prompt_of(12), **option) == 0
 
 
-@pytest.mark.parametrize("option", [{"cache_salt": "s"}, {"lora_name": "l"}, {"mm_features": [picture("image", 1, 3)]}])
+@pytest.mark.parametrize(
+    "option", [{"cache_salt": "s"}, {"lora": adapter("l")}, {"mm_features": [picture("image", 1, 3)]}]
+)
 def test_salt_adapter_and_images_separate_requests(option):
     engine = Engine(encoder=SEES)
     warm(engine, prompt_of(12), **option)
@@ -140,16 +142,18 @@ class TestEvents:
 
     def test_blocks_are_reported_when_they_are_stored(self):
         engine = self.engine()
-        warm(engine, prompt_of(10), lora_name="l", cache_salt="s", mm_features=[picture("image", 6, 2)])
+        warm(engine, prompt_of(10), lora=adapter("l"), cache_salt="s", mm_features=[picture("image", 6, 2)])
         (event,) = engine.scheduler.kv_cache_manager.take_events()
         assert len(event.block_hashes) == 2
+        lora = ["l", "/adapters/l", "0"]
         assert event == BlockStored(
             block_hashes=event.block_hashes,
             parent_block_hash=None,
             token_ids=prompt_of(8),
             block_size=4,
+            lora_id=1,
             lora_name="l",
-            extra_keys=[["l", "s"], ["l", [b"image".ljust(32, b".").hex(), 2]]],
+            extra_keys=[[lora, "s"], [lora, [b"image".ljust(32, b".").hex(), 2]]],
         )
         assert engine.scheduler.kv_cache_manager.take_events() == []
 

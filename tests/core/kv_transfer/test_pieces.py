@@ -28,7 +28,7 @@ from jaxpaged.kv_connector.base import (
 from jaxpaged.kv_store.pieces import Piece, page_tokens_of
 from jaxpaged.kv_store.tier import Lookup
 from tests.core.kv_cache.test_block_hash import make_request
-from tests.core.simulation import Engine, expected_output, illustrated, picture, prompt_of, states
+from tests.core.simulation import Engine, adapter, expected_output, illustrated, picture, prompt_of, states
 
 PAGE = 8
 SIZES = (4, 8, 16, 32)
@@ -273,7 +273,7 @@ def test_a_page_is_not_saved_if_its_first_blocks_are_reused_before_its_last_one_
         assert roomy.store[page.key] == (page, held)
 
 
-FIELDS = st.sampled_from([{}, {"cache_salt": "s"}, {"lora_name": "l"}, {"mm_features": [picture("image", 5, 9)]}])
+FIELDS = st.sampled_from([{}, {"cache_salt": "s"}, {"lora": adapter("l")}, {"mm_features": [picture("image", 5, 9)]}])
 
 
 @given(st.lists(st.integers(0, 300_000), max_size=100), st.sampled_from([2, 3, 8, 24]), FIELDS)
