@@ -49,9 +49,9 @@ def prompts(count=3):
     return [{"prompt_token_ids": [*text[i : 20 + i], *text[: 8 * i]]} for i in range(count)]
 
 
-def answers(llm, given):
+def answers(llm, given, params=PARAMS):
     """Tokens and log probabilities of every answer, and tokens that were found in the prefix cache."""
-    results = llm.generate(given, PARAMS, use_tqdm=False)
+    results = llm.generate(given, params, use_tqdm=False)
     tokens = [[*result.outputs[0].token_ids] for result in results]
     values = [
         [[line[token].logprob for token in sorted(line)] for line in result.outputs[0].logprobs] for result in results

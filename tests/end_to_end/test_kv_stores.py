@@ -16,7 +16,8 @@ __all__ = ["s3_endpoint"]
 def check_that_the_next_engine_loads(options):
     """One engine computes and saves, and another one, which begins with nothing, loads."""
     llm = LLM(**OPTIONS, **options)
-    expected, _ = answers(llm)
+    expected, cached = answers(llm)
+    assert max(cached) < 200, "it found what is another's"
     llm.shutdown()
     llm = LLM(**OPTIONS, **options)
     again, cached = answers(llm)
@@ -33,6 +34,7 @@ def test_redis_with_a_password_and_signed_pages(tmp_path):
     options = {"kv_offload": f"host=64M,redis=redis://127.0.0.1:{port}?ttl=600", "kv_offload_secrets": str(secrets)}
     try:
         check_that_the_next_engine_loads(options)
+        check_that_the_next_engine_loads({**options, "kv_cache_dtype": "fp8_per_token_head"})
         secrets.write_text(json.dumps({**said, "page_secret": "another of sixteen"}), encoding="utf-8")
         llm = LLM(**OPTIONS, **options)
         assert answers(llm, PROMPTS[:1])[1] == [0], "pages that another secret signed were used"
@@ -46,7 +48,9 @@ def test_redis_with_a_password_and_signed_pages(tmp_path):
 def test_a_bucket(s3_endpoint, monkeypatch):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv({"region": "AWS_REGION"}.get(name, f"AWS_{name.upper()}"), value)
-    check_that_the_next_engine_loads({"kv_offload": f"s3=s3://pages/kv?endpoint={s3_endpoint}"})
+    options = {"kv_offload": f"s3=s3://pages/kv?endpoint={s3_endpoint}"}
+    for more in ({}, {"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": "fp8"}):
+        check_that_the_next_engine_loads(options | more)
 
 
 def test_a_store_of_ones_own_behind_host_memory(tmp_path):

@@ -32,8 +32,8 @@ UNSEEDED = "vllm-none-hash"
 """What vLLM hashes to NONE_HASH where PYTHONHASHSEED is not set."""
 MAX_NAME_BYTES = 150
 """Of a name in the protocol of `lm://`."""
-DTYPE_NAMES = {"bfloat16": "bfloat16", "float16": "half", "float32": "float"}
-"""numpy's names of types, and LMCache's."""
+DTYPE_NAMES = {"bfloat16": "bfloat16", "float16": "half", "float32": "float", "uint8": "uint8"}
+"""numpy's names of types, and LMCache's. What vLLM caches as float8 it calls bytes."""
 
 
 class ChunkHasher:

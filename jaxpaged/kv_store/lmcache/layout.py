@@ -3,7 +3,8 @@
 A chunk is `[2, layers, tokens, heads * head dim]` (LMCache's KV_2LTD): keys then values, after rotation, all layers in
 their order, heads in theirs. Where vLLM runs on several devices each stores its own heads, so that a chunk is in as
 many parts; where these are more than heads, neighbours have the same one. A page is `[layers of a group, 2, tokens,
-heads, head dim]`, so a chunk is made of the pages of all groups.
+heads, head dim]`, so a chunk is made of the pages of all groups. Numbers of 8 bits are bytes in a chunk; where each
+token and head has a scale, its 4 bytes follow those of the numbers that it is of, as if heads were larger.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ import numpy as np
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.buffers import aligned_empty
 from jaxpaged.kv_store.lmcache.keys import DTYPE_NAMES
+from jaxpaged.kv_store.page import EIGHT_BITS, SCALE_BYTES, SCALED, VERSION
+
+BYTES = np.dtype(np.uint8)
+"""Of chunks whose numbers have 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,15 @@ class ChunkLayout:
     num_heads: int
     head_dim: int
     dtype: np.dtype
+    """Of keys and values in pages."""
     chunk_tokens: int
     groups: tuple[tuple[int, ...], ...]
     """Of each KV group the layers of the model that it has, in the order of its pages."""
     page_tokens: int
     num_parts: int = 1
     """Devices of those who share the store: `world_size` in LMCache's names."""
+    has_scales: bool = False
+    """Whether pages have a scale for each token and head."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens <= 0 or self.chunk_tokens % self.page_tokens:
@@ -39,7 +47,7 @@ class ChunkLayout:
             )
         if sorted(layer for layers in self.groups for layer in layers) != list(range(self.num_layers)):
             raise ConfigError("LMCache's chunks hold every layer once, and some layers of this model share theirs.")
-        if self.dtype.name not in DTYPE_NAMES:
+        if self.chunk_dtype.name not in DTYPE_NAMES:
             raise ConfigError(
                 f"LMCache's chunks are shared as {', '.join(DTYPE_NAMES)}, and the KV cache has {self.dtype.name}. "
                 "Give another kv_cache_dtype."
@@ -51,8 +59,20 @@ class ChunkLayout:
             )
 
     @property
+    def chunk_dtype(self) -> np.dtype:
+        return BYTES if self.dtype.name in EIGHT_BITS else self.dtype
+
+    @property
+    def page_version(self) -> int:
+        return SCALED if self.has_scales else VERSION
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
-        return 2, self.num_layers, self.chunk_tokens, self.num_heads * self.head_dim
+        return 2, self.num_layers, self.chunk_tokens, self.num_heads * self._head_extent
+
+    @property
+    def _head_extent(self) -> int:
+        return self.head_dim + SCALE_BYTES * self.has_scales
 
     @property
     def part_shape(self) -> tuple[int, int, int, int]:
@@ -61,7 +81,7 @@ class ChunkLayout:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return int(np.prod(self.shape)) * self.chunk_dtype.itemsize
 
     @property
     def part_bytes(self) -> int:
@@ -73,27 +93,34 @@ class ChunkLayout:
 
     def empty(self) -> np.ndarray:
         """A chunk of any content."""
-        return aligned_empty(self.num_bytes).view(self.dtype).reshape(self.shape)
+        return aligned_empty(self.num_bytes).view(self.chunk_dtype).reshape(self.shape)
 
     def page_shape(self, g: int) -> tuple[int, ...]:
         return len(self.groups[g]), 2, self.page_tokens, self.num_heads, self.head_dim
 
-    def write_page(self, chunk: np.ndarray, g: int, start: int, values: np.ndarray) -> None:
+    def write_page(
+        self, chunk: np.ndarray, g: int, start: int, values: np.ndarray, scales: np.ndarray | None = None
+    ) -> None:
         """Put the page of group `g` that begins at token `start` of the chunk where it belongs."""
-        place = self._by_head(chunk)[:, :, start : start + self.page_tokens]
-        for layer, page in zip(self.groups[g], values, strict=True):
-            place[:, layer] = page
-
-    def read_page(self, chunk: np.ndarray, g: int, start: int) -> np.ndarray:
-        """A copy of such a page."""
-        place = self._by_head(chunk)[:, :, start : start + self.page_tokens]
-        page = np.empty(self.page_shape(g), self.dtype)
+        place, numbers = self._place(chunk, start), values.view(self.chunk_dtype)
         for i, layer in enumerate(self.groups[g]):
-            page[i] = place[:, layer]
-        return page
+            place[:, layer, ..., : self.head_dim] = numbers[i]
+            if scales is not None:
+                place[:, layer, ..., self.head_dim :] = scales[i, ..., None].view(BYTES)
 
-    def _by_head(self, chunk: np.ndarray) -> np.ndarray:
-        return chunk.reshape(*self.shape[:3], self.num_heads, self.head_dim)
+    def read_page(self, chunk: np.ndarray, g: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """A copy of such a page, and of its scales where there are some."""
+        place = self._place(chunk, start)
+        page = np.stack([place[:, layer] for layer in self.groups[g]])
+        if not self.has_scales:
+            return page.view(self.dtype), None
+        values, scales = (np.ascontiguousarray(each) for each in np.split(page, [self.head_dim], axis=-1))
+        return values.view(self.dtype), scales.view("<f4")[..., 0]
+
+    def _place(self, chunk: np.ndarray, start: int) -> np.ndarray:
+        """The tokens of a page: [2, layers, tokens, heads, head dim and scale]."""
+        by_head = chunk.reshape(*self.shape[:3], self.num_heads, self._head_extent)
+        return by_head[:, :, start : start + self.page_tokens]
 
     def parts(self, chunk: np.ndarray) -> list[np.ndarray]:
         """What each device of those who share the store has of a chunk: contiguous, copies where it is cut."""
@@ -108,4 +135,4 @@ class ChunkLayout:
         return np.concatenate(different, axis=3, out=self.empty())
 
     def empty_part(self) -> np.ndarray:
-        return aligned_empty(self.part_bytes).view(self.dtype).reshape(self.part_shape)
+        return aligned_empty(self.part_bytes).view(self.chunk_dtype).reshape(self.part_shape)

@@ -62,7 +62,7 @@ class RedisChunkStore(ChunkStore):
             content = self.client.get(name + BYTES)
             if content is None or len(content) != self.layout.part_bytes:
                 return None  # it went, or changed, since
-            parts.append(np.frombuffer(content, self.layout.dtype).reshape(self.layout.part_shape))
+            parts.append(np.frombuffer(content, self.layout.chunk_dtype).reshape(self.layout.part_shape))
         return self.whole(parts)
 
     def store(self, chunk: Chunk, buffers: Sequence[Buffer]) -> None:

@@ -14,7 +14,7 @@ from jaxpaged.kv_store.remote_store import AsyncRemoteStore
 
 KV_2LTD = 1
 """LMCache's number of the layout [2, layers, tokens, hidden]."""
-DTYPE_NUMBERS = {"float16": 2, "bfloat16": 3, "float32": 4}
+DTYPE_NUMBERS = {"float16": 2, "bfloat16": 3, "float32": 4, "uint8": 6}
 """numpy's names of types, and LMCache's numbers, of which 1 is float16 too."""
 ALSO_FLOAT16 = 1
 
@@ -34,7 +34,7 @@ class ChunkStore(AsyncRemoteStore[Chunk, np.ndarray], abc.ABC):
 
     def names(self, chunk: Chunk) -> list[str]:
         """Of its parts."""
-        n, dtype = self.layout.num_parts, self.layout.dtype.name
+        n, dtype = self.layout.num_parts, self.layout.chunk_dtype.name
         return [chunk_name(self.model, n, worker, chunk.chunk_hash, dtype) for worker in range(n)]
 
     def checked(self, chunk: Chunk, content: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ class ChunkStore(AsyncRemoteStore[Chunk, np.ndarray], abc.ABC):
         assert isinstance(whole, np.ndarray)
         if self.layout.num_parts == 1:
             return [whole]
-        parts = self.layout.parts(whole.view(self.layout.dtype).reshape(self.layout.shape))
+        parts = self.layout.parts(whole.view(self.layout.chunk_dtype).reshape(self.layout.shape))
         return [part.reshape(-1).view(np.uint8) for part in parts]
 
     def whole(self, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -73,7 +73,7 @@ DESCRIPTION = struct.Struct("<7i")
 
 def description_of(layout: ChunkLayout) -> tuple[int, ...]:
     """Of a part of a chunk: length, layout, type, extents."""
-    return layout.part_bytes, KV_2LTD, DTYPE_NUMBERS[layout.dtype.name], *layout.part_shape
+    return layout.part_bytes, KV_2LTD, DTYPE_NUMBERS[layout.chunk_dtype.name], *layout.part_shape
 
 
 def check_description(said: Sequence[int], layout: ChunkLayout, name: str) -> None:

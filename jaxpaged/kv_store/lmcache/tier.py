@@ -16,7 +16,7 @@ from jaxpaged.kv_store.lmcache.chunks import Chunk, ChunkIndex
 from jaxpaged.kv_store.lmcache.keys import ChunkHasher
 from jaxpaged.kv_store.lmcache.staging import ChunkReader, Staging
 from jaxpaged.kv_store.lmcache.store import ChunkStore
-from jaxpaged.kv_store.page import PageKey, decode, encode
+from jaxpaged.kv_store.page import PageKey, decode, encode, scales_of
 from jaxpaged.kv_store.tier import Lookup, TierUsage
 from jaxpaged.kv_store.tier_events import STORAGE, TierEventLog
 
@@ -84,9 +84,10 @@ class LMCacheTier:
         for chunk, state in zip(chunks, self._store.lookup(chunks)):
             content = self._reader.read(chunk) if state is Lookup.HIT else None
             if content is not None:
-                array = content.view(self.layout.dtype).reshape(self.layout.shape)
-                values = self.layout.read_page(array, key.group, self._index.start_of(chunk, key))
-                return read_only(joined(encode(self._index.header(chunk, key, self.namespace), values)))
+                array = content.view(self.layout.chunk_dtype).reshape(self.layout.shape)
+                values, scales = self.layout.read_page(array, key.group, self._index.start_of(chunk, key))
+                header = self._index.header(chunk, key, self.namespace)
+                return read_only(joined(encode(header, values, scales=scales)))
         return None
 
     def put(self, key: PageKey, buffers: Sequence[Buffer]) -> bool:
@@ -96,21 +97,22 @@ class LMCacheTier:
             return False
         page = buffers[0] if len(buffers) == 1 else joined(buffers)
         try:
-            _, values = decode(
+            header, values = decode(
                 page,
                 expect_namespace=self.namespace,
                 key=key,
                 dtype=self.layout.dtype.name,
                 shape=self.layout.page_shape(key.group),
+                version=self.layout.page_version,
                 verify=False,
             )
         except PageError:
             self._staging.discard(wanting)
             return False
-        kept = True
+        kept, scales = True, scales_of(page, header)
         for chunk in wanting:
             start = self._index.start_of(chunk, key)
-            write = partial(self.layout.write_page, g=key.group, start=start, values=values)
+            write = partial(self.layout.write_page, g=key.group, start=start, values=values, scales=scales)
             whole = self._staging.place(chunk, key, write)
             kept = (whole is None or self._store.put_array(chunk, whole)) and kept
         return kept

@@ -1,5 +1,6 @@
 """Opens stores that are shared with LMCache, for models whose keys and values it lays out as this engine does."""
 
+import hashlib
 import logging
 import math
 from dataclasses import replace
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CHUNK_SIZE = 1 << 16
 """Tokens that a server may say a chunk has."""
+VLLMS = "fp8_e4m3"
+"""The one type of 8 bits whose chunks are shared with vLLM, by the scales that the checkpoint has."""
 
 
 def agreed_lmcache(
@@ -43,20 +46,15 @@ def agreed_lmcache(
             f"kv_offload has pages={pages}, and LMCache's chunks hold keys and values as they are cached. Leave one of "
             "them out."
         )
-    if kv_cache.content:
-        raise ConfigError(
-            f"kv_cache_dtype is {engine_spec.config.cache.kv_cache_dtype}, and LMCache's chunks hold keys and values "
-            "of 16 or 32 bits, without scales. Leave lmcache out, or cache in 16 bits."
-        )
     if engine_spec.draft is not None:
         raise ConfigError("LMCache's chunks have no place for the keys and values of what drafts tokens.")
     settings = agreed_settings(wish)
     layout = layout_of(settings, kv_cache, engine_spec.page_form)
     warn_of_windows(layout.chunk_tokens, kv_cache)
-    model = model_of(settings, engine_spec)
+    model = model_of(settings, engine_spec, kv_cache)
     check_model_name(model)
     if not is_multiprocess(wish):
-        check_name_length(model, settings.world_size, layout.dtype.name)
+        check_name_length(model, settings.world_size, layout.chunk_dtype.name)
     elif len(layout.groups) > 1:
         raise ConfigError(
             f"LMCache's multi-process server is used for models whose layers all cache alike; this one has "
@@ -110,9 +108,14 @@ def agreed_settings(wish: TierWish) -> ChunkSettings:
     return replace(settings, chunk_size=size)
 
 
-def model_of(settings: ChunkSettings, engine_spec: EngineSpec) -> str:
-    """The model's name in LMCache's names."""
-    return settings.model if settings.model is not None else engine_spec.config.model.model
+def model_of(settings: ChunkSettings, engine_spec: EngineSpec, kv_cache: KVCacheConfig) -> str:
+    """The model's name in LMCache's names. What vLLM does not cache so has names of its own: LMCache's say of 8 bits
+    neither which numbers they are, nor what they are multiplied with."""
+    model, cache = engine_spec.config.model.model, engine_spec.config.cache
+    name = settings.model if settings.model is not None else model
+    if not kv_cache.content or (cache.kv_cache_dtype == VLLMS and not cache.kv_cache_scales):
+        return name
+    return f"{name}#{hashlib.sha256(kv_cache.content.encode()).hexdigest()[:16]}"
 
 
 def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) -> ChunkLayout:
@@ -131,17 +134,24 @@ def layout_of(settings: ChunkSettings, kv_cache: KVCacheConfig, form: PageForm) 
                 f"LMCache's chunk_size is {settings.chunk_size} tokens, and blocks have {size}: it must be a multiple. "
                 "Give another block_size."
             )
-    ((num_heads, head_dim),) = heads
+    forms = {form.of(spec) for spec in specs}
+    if len(forms) > 1:
+        raise ConfigError(
+            "LMCache's chunks have one type, and some layers of this model are cached in 8 bits, others not. Leave "
+            "kv_cache_dtype_skip_layers out."
+        )
+    ((num_heads, head_dim),), (cached,) = heads, forms
     groups = tuple(tuple(group.layer_idxs) for group in kv_cache.groups)
     return ChunkLayout(
         num_layers=sum(map(len, groups)),
         num_heads=num_heads,
         head_dim=head_dim,
-        dtype=form.dtype,
+        dtype=cached.dtype,
         chunk_tokens=settings.chunk_size,
         groups=groups,
         page_tokens=form.page_tokens,
         num_parts=settings.world_size,
+        has_scales=cached.has_scales,
     )
 
 
@@ -151,7 +161,7 @@ def open_lmcache(
     """A tier of pages of the namespace `space` that are shared as LMCache's chunks, as `agreed_lmcache` said."""
     settings = wish.chunks
     assert settings is not None
-    layout, model = layout_of(settings, kv_cache, engine_spec.page_form), model_of(settings, engine_spec)
+    layout, model = layout_of(settings, kv_cache, engine_spec.page_form), model_of(settings, engine_spec, kv_cache)
     store: ChunkStore
     if wish.place.startswith("lm:"):
         store = LMStore(wish.place, layout, model, timeout_s=settings.timeout_s)

@@ -42,5 +42,9 @@ def pages_of(token_ids, layout, space=SPACE):
         for idx, own in enumerate(hashes):
             key, place = PageKey(own, g), slice(idx * PAGE, (idx + 1) * PAGE)
             header = PageHeader(space, key, hashes[idx - 1] if idx else None, tuple(token_ids[place]))
-            pages[key] = encode(header, values[list(layers), :, place])
+            own_values = values[list(layers), :, place]
+            scales = np.arange(own_values[..., 0].size, dtype=np.float32) if layout.has_scales else None
+            pages[key] = encode(
+                header, own_values, scales=None if scales is None else scales.reshape(own_values.shape[:-1])
+            )
     return pages

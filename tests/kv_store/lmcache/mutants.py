@@ -145,7 +145,7 @@ MUTANTS = (
             "instance_id=instance_id,\n            model_name=self.model,",
             "instance_id=instance_id,\n            model_name='any',",
         ),
-        ("an engine is known with another type", "dtype_str=self.layout.dtype.name,", "dtype_str='float64',"),
+        ("an engine is known with another type", "dtype_str=self.layout.chunk_dtype.name,", "dtype_str='float64',"),
         (
             "a part of what is found is locked",
             'self.calls.ask("Lookup", key=key, tp_size=self.layout.num_parts)',
@@ -275,9 +275,11 @@ MUTANTS = (
         ),
         (
             "layers lie in the order of groups",
-            "            place[:, layer] = page\n",
-            "            place[:, self.groups[g].index(layer)] = page\n",
+            "place[:, layer, ..., : self.head_dim] = numbers[i]",
+            "place[:, i, ..., : self.head_dim] = numbers[i]",
         ),
+        ("scales are those of another layer", "= scales[i, ..., None]", "= scales[0, ..., None]"),
+        ("scales are not kept", "            if scales is not None:\n", "            if scales is None:\n"),
     ),
     *_of_chunks(
         f"{_ROOM}tier.py",
@@ -294,9 +296,10 @@ MUTANTS = (
         ),
         (
             "pages of another shape are put into a chunk",
-            "shape=self.layout.page_shape(key.group),\n                verify=False",
-            "verify=False",
+            "shape=self.layout.page_shape(key.group),\n",
+            "\n",
         ),
+        ("pages without scales are put into a chunk with", "version=self.layout.page_version,\n", "\n"),
         ("pages have another namespace", "header(chunk, key, self.namespace)", "header(chunk, key, '')"),
         (
             "what is there is collected",

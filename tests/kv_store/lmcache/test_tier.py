@@ -2,7 +2,9 @@
 
 import time
 from contextlib import closing
+from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,8 +15,8 @@ from jaxpaged.kv_store.lmcache.keys import ChunkHasher
 from jaxpaged.kv_store.lmcache.lm import ANSWER, LMStore, request
 from jaxpaged.kv_store.lmcache.staging import ChunkReader, Staging
 from jaxpaged.kv_store.lmcache.store import DESCRIPTION, description_of
-from jaxpaged.kv_store.lmcache.tier import LMCacheTier
-from jaxpaged.kv_store.page import decode, encode
+from jaxpaged.kv_store.lmcache.tier import LMCacheTier, best_of
+from jaxpaged.kv_store.page import decode, encode, namespace
 from jaxpaged.kv_store.tier import Lookup
 from jaxpaged.kv_store.tier_events import STORAGE, TierEventLog
 from jaxpaged.kv_store.tiers import Tiers
@@ -192,6 +194,15 @@ def test_behind_host_memory_every_chunk_is_written_though_pages_are_shared(serve
         assert tiers.flush(10) and len(server.chunks) == 4
 
 
+def test_a_page_is_there_if_any_chunk_that_has_it_is():
+    assert [best_of(states) for states in ([MISS, PENDING, HIT], [PENDING, MISS], [MISS], [])] == [
+        HIT,
+        PENDING,
+        MISS,
+        MISS,
+    ]
+
+
 def test_events_tell_of_the_pages_of_a_chunk(server):
     with closing(tier_at(server)) as tier:
         log = TierEventLog()
@@ -224,13 +235,29 @@ def test_known_chunks_and_those_under_way_are_bounded():
     assert len(fetched) == 6 and len(reader._held) == 2
 
 
+def test_pages_with_scales_come_back_with_them_and_those_without_end_the_chunk(server):
+    layout = replace(layout_of(dtype=np.dtype(ml_dtypes.float8_e4m3fn)), has_scales=True)
+    with closing(tier_at(server, layout)) as tier:
+        stored(tier, TOKENS[:16])
+    assert {said[2] for said, _ in server.chunks.values()} == {6}
+    with closing(tier_at(server, layout)) as tier:
+        tier.introduce(TOKENS, HASHES, 16)
+        pages = pages_of(TOKENS[:16], layout)
+        assert settled(tier, [*pages]) == [HIT] * len(pages)
+        assert all(bytes(tier.get(key)) == b"".join(map(bytes, pieces)) for key, pieces in pages.items())
+        others = [*range(2000, 2016)]
+        for key, pieces in pages_of(others, replace(layout, has_scales=False)).items():
+            assert tier.collect(others, hashes_of(others), 16) and not tier.put(key, pieces)
+
+
 def test_pages_of_another_type_or_shape_end_the_chunk_that_they_would_be_part_of(server):
     with closing(tier_at(server)) as tier:
         key, pieces = next(iter(pages_of(TOKENS, layout_of(dtype=np.dtype(np.float16))).items()))
         header, values = decode(
             b"".join(map(bytes, pages_of(TOKENS, tier.layout)[key])), expect_namespace=SPACE, key=key
         )
-        for wrong in (pieces, encode(header, values.reshape(*values.shape[:3], 2, -1))):
+        other = pages_of(TOKENS, tier.layout, namespace(weights="v2"))[key]
+        for wrong in (pieces, other, encode(header, values.reshape(*values.shape[:3], 2, -1))):
             assert tier.collect(TOKENS, HASHES, 16) and tier.lacks([key]) == [True]
             assert not tier.put(key, wrong) and tier.lacks([key]) == [False]
 

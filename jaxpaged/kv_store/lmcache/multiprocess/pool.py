@@ -47,7 +47,7 @@ def slot_of(encoded: bytes, layout: ChunkLayout, capacity: int) -> Slot | None:
     if not context.slots:
         return None
     (slot, *more) = context.slots
-    wanted = (list(layout.part_shape), layout.dtype.name, layout.part_bytes)
+    wanted = (list(layout.part_shape), layout.chunk_dtype.name, layout.part_bytes)
     if more or context.chunk_indices != (0,) or (list(slot.shape), slot.dtype, slot.length) != wanted:
         raise PageError(
             f"LMCache's server has {len(context.slots)} places, the first with shape {list(slot.shape)!s:.100}, type "

@@ -187,7 +187,7 @@ class MPStore(ChunkStore):
             block_size=self.layout.page_tokens,
             num_layers=layers,
             hidden_dim_size=hidden,
-            dtype_str=self.layout.dtype.name,
+            dtype_str=self.layout.chunk_dtype.name,
             use_mla=False,
         )
 
