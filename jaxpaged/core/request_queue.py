@@ -4,13 +4,13 @@ Neither queue looks at more requests than it must, removal from the middle inclu
 request waits.
 """
 
-import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, Protocol
 
 from jaxpaged.config import SchedulerConfig, settled
+from jaxpaged.core.by_age import ByAge
 from jaxpaged.core.request import Request, RequestStatus
 
 
@@ -106,25 +106,18 @@ AGES: dict[str, Callable[[Request], Any]] = {
 """Sort key of requests by the name of the scheduling policy: the oldest, or the most important, is the first."""
 
 
-class PriorityQueue(InOrder):
-    """Smallest (priority, arrival time) first: a sorted list, which moves 10,000 requests aside in microseconds."""
+class SortedQueue(ByAge[Request], InOrder):
+    """The smallest key first, wherever a request comes from."""
 
-    def __init__(self):
-        self._requests: list[Request] = []
+    def add_preempted(self, request: Request) -> None:
+        self.add(request)
 
-    def add(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=priority_order)
 
-    add_preempted = add
+class PriorityQueue(SortedQueue):
+    """Smallest (priority, arrival time) first."""
 
-    def remove(self, request: Request) -> None:
-        del self._requests[bisect.bisect_left(self._requests, priority_order(request), key=priority_order)]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+    def __init__(self) -> None:
+        super().__init__(priority_order)
 
 
 QUEUES: dict[str, Callable[[], RequestQueue]] = {"fcfs": FCFSQueue, "priority": PriorityQueue}
@@ -194,7 +187,9 @@ class ShortFirst:
         return iter(self._queue)
 
 
-def waiting_queue(config: SchedulerConfig) -> RequestQueue:
-    """The queue that the options ask for. `config` is resolved."""
-    queue, num_rows = QUEUES[config.scheduling_policy](), config.num_short_request_rows or 0
+def waiting_queue(config: SchedulerConfig, *, by_age: bool = False) -> RequestQueue:
+    """The queue that the options ask for. `config` is resolved. `by_age`: requests come to it in any order, and are
+    served as if they had come in theirs."""
+    queue: RequestQueue = SortedQueue(AGES[config.scheduling_policy]) if by_age else QUEUES[config.scheduling_policy]()
+    num_rows = config.num_short_request_rows or 0
     return ShortFirst(queue, num_rows, settled(config.max_num_batched_tokens) // 2) if num_rows else queue
