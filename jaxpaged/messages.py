@@ -322,6 +322,20 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     loaded: dict[str, int] | None = None  # of its cached tokens those from tiers, by the tiers' names; told once
 
 
+class LoRAStats(msgspec.Struct, array_like=True):
+    """Adapters by name with how many requests of theirs run, and wait, of those that wait the ones that began first;
+    and what was counted since the engine started."""
+
+    max_loras: int = 0
+    running: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+    num_loads: int = 0  # into slots
+    num_evictions: int = 0  # from slots
+    num_host_hits: int = 0  # requests whose adapter was in host memory, or in a slot, when they came
+    num_host_misses: int = 0
+    num_host_evictions: int = 0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The state of the queues and of the KV cache after a step."""
 
@@ -346,6 +360,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     mm_cache_queries: int = 0  # pictures that requests looked for in the encoder cache, since the engine started
     mm_cache_hits: int = 0
     mm_cache_usage: float = 0.0  # 0..1, of the encoder cache, by pictures that requests still read
+    lora: LoRAStats | None = None  # None: no request has an adapter
 
 
 class StepRecord(msgspec.Struct, gc=False):

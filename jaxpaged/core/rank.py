@@ -15,10 +15,11 @@ from typing import NamedTuple
 from jaxpaged.config import SchedulerConfig, settled
 from jaxpaged.core.kv_cache.manager import KVCacheManager
 from jaxpaged.core.kv_transfer.transfers import KVTransfers
+from jaxpaged.core.lora.slots import AdapterSlots
 from jaxpaged.core.pictures import Pictures
 from jaxpaged.core.prefill import PrefillScheduler
 from jaxpaged.core.request import Request, RequestStatus
-from jaxpaged.core.request_queue import AGES, priority_order, waiting_queue
+from jaxpaged.core.request_queue import AGES, RequestQueue, priority_order, waiting_queue
 from jaxpaged.kv_cache_spec import EncoderCacheConfig, KVCacheConfig
 from jaxpaged.kv_connector.base import KVConnection
 from jaxpaged.messages import NewRequestData, SchedulerOutput, SchedulerStats
@@ -84,8 +85,9 @@ class Rank:
         connection: KVConnection | None = None,
         load_failure_policy: str = "recompute",
         encoder_cache_config: EncoderCacheConfig | None = None,
+        slots: AdapterSlots | None = None,
     ):
-        """`config` is resolved. `stats` counts preemptions and hits of caches. `num_stages`: of the pipeline.
+        """`config` is resolved. `slots`: of all ranks; None: requests have no adapters. `stats` counts preemptions and hits of caches. `num_stages`: of the pipeline.
         `connection`, `load_failure_policy`, `encoder_cache_config`: see `Scheduler`."""
         self._max_num_batched_tokens = settled(config.max_num_batched_tokens)
         self._max_num_seqs = settled(config.max_num_seqs)
@@ -111,7 +113,10 @@ class Rank:
                 encoder_cache_config, stats, AGES[config.scheduling_policy], is_cut=config.enable_chunked_prefill
             )
         self.running: list[Request] = []  # in order of admission
-        self.waiting = waiting_queue(config)
+        self._slots = slots
+        self.waiting: RequestQueue = (
+            waiting_queue(config) if slots is None else slots.queue(waiting_queue(config, by_age=True))
+        )
         self.last_step_id = 0
         self.last_requests: dict[str, Request] = {}  # of the last step
         self._last_request_list: list[Request] = []
@@ -236,6 +241,8 @@ class Rank:
         self.waiting.remove(request)
         self.running.append(request)
         request.status = RequestStatus.RUNNING
+        if self._slots is not None and request.adapter is not None:
+            self._slots.begin_row(request.adapter)
         self._set_decode_limit(request)
         self._note_admission(request, hit.num_tokens)
         step.add(request, ScheduledTokens(num_tokens, int(num_tokens == num_lacking), None))
@@ -374,6 +381,8 @@ class Rank:
         self.kv_cache_manager.cache_blocks(request, self.last_step_id)
         self.kv_cache_manager.free(request)
         self.removed_request_ids.append(request.request_id)
+        if self._slots is not None and request.adapter is not None:
+            self._slots.end_row(request.adapter)
         if self.pictures is not None:
             self.pictures.release(request)
 

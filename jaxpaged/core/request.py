@@ -46,6 +46,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "all_token_ids",
         "arrival_order",
         "arrival_time",
@@ -93,6 +94,7 @@ class Request:
         self.priority = message.priority
         self.cache_salt = message.cache_salt
         self.lora = message.lora
+        self.adapter: Any = None  # the `Adapter` of `core/lora`, where it has one
         self.mm_features = message.mm_features
 
         assert params.max_tokens is not None, "the sampling parameters are not complete"
@@ -205,6 +207,7 @@ class Request:
             block_ids=tuple([block.block_id for block in table] for table in self.blocks),
             sampling_params=self.sampling_params,
             is_private=self.cache_salt is not None,
+            lora_slot=0 if self.adapter is None else self.adapter.slot,
             mm_features=[msgspec.structs.replace(feature, pixels=None, embeds=None) for feature in self.mm_features],
         )
 

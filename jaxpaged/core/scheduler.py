@@ -19,6 +19,7 @@ from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.kv_cache.block_map import map_blocks
 from jaxpaged.core.kv_cache.events import KVCacheEvent
 from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.lora.book import AdapterBook
 from jaxpaged.core.output import collect_prompt_logprobs, count_back, fault_of, take_tokens
 from jaxpaged.core.rank import MultiStep, Rank
 from jaxpaged.core.request import Request, check_request
@@ -32,6 +33,7 @@ from jaxpaged.messages import (
     EngineCoreRequest,
     FinishReason,
     KVBlockMap,
+    LoRAInfo,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
@@ -59,12 +61,13 @@ class Scheduler:
         connection: KVConnection | None = None,
         load_failure_policy: str = "recompute",
         encoder_cache_config: EncoderCacheConfig | None = None,
+        adapters: AdapterBook | None = None,
     ):
         """`scheduler_config` is resolved; it and `kv_cache_config` are those of each rank. `can_run`: see `Executor`.
         `num_drafts`: of a request and step, at most. `num_stages`: steps that a pipeline computes at a time.
         `connection`: to what keeps keys and values besides the device, of one rank only; `load_failure_policy`:
-        "recompute", or "fail" requests whose pages do not come. `encoder_cache_config` None: no pictures. Raises
-        ConfigError when options contradict."""
+        "recompute", or "fail" requests whose pages do not come. `encoder_cache_config` None: no pictures. `adapters`
+        None: requests have none. Raises ConfigError when options contradict."""
         if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
@@ -78,6 +81,7 @@ class Scheduler:
         self._max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
         self._max_prompt_step = None if scheduler_config.enable_chunked_prefill else self._max_num_batched_tokens
         self._stats = SchedulerStats()  # counted since the engine started
+        self.adapters = adapters
         self.ranks = [
             Rank(
                 scheduler_config,
@@ -89,6 +93,7 @@ class Scheduler:
                 connection=connection,
                 load_failure_policy=load_failure_policy,
                 encoder_cache_config=encoder_cache_config,
+                slots=None if adapters is None else adapters.slots,
             )
             for _ in range(num_ranks)
         ]
@@ -116,6 +121,8 @@ class Scheduler:
         manager = self.ranks[0].kv_cache_manager  # all ranks are alike
         request = Request(message, self._max_model_len, self._num_arrivals, manager.num_groups)
         request.rank = 0 if self._balancer is None else self._choose_rank(self._balancer, message)
+        if self.adapters is not None and request.lora is not None:
+            self.adapters.bind(request)
         if not self.structured_output_manager.add(request):
             self.ranks[request.rank].waiting.add(request)
         self._num_arrivals += 1
@@ -133,6 +140,14 @@ class Scheduler:
         self.structured_output_manager.check(message)
         if message.mm_features:
             self._check_pictures(message)
+        if message.lora is not None:
+            self._check_adapter(message.lora, name)
+
+    def _check_adapter(self, lora: LoRAInfo, request_id: str) -> None:
+        if self.adapters is None:
+            what = f"request {request_id!r} has the LoRA adapter {lora.lora_name!r}, but this engine takes none."
+            raise RequestError(f"{what} Set enable_lora.", "lora_request")
+        self.adapters.check(request_id, lora)
 
     def _check_pictures(self, message: EngineCoreRequest) -> None:
         pictures = self.ranks[0].pictures
@@ -158,6 +173,13 @@ class Scheduler:
         for request in ready:
             self.ranks[request.rank].waiting.add(request)
         return [self._fail(request, str(error), error.parameter) for request, error in failed]
+
+    def admit_read(self) -> list[EngineCoreOutput]:
+        """Let the requests wait for slots whose adapters were read. Returns the last outputs of those that fail."""
+        assert self.adapters is not None
+        outputs = [self._fail(request, reason, "lora_request") for request, reason in self.adapters.settle()]
+        self.adapters.read_next()
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -189,6 +211,8 @@ class Scheduler:
         Every rank decides its part, `max_tokens` and the token budget are those of each. A step without tokens need
         not be executed; what the runner must know waits for the next one.
         """
+        if self.adapters is not None:
+            self.adapters.slots.assign(lambda: self.running)
         found = self._find_multi_step(max_steps) if max_steps > 1 else None
         if found is not None:
             parts = [rank.schedule_multi_step(own) for rank, own in zip(self.ranks, found, strict=True)]
@@ -202,6 +226,10 @@ class Scheduler:
             for rank in self.ranks[1:]:
                 requests = requests | rank.last_requests
             self._in_flight[scheduled.step_id] = requests, scheduled
+            if self.adapters is not None and scheduled.new_requests:
+                scheduled.lora_loads = self.adapters.slots.take_loads(
+                    requests[each.request_id].adapter for each in scheduled.new_requests if each.lora_slot
+                )
             if self.structured_output_manager.bound:
                 scheduled.masked = self.structured_output_manager.need_masks(requests, scheduled)
             if self.draft_lengths is not None:
@@ -288,6 +316,8 @@ class Scheduler:
         if not self.structured_output_manager.forget(request):
             rank.remove(request)
         request.finish(reason)
+        if self.adapters is not None and request.adapter is not None:
+            self.adapters.end(request.adapter)
         return self.transfers.finish_request(request) if self.transfers is not None else None
 
     # ---- keys and values besides the device ----------------------------------------------------
@@ -356,6 +386,7 @@ class Scheduler:
         again."""
         for request in self._revoke_steps(0):
             request.num_tokens_with_placeholders = request.num_tokens
+        self.lose_slots()
         if self.transfers is not None:
             self.transfers.revoke()
 
@@ -390,9 +421,15 @@ class Scheduler:
             rank.lose_content()
         self._forget_beginnings()
 
+    def lose_slots(self) -> None:
+        """The devices have no adapters in their slots any more. No request runs."""
+        if self.adapters is not None:
+            self.adapters.slots.lose()
+
     def change_weights(self, version: str) -> None:
         """Other weights compute from now on: cached content is lost, and never found again. No request holds blocks,
         and no step is in flight."""
+        self.lose_slots()
         for rank in self.ranks:
             rank.lose_content()
             rank.kv_cache_manager.change_root(version, self.requests.values())
@@ -429,6 +466,8 @@ class Scheduler:
             stats.num_scheduled_tokens = step.total_num_scheduled_tokens
         if self.transfers is not None:
             self.transfers.count_in(stats)
+        if self.adapters is not None:
+            stats.lora = self.adapters.stats()
         return stats
 
     def check_integrity(self) -> None:
@@ -439,6 +478,9 @@ class Scheduler:
             assert own == preparing.union(rank.running, rank.waiting)
             assert all(not any(request.blocks) and not request.num_computed_tokens for request in preparing)
             rank.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity(self.requests.values())
+            self.adapters.slots.check_integrity(self.running)
 
 
 def joined(parts: list[SchedulerOutput]) -> SchedulerOutput:

@@ -1,7 +1,7 @@
 """A runner without a model: it keeps what every KV slot holds, and checks what every query reads.
 
 A token that an embedding of a picture replaces counts as its key and number there (`seen`), and the runner keeps what
-every slot of the encoder cache holds, too.
+every slot of the encoder cache holds, too. An adapter changes what the first token counts as, and so everything.
 
 A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on, and recurrent
 states, of which a block has one slot. The next token is a hash of all tokens before it, so a token in the wrong place
@@ -13,14 +13,19 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from jaxpaged.config import SchedulerConfig
 from jaxpaged.core.kv_cache.manager import KVCacheManager
+from jaxpaged.core.lora.book import AdapterBook
 from jaxpaged.core.request import Request
+from jaxpaged.core.request_queue import AGES
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import (
     AttentionSpec,
     CacheSpec,
@@ -37,6 +42,7 @@ from jaxpaged.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     LoRAInfo,
+    LoRARequest,
     ModelRunnerOutput,
     MultiModalFeature,
     SchedulerOutput,
@@ -93,9 +99,11 @@ def next_token(token_ids: list[int]) -> int:
     return prefix_hashes(token_ids)[-1] % VOCAB_SIZE
 
 
-def seen(token_ids: list[int], features: Sequence[MultiModalFeature]) -> list[int]:
-    """What the model sees in place of the tokens: of embeddings their numbers."""
+def seen(token_ids: list[int], features: Sequence[MultiModalFeature], digest: str = "") -> list[int]:
+    """What the model sees in place of the tokens: of embeddings their numbers. `digest`: of the adapter's weights."""
     tokens = list(token_ids)
+    if digest:
+        tokens[0] = zlib.crc32(digest.encode(), tokens[0])
     for feature in features:
         places = [place for start, length in feature.runs for place in range(start, start + length)]
         for i, place in enumerate(places):
@@ -109,7 +117,8 @@ def embedding(key: bytes, i: int) -> int:
 
 def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
     """(output tokens, finish reason, stop reason), one token after another."""
-    params, tokens = request.sampling_params, seen(request.prompt_token_ids, request.mm_features)
+    digest = request.lora.digest if request.lora else ""
+    params, tokens = request.sampling_params, seen(request.prompt_token_ids, request.mm_features, digest)
     output: list[int] = []
     while True:
         token = next_token(tokens)
@@ -142,6 +151,8 @@ class Row:
     begins: int = 0
     features: Sequence[MultiModalFeature] = ()
     pages: dict[int, list[int]] = field(default_factory=dict)  # of the encoder cache, by the index of the feature
+    lora_slot: int = 0
+    digest: str = ""  # of what was in its slot when it began
 
     @property
     def ended(self) -> bool:
@@ -163,8 +174,11 @@ class SimulatedRunner:
         max_num_batched_tokens: int,
         stingy: random.Random | None = None,
         encoder: EncoderCacheConfig | None = None,
+        files: "AdapterFiles | None" = None,
     ):
         self.stingy = stingy
+        self.files = files
+        self.lora_slots: dict[int, str] = {0: ""}  # digests of what they hold
         self.encoder = encoder
         self.encoded: dict[int, int] = {}  # slot of the encoder cache -> embedding
         self.num_encoded = 0
@@ -279,15 +293,19 @@ class SimulatedRunner:
         for request_id in scheduled.removed_request_ids:
             assert request_id in self.rows or self.hears_removals_again
             self.rows.pop(request_id, None)
+        for slot, number in scheduled.lora_loads:
+            assert all(row.lora_slot != slot for row in self.rows.values()), "a row reads it"
+            self.lora_slots[slot] = self.files.host[number]
         for new in scheduled.new_requests:
             assert new.request_id not in self.rows
-            stop_ids = frozenset(new.sampling_params.stop_token_ids)
-            tables, tokens = tuple(map(list, new.block_ids)), seen(new.token_ids, new.mm_features)
+            stop_ids, digest = frozenset(new.sampling_params.stop_token_ids), self.lora_slots[new.lora_slot]
+            tables, tokens = tuple(map(list, new.block_ids)), seen(new.token_ids, new.mm_features, digest)
             assert all(feature.pixels is None for feature in new.mm_features)
             row = Row(tokens, tables, stop_ids, new.num_computed_tokens, len(tokens), begins=new.num_computed_tokens)
-            row.features = new.mm_features
+            row.features, row.lora_slot, row.digest = new.mm_features, new.lora_slot, digest
             self.rows[new.request_id] = row
         assert len(self.rows) <= self.max_num_seqs
+        assert all(self.lora_slots[row.lora_slot] == row.digest for row in self.rows.values())
         for request_id, new_block_ids in zip(scheduled.request_ids, scheduled.new_block_ids):
             for table, block_ids in zip(self.rows[request_id].tables, new_block_ids or ()):
                 table.extend(block_ids)
@@ -376,6 +394,46 @@ class SimulatedRunner:
         return ModelRunnerOutput(scheduled.step_id, list(runs), list(runs.values()))
 
 
+class AdapterFiles:
+    """Adapters in files, by their paths, and in host memory, by the workers' numbers: their digests. With `late` a read
+    ends when `end_read` is called."""
+
+    def __init__(self, late: bool = False):
+        self.files: dict[str, str] = {}
+        self.host: dict[int, str] = {}
+        self.late = late
+        self.reading: deque[tuple[LoRARequest, Future[LoRAInfo]]] = deque()
+        self.num_reads = 0
+
+    def read(self, request: LoRARequest) -> Future[LoRAInfo]:
+        self.reading.append((request, Future()))
+        self.num_reads += 1
+        future = self.reading[-1][1]
+        if not self.late:
+            self.end_read()
+        return future
+
+    def end_read(self) -> None:
+        request, future = self.reading.popleft()
+        try:
+            info = self.take(request)
+        except CheckpointError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(info)
+
+    def take(self, request: LoRARequest) -> LoRAInfo:
+        if request.lora_path not in self.files:
+            raise CheckpointError(f"{request.lora_path} has no adapter.")
+        digest = self.files[request.lora_path]
+        assert request.lora_int_id not in self.host, "it is there"
+        self.host[request.lora_int_id] = digest
+        return LoRAInfo(request.lora_name, request.lora_int_id, request.lora_path, digest)
+
+    def drop(self, number: int) -> None:
+        del self.host[number]
+
+
 class ForcedLengths:
     """As many drafts as a test wants, in place of what measurements suggest; counts them."""
 
@@ -424,9 +482,12 @@ class Engine:
         num_ranks: int = 1,
         connection: KVConnection | None = None,
         encoder: EncoderCacheConfig | None = None,
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
         **scheduler_options,
     ):
-        """`most_drafts`: how many tokens a request may draft; how many it does is left to chance."""
+        """`most_drafts`: how many tokens a request may draft; how many it does is left to chance. `max_loras`: slots
+        for adapters, 0: there are none."""
         if most_drafts and stingy is None:
             stingy = random.Random(most_drafts)
         groups = groups_of(windows)
@@ -434,6 +495,11 @@ class Engine:
         config = SchedulerConfig(
             max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs, **scheduler_options
         )
+        self.files, self.adapters = AdapterFiles(), None
+        if max_loras:
+            age = AGES[config.scheduling_policy]
+            most = max_cpu_loras or max_loras
+            self.adapters = AdapterBook(max_loras, most, age, lambda request: self.files.read(request), self.files.drop)
         self.scheduler = Scheduler(
             config,
             KVCacheConfig(blocks, groups),
@@ -445,10 +511,11 @@ class Engine:
             num_ranks=num_ranks,
             connection=connection,
             encoder_cache_config=encoder,
+            adapters=self.adapters,
         )
         if most_drafts:
             self.scheduler.draft_lengths = any_length(most_drafts)
-        self.runner = SimulatedRunner(groups, max_num_seqs, max_num_batched_tokens, stingy, encoder)
+        self.runner = SimulatedRunner(groups, max_num_seqs, max_num_batched_tokens, stingy, encoder, self.files)
         self.depth = depth
         self.max_steps = max_steps
         self.num_runs = 0
@@ -468,12 +535,22 @@ class Engine:
         request = EngineCoreRequest(request_id, prompt, params, arrival_time, **fields)
         self.scheduler.add_request(request)
         self.books.append(self.scheduler.requests[request_id])
+        request.lora = self.books[-1].lora  # the version that it got
         self.requests[request_id] = request
         self.tokens[request_id] = []
         self.ends.pop(request_id, None)
 
+    def load(self, info: LoRAInfo) -> None:
+        """What `EngineCore.add_lora` does: the adapter's files are there with this content, and are read."""
+        self.files.files[info.lora_path] = info.digest
+        number = next(self.adapters.numbers)
+        request = LoRARequest(info.lora_name, number, info.lora_path)
+        self.adapters.come(msgspec.structs.replace(self.files.take(request), lora_int_id=info.lora_int_id), number)
+
     def dispatch(self) -> SchedulerOutput:
         """Schedule a step and have it executed; its output stays in flight."""
+        if self.adapters is not None and self.adapters.is_busy:
+            self.record(self.scheduler.admit_read())
         scheduled = self.scheduler.schedule(self.max_steps)
         self.num_runs += scheduled.num_steps > 1
         self.scheduler.check_integrity()
@@ -513,8 +590,11 @@ class Engine:
         assert not self.scheduler.running
         self.scheduler.lose_content()
         assert not any(block.cache_key for pool in self.scheduler.kv_cache_manager.pools for block in pool.blocks)
+        self.scheduler.lose_slots()
+        self.scheduler.check_integrity()
         self.runner.memory.clear()
         self.runner.encoded.clear()
+        self.runner.lora_slots = {0: ""}
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until all requests have ended and nothing is in flight, then check every answer."""
@@ -544,7 +624,8 @@ class Engine:
     def check_cache_of(self, manager: KVCacheManager, runner: SimulatedRunner) -> None:
         memory, hashes_of, unit = runner.memory, {}, manager.groups.unit
         for request in self.books:
-            hashes = prefix_hashes(seen(request.all_token_ids, request.mm_features))
+            digest = request.lora.digest if request.lora else ""
+            hashes = prefix_hashes(seen(request.all_token_ids, request.mm_features, digest))
             for i, key in enumerate(request.block_hashes):
                 hashes_of[key] = hashes[: (i + 1) * unit]
         for p, pool in enumerate(manager.pools):

@@ -235,8 +235,8 @@ class AdapterSlots:
         slot, adapter.slot = adapter.slot, 0
         self.num_evictions += adapter.is_loaded
         adapter.is_loaded, adapter.closes_before = False, None
-        if adapter.closed_for is not None:
-            adapter.closed_for.victim = adapter.closed_for = None
+        if (waits := adapter.closed_for) is not None:
+            waits.victim = adapter.closed_for = None
         self.enter_line(adapter)  # what was parked since its slot was closed
         return slot
 
@@ -284,14 +284,12 @@ class AdapterSlots:
                 self.free(adapter)
 
     def free(self, adapter: Adapter) -> None:
-        """Take the slot of an adapter; its queued requests are parked."""
+        """Take the slot of an adapter that has one; its queued requests are parked."""
         assert not adapter.num_running, f"{adapter} runs"
-        slot, queued = adapter.slot, list(adapter.queued)
+        queued = list(adapter.queued)
         for request in queued:
             self._queues[request.rank].remove(request)
-        if adapter.slot:
-            self._idle.setdefault(adapter)
-            self._empty.append(self._evict(adapter))
+        self._empty.append(self._evict(adapter))
         for request in queued:
             self._queues[request.rank].park(adapter, request)
 
@@ -308,8 +306,8 @@ class AdapterSlots:
         for adapter in self._parking:
             line = self._line(adapter)
             assert adapter.parked and (line is None or adapter in list(line))
-        assert all(adapter in self._parking for line in (self.wanting, self.unread) for adapter in line)
             assert adapter.victim is None or (adapter.victim.closed_for is adapter and adapter.victim.slot)
+        assert all(adapter in self._parking for line in (self.wanting, self.unread) for adapter in line)
         for adapter in self.holders:
             assert (adapter.closed_for is None) == (adapter.closes_before is None)
             assert adapter.closed_for is None or adapter.closed_for.victim is adapter

@@ -58,7 +58,8 @@ def test_some_requests_write_the_cache_and_do_not_read_it(option):
     "option", [{"cache_salt": "s"}, {"lora": adapter("l")}, {"mm_features": [picture("image", 1, 3)]}]
 )
 def test_salt_adapter_and_images_separate_requests(option):
-    engine = Engine(encoder=SEES)
+    engine = Engine(encoder=SEES, max_loras=1)
+    engine.load(adapter("l"))
     warm(engine, prompt_of(12), **option)
     assert hit_of(engine, "other", prompt_of(12)) == 0
     assert hit_of(engine, "same", prompt_of(12), **option) == 8
@@ -138,7 +139,11 @@ def test_the_cache_can_be_reset_when_nobody_runs():
 
 class TestEvents:
     def engine(self, **options) -> Engine:
-        return Engine(enable_kv_cache_events=True, max_num_batched_tokens=24, encoder=SEES, **options)
+        engine = Engine(
+            enable_kv_cache_events=True, max_num_batched_tokens=24, encoder=SEES, max_loras=1, **options
+        )
+        engine.load(adapter("l"))
+        return engine
 
     def test_blocks_are_reported_when_they_are_stored(self):
         engine = self.engine()
