@@ -87,8 +87,9 @@ class Rank:
         encoder_cache_config: EncoderCacheConfig | None = None,
         slots: AdapterSlots | None = None,
     ):
-        """`config` is resolved. `slots`: of all ranks; None: requests have no adapters. `stats` counts preemptions and hits of caches. `num_stages`: of the pipeline.
-        `connection`, `load_failure_policy`, `encoder_cache_config`: see `Scheduler`."""
+        """`config` is resolved. `stats` counts preemptions and hits of caches. `num_stages`: of the pipeline.
+        `connection`, `load_failure_policy`, `encoder_cache_config`: see `Scheduler`. `slots`: those of all ranks; None:
+        requests have no adapters."""
         self._max_num_batched_tokens = settled(config.max_num_batched_tokens)
         self._max_num_seqs = settled(config.max_num_seqs)
         self._chunked_prefill = config.enable_chunked_prefill

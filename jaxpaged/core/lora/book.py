@@ -61,15 +61,16 @@ class AdapterBook:
     # ---- what users ask for --------------------------------------------------------------------
 
     def check_new(self, request: LoRARequest) -> LoRAInfo | None:
-        """What is known of the adapter of a request to load one; None when it has to be read. Raises UsageError for an
-        id that another adapter has. From any thread."""
+        """What is known of the adapter of a request to load one; None when it has to be read. Raises RequestError for
+        an id that another adapter has. From any thread."""
         known = self._known.get(request.lora_int_id)
         if known is None:
             return None
         if known.info.lora_name != request.lora_name:
-            raise UsageError(
+            raise RequestError(
                 f"lora_int_id {request.lora_int_id} is that of the adapter {known.info.lora_name!r}, and "
-                f"{request.lora_name!r} cannot have it, too. Choose another."
+                f"{request.lora_name!r} cannot have it, too. Choose another.",
+                "lora_request",
             )
         same_place = request.lora_path in ("", known.info.lora_path)
         return known.info if same_place and not request.load_inplace else None
@@ -108,7 +109,7 @@ class AdapterBook:
         if adapter is None:
             return False
         if not adapter.is_pinned:
-            if self._num_pinned >= self._max_residents:
+            if sum(each.is_pinned for each in self._known.values()) >= self._max_residents:
                 raise UsageError(f"{self._all_pinned} {adapter.info.lora_name!r} cannot be pinned, too.")
             adapter.is_pinned = True
         return True
@@ -174,7 +175,7 @@ class AdapterBook:
         for adapter in [each for each, future in self._reading.items() if future.done()]:
             if (reason := self._end_read(adapter, self._reading.pop(adapter))) is not None:
                 failed += [(request, reason) for request in adapter.parked]
-        if self.slots.unread and self._num_pinned >= self._max_residents:
+        if self.slots.unread and sum(each.is_pinned for each in self._residents) >= self._max_residents:
             failed += [(request, self._all_pinned) for each in self.slots.unread for request in each.parked]
         return failed
 
@@ -250,10 +251,6 @@ class AdapterBook:
             self._drop_resident(adapter)
 
     # ---- host memory ---------------------------------------------------------------------------
-
-    @property
-    def _num_pinned(self) -> int:
-        return sum(adapter.is_pinned for adapter in self._known.values())
 
     @property
     def _all_pinned(self) -> str:

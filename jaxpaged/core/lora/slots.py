@@ -1,8 +1,8 @@
 """Which adapters have a slot on the devices, and so which requests may be in a step.
 
 A step computes with the adapters that are in slots. A request whose adapter has none is parked: it is in no queue, so
-it is no barrier to others, however many there are, and costs nothing until its adapter gets a slot. All of the adapter's
-requests are queued then, each where its age puts it.
+it is no barrier to others, however many there are, and costs nothing until its adapter gets a slot. Then all of the
+adapter's requests are queued, each where its age puts it.
 
 Who gets a slot. A slot is free when no request of its adapter is queued, or runs; of free ones the one that was used
 last longest ago is given to the adapter of the oldest parked request. Only an adapter in host memory can have one.
@@ -26,7 +26,6 @@ from jaxpaged.core.by_age import ByAge
 from jaxpaged.core.lora.adapter import Adapter, Age
 from jaxpaged.core.request import Request
 from jaxpaged.core.request_queue import Openings, RequestQueue
-from jaxpaged.messages import NewRequestData
 
 MOST_PASSED = 64
 """So many requests with adapters may be admitted while one is parked, before a slot is closed for it."""

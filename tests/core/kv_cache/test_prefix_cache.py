@@ -139,9 +139,7 @@ def test_the_cache_can_be_reset_when_nobody_runs():
 
 class TestEvents:
     def engine(self, **options) -> Engine:
-        engine = Engine(
-            enable_kv_cache_events=True, max_num_batched_tokens=24, encoder=SEES, max_loras=1, **options
-        )
+        engine = Engine(enable_kv_cache_events=True, max_num_batched_tokens=24, encoder=SEES, max_loras=1, **options)
         engine.load(adapter("l"))
         return engine
 
