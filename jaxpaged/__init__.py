@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
     from jaxpaged.messages import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from jaxpaged.plugins import Plugin, register_model
     from jaxpaged.pooling import (
         ClassificationOutput,
         EmbeddingOutput,
@@ -51,6 +52,7 @@ __all__ = [
     "LoRARequest",
     "Logprob",
     "Metric",
+    "Plugin",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -62,6 +64,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "register_model",
 ]
 
 _NAMES_OF = {
@@ -73,6 +76,7 @@ _NAMES_OF = {
     "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
     "entrypoints.llm": ["LLM"],
     "messages": ["CompletionOutput", "Logprob", "LoRARequest", "RequestOutput"],
+    "plugins": ["Plugin", "register_model"],
     "pooling": [
         "ClassificationOutput",
         "EmbeddingOutput",

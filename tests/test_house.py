@@ -29,6 +29,7 @@ LEAVES = {
     "kv_store",
     "messages",
     "multimodal",
+    "plugins",
     "pooling",
     "result",
     "sampling_params",

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpaged.config.lora import LoRAConfig
 from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.config.option_checks import checked
+from jaxpaged.config.plugin_options import PluginConfig
 from jaxpaged.config.resolution import (
     ModelFacts,
     check_deterministic,
@@ -55,6 +56,7 @@ class EngineConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    plugins: PluginConfig = field(default_factory=PluginConfig)
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

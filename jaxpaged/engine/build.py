@@ -34,11 +34,13 @@ from jaxpaged.models.config import DecoderConfig, load_hf_config
 from jaxpaged.models.eagle3 import EAGLE3
 from jaxpaged.models.interface import DraftModel, Head, HeadConfig, Model
 from jaxpaged.models.pooling import pooling_model
-from jaxpaged.models.registry import model_for, task_of
+from jaxpaged.models.registry import MODELS, model_for, task_of
 from jaxpaged.models.seeing import without_decoder, without_encoder
 from jaxpaged.params.checkpoint import settled_quantization
 from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
 from jaxpaged.params.kv_scales import named_type
+from jaxpaged.plugins.loading import load_plugins
+from jaxpaged.plugins.sources import chosen_names
 
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
@@ -217,6 +219,7 @@ def run_follower() -> None:
 def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, EngineConfig]:
     """Find and read the model: its folder, its functions, its description, and the options settled for it."""
     check_tracing(config)
+    config = with_plugins_named(config)
     folder = resolve_model_folder(config.model.model, config.model.revision, config.load.download_dir)
     model, decoder = read_wanted(config, folder)
     config = config.resolve(facts_of(decoder, folder), platform(config.cache.gpu_memory_utilization))
@@ -226,11 +229,24 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     return folder, model, decoder, config
 
 
+def with_plugins_named(config: EngineConfig) -> EngineConfig:
+    """The options with the names of the installed plugins that load. Raises ConfigError for one that is not there."""
+    names = chosen_names(config.plugins.plugins)
+    return dataclasses.replace(config, plugins=dataclasses.replace(config.plugins, plugins=names))
+
+
+def models_of(config: EngineConfig) -> Mapping[str, Model]:
+    """Every architecture that may be meant: those that are built in, and those of plugins. Raises ConfigError."""
+    return load_plugins(config.plugins.plugin, config.plugins.plugins).joined("models", MODELS)
+
+
 def read_wanted(config: EngineConfig, folder: Path) -> tuple[Model, DecoderConfig]:
     """`read_model`, of which the options may leave a part out. Raises CheckpointError."""
     options = config.multimodal
     sees_nothing = options.language_model_only and not options.enable_mm_embeds
-    model, decoder = read_model(folder, config.model.hf_overrides, sees_nothing, options.mm_processor_kwargs)
+    model, decoder = read_model(
+        folder, config.model.hf_overrides, sees_nothing, options.mm_processor_kwargs, models_of(config)
+    )
     if options.mm_encoder_only:
         return without_decoder(model, decoder)
     if options.language_model_only and decoder.vision is not None:
@@ -243,12 +259,13 @@ def read_model(
     overrides: Mapping[str, Any] | None = None,
     language_model_only: bool = True,
     processor_options: Mapping[str, Any] | None = None,
+    models: Mapping[str, Model] = MODELS,
 ) -> tuple[Model, DecoderConfig]:
-    """The functions and the description of the model in `folder`, with `overrides` of fields of its config.json, and
-    unless it is `language_model_only` with its tower, if it has one."""
+    """The functions and the description of the model in `folder`, which is one of `models`, with `overrides` of fields
+    of its config.json, and unless it is `language_model_only` with its tower, if it has one."""
     hf_config = overridden(load_hf_config(folder), overrides or {})
     try:
-        model = model_for(hf_config, language_model_only)
+        model = model_for(hf_config, language_model_only, models)
         decoder = model.config_from_hf(hf_config)
         if model.vision is not None and decoder.vision is not None:
             from jaxpaged.multimodal.processors import load_processor  # with Pillow
@@ -289,7 +306,7 @@ def with_draft_model(
     if given["method"] == "eagle3":
         draft, draft_decoder = EAGLE3, eagle3.config_from_hf(load_hf_config(draft_folder), draft_folder, decoder)
     else:
-        draft, draft_decoder = read_model(draft_folder)
+        draft, draft_decoder = read_model(draft_folder, models=models_of(config))
     if draft_decoder.vocab_size != decoder.vocab_size:
         raise ConfigError(
             f"speculative_config.model {name} knows {draft_decoder.vocab_size} tokens, and {config.model.model} "

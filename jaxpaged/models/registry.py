@@ -4,9 +4,10 @@ A checkpoint made for pooling is that of a language model with another head, or 
 after the same model, with the end ForSequenceClassification or Model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
@@ -109,12 +110,15 @@ ALSO_SEES = "ForConditionalGeneration"
 MAX_LABELS = 100_000
 
 
-def model_for(hf: dict[str, Any], language_model_only: bool = False) -> Model:
-    """The model of a raw config.json, with its tower if it has one and it is not `language_model_only`.
+def model_for(
+    hf: dict[str, Any], language_model_only: bool = False, models: Mapping[str, Model] = MappingProxyType(MODELS)
+) -> Model:
+    """The model of a raw config.json, with its tower if it has one and it is not `language_model_only`. `models` are
+    those that may be meant, by architecture.
 
     CheckpointError saying what it is and what would serve when there is none.
     """
-    model = plain_model_for(hf, language_model_only)
+    model = plain_model_for(hf, language_model_only, models)
     if not reading.is_described(hf):
         return model
     mtp = model.mtp and replace(model.mtp, param_specs=partial(stored_specs, model.mtp.param_specs))
@@ -126,12 +130,14 @@ def stored_specs(param_specs: Callable[[DecoderConfig, int], Any], config: Decod
     return encoded_specs(param_specs(config, num_model_shards), config.quantization)
 
 
-def plain_model_for(hf: dict[str, Any], language_model_only: bool) -> Model:
+def plain_model_for(hf: dict[str, Any], language_model_only: bool, models: Mapping[str, Model]) -> Model:
     """The same for a checkpoint that nobody quantised."""
     name = architecture_of(hf)
-    model = WRAPPED.get((name, text_type(hf))) or MODELS.get(generating_name(name))
+    model = models.get(generating_name(name))
+    if model is MODELS.get(generating_name(name)):  # and none of a plugin
+        model = WRAPPED.get((name, text_type(hf)), model)
     if model is None or (model is PIXTRAL and not is_pixtral(hf)):
-        raise architecture_error(name, hf, MODELS.keys())
+        raise architecture_error(name, hf, models.keys())
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))
     if language_model_only:

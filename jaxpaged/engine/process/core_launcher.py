@@ -16,6 +16,7 @@ from jaxpaged.engine.process import wire
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 from jaxpaged.executor.device_slices import ALL_DEVICES, device_slices
 from jaxpaged.messages import Progress
+from jaxpaged.plugins import registered
 
 NUM_PORTS = 3
 """That an engine core uses, from `master_port` on."""
@@ -55,6 +56,13 @@ def core_config(config: EngineConfig, number: int) -> EngineConfig:
     return dataclasses.replace(config, cache=cache, profiler=profiler, parallel=parallel)
 
 
+def with_registered(config: EngineConfig) -> EngineConfig:
+    """The options with the places of models that this process has registered, since others run another program. Raises
+    ConfigError for one that only this process has."""
+    plugin = tuple(dict.fromkeys((*config.plugins.plugin, *registered.places())))
+    return dataclasses.replace(config, plugins=dataclasses.replace(config.plugins, plugin=plugin))
+
+
 def config_of_all(of_first: EngineConfig, given: EngineConfig) -> EngineConfig:
     """The resolved options of the engine, from those of its first core: what is its own is as it was given."""
     cache = dataclasses.replace(of_first.cache, kv_events_config=given.cache.kv_events_config)
@@ -71,6 +79,7 @@ def started(
     what loading raises; then nothing is left running.
     """
     check_tracing(config)
+    config = with_registered(config)
     num_cores, devices_each = config.parallel.num_cores, config.parallel.devices_of_core
     placed = config.parallel.distributed_executor_backend == "ray"
     slices = [ALL_DEVICES] * num_cores if placed else device_slices(num_cores, devices_each)

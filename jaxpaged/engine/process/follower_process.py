@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -20,8 +20,9 @@ import msgspec
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import format_in_use, set_up_logging
 from jaxpaged.engine.process import child_program
-from jaxpaged.errors import JaxpagedError
+from jaxpaged.errors import ConfigError, JaxpagedError
 from jaxpaged.executor.follower import Post, Resolve, UnansweredError, follow
+from jaxpaged.plugins.loading import digests
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ FAILED, UNANSWERED = 1, 3
 
 class FollowerStart(msgspec.Struct, array_like=True):
     """Whom to follow: `addresses` of commands and of reports, and the group's secret. `join_seconds`: for how long to
-    wait for the others."""
+    wait for the others. `plugin` and `plugins` are options: what they name here must be what the driver has."""
 
     rank: int
     addresses: tuple[str, str]
@@ -41,12 +42,22 @@ class FollowerStart(msgspec.Struct, array_like=True):
     log_format: str
     join_seconds: float
     given: dict[str, str] = {}
+    plugin: tuple[str, ...] = ()
+    plugins: tuple[str, ...] | None = None
 
 
 def versions() -> dict[str, str]:
     """Of what computes here, by name."""
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     return found | {"jaxpaged": __version__, "python": ".".join(platform.python_version_tuple()[:2])}
+
+
+def plugin_digests(plugin: Sequence[str], plugins: Sequence[str] | None) -> dict[str, str]:
+    """Digests of the plugins that these options name on this host, or why there are none, by what they are."""
+    try:
+        return {f"plugin {name}": digest for name, digest in digests(plugin, plugins).items()}
+    except ConfigError as error:
+        return {"code of plugins": f"that cannot be read: {error}"}
 
 
 class FollowerChild:
@@ -89,7 +100,8 @@ def run(resolve: Resolve) -> NoReturn:
     post = Post(start.rank, start.addresses, start.secret)
     threading.Thread(target=leave_with_driver, args=(post,), name="driver", daemon=True).start()
     try:
-        follow(post, f"process {os.getpid()} of {socket.gethostname()}", start.given, resolve, start.join_seconds)
+        given = start.given | plugin_digests(start.plugin, start.plugins)
+        follow(post, f"process {os.getpid()} of {socket.gethostname()}", given, resolve, start.join_seconds)
     except BaseException as error:
         expected = isinstance(error, JaxpagedError) and error.__cause__ is None
         logger.error("rank %d ends: %s", start.rank, error, exc_info=None if expected else error)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.config.sections import LEAST_SECRET, ParallelConfig
-from jaxpaged.engine.process.follower_process import UNANSWERED, FollowerChild, FollowerStart, log_in_use, versions
+from jaxpaged.engine.process.follower_process import (
+    UNANSWERED,
+    FollowerChild,
+    FollowerStart,
+    log_in_use,
+    plugin_digests,
+    versions,
+)
 from jaxpaged.engine.process.ray_seats import Seats, opened_ray, reserved_seats
 from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError
 from jaxpaged.executor.group import Group, addresses_of, end_process
@@ -26,8 +33,14 @@ PAUSE_SECONDS = 2.0
 
 
 def given_here(config: EngineConfig) -> dict[str, str]:
-    """What must be the same in all processes, by name: versions, and the options."""
-    return versions() | {name: repr(value) for name, value in config.options().items() if name not in OF_ONE_HOST}
+    """What must be the same in all processes, by name: versions, plugins, and the options."""
+    options = {name: repr(value) for name, value in config.options().items() if name not in OF_ONE_HOST}
+    return versions() | plugin_digests(config.plugins.plugin, config.plugins.plugins) | options
+
+
+def plugins_of(config: EngineConfig) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """The options that name plugins."""
+    return config.plugins.plugin, config.plugins.plugins
 
 
 def shared_secret(parallel: ParallelConfig) -> bytes:
@@ -81,7 +94,7 @@ def gather_group(config: EngineConfig, progress: Progress, fail: Callable[[Jaxpa
         given = given_here(config)
         for rank in () if across and seats is None else group.ranks:
             lost = lambda words, rank=rank: group.fail(EngineDeadError(f"rank {rank}: {words}"))
-            start = FollowerStart(rank, group.addresses, secret, *log_in_use(), seconds, given)
+            start = FollowerStart(rank, group.addresses, secret, *log_in_use(), seconds, given, *plugins_of(config))
             if seats is None:
                 children.append(FollowerChild(start, lost))
             else:
@@ -119,7 +132,8 @@ def follow_other_host(config: EngineConfig) -> None:
         raise ConfigError(f"node_rank is {parallel.node_rank}, but nnodes is {parallel.nnodes}.")
     addresses = addresses_of(parallel.master_addr, parallel.master_port + 1, parallel.master_port + 2)
     seconds = parallel.distributed_timeout_seconds
-    start = FollowerStart(parallel.node_rank, addresses, secret, *log_in_use(), seconds, given_here(config))
+    given = given_here(config)
+    start = FollowerStart(parallel.node_rank, addresses, secret, *log_in_use(), seconds, given, *plugins_of(config))
     while True:
         logger.info("rank %d waits for the host of rank 0 at %s", parallel.node_rank, parallel.master_addr)
         status = FollowerChild(start, lambda words: logger.info("rank %d: %s", parallel.node_rank, words)).wait()

@@ -13,8 +13,10 @@ from typing import Any
 from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.flags import add_model_argument, chosen_model
+from jaxpaged.entrypoints.option_flags import add_flag
 from jaxpaged.errors import UsageError
 
+PLUGIN_HELP = "plugins with models of one's own, each a Python file or 'module:NAME'"
 SCHEMES = ("FP8_DYNAMIC", "W8A8", "W4A16")
 """Keys of `rounded_folder.ROUNDINGS`, which is imported when it is asked for."""
 
@@ -43,6 +45,7 @@ def add_parser(commands: Any) -> None:
         help="round weights to nearest and write safetensors in compressed-tensors' format, which other engines load "
         "too: float8 or int8 with a scale for each output, or 4 bits in groups of 128 inputs",
     )
+    add_flag(parser, "plugin", tuple[str, ...], PLUGIN_HELP, None, several=True)
     parser.add_argument("--revision", help="branch, tag or commit of the model on the hub")
     parser.add_argument("--download-dir", metavar="FOLDER", help="where hub downloads are kept")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
@@ -55,17 +58,18 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.distributed.mesh import make_mesh
     from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.models.config import load_hf_config
-    from jaxpaged.models.registry import model_for
+    from jaxpaged.models.registry import MODELS, model_for
     from jaxpaged.params.checkpoint import load_params
     from jaxpaged.params.hub import resolve_model_folder
     from jaxpaged.params.orbax_format import make_folder, save_orbax
     from jaxpaged.params.rounded_folder import write_rounded
+    from jaxpaged.plugins.loading import load_plugins
 
     if args.scheme and args.dtype != "auto":
         raise UsageError("--dtype is of orbax checkpoints; what --scheme leaves in 16 bits keeps its type.")
     folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
-    model = model_for(hf)
+    model = model_for(hf, models=load_plugins(getattr(args, "plugin", ()), None).joined("models", MODELS))
     config = model.config_from_hf(hf)
     specs, output = model.param_specs(config, 1), Path(args.output)
     progress = ProgressLine()

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxpaged.config import EngineConfig, ModelFacts
-from jaxpaged.engine.build import facts_of, make_output_folder, read_wanted, with_draft_model
+from jaxpaged.engine.build import facts_of, make_output_folder, read_wanted, with_draft_model, with_plugins_named
 from jaxpaged.errors import ConfigError
 from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
@@ -34,6 +34,7 @@ def plan_engine(
     """
     if output is not None:
         make_output_folder(output)
+    config = with_plugins_named(config)
     model_config = config.model
     where = (model_config.revision, config.load.download_dir)
     folder = resolve_model_folder(model_config.model, *where, wanted=DESCRIPTION_FILES)

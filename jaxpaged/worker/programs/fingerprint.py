@@ -5,6 +5,7 @@ every source file from which programs are traced or their arguments are packed, 
 This module does not know where fingerprints are kept.
 """
 
+import functools
 import hashlib
 import inspect
 import os
@@ -12,7 +13,7 @@ import platform
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from jax.sharding import Mesh
 
 import pallas_kernels
 from jaxpaged.config import EngineConfig, all_options
+from jaxpaged.config.plugin_options import PluginConfig
 from jaxpaged.models.config import DecoderConfig
+from jaxpaged.plugins.loading import digests, plugin_files
 from jaxpaged.sampling.custom import CustomProcessors
 
 Fingerprint = dict[str, Any]
@@ -45,9 +48,10 @@ NOT_COMPILED_IN = frozenset(
     distributed_executor_backend nnodes node_rank master_addr master_port distributed_timeout_seconds group_secret_file
     load_format download_dir compilation_cache_dir bundle wait_for_programs profile_dir
     token_buckets attention_backend logits_processors speculative_config eplb_config ec_transfer_config enable_mm_embeds
+    plugin plugins
     """.split()
 )
-"""Options that no program depends on, and, in the last line, those that count as what they were resolved to."""
+"""Options that no program depends on, and, in the last lines, those that count as what they were resolved to."""
 
 SOURCES = ("kv_cache_spec.py", "sampling_params/features.py", "sampling_params/limits.py")
 TRACED = (
@@ -76,13 +80,15 @@ MOST_WRAPPINGS = 20
 
 def fingerprint(
     config: EngineConfig,
+    model: Any,
     decoder: DecoderConfig,
     mesh: Mesh,
     params: Any,
     custom: CustomProcessors,
     resolved: Mapping[str, Any],
 ) -> Fingerprint:
-    """`config` and `decoder` are resolved, `params` are shapes. `resolved` is what else programs are made for."""
+    """`config` and `decoder` are resolved, `model` is the record of its functions, `params` are shapes. `resolved` is
+    what else programs are made for."""
     values = {
         "versions.jax": jax.__version__,
         "versions.jaxlib": jaxlib.__version__,
@@ -100,6 +106,7 @@ def fingerprint(
         **named("jax", jax_options()),
         **named("logits_processors", {source_name(type(p)): source_digest(type(p)) for p in custom.processors}),
         **named("source", source_files()),
+        **named("plugin", plugin_code(config.plugins, model)),
         "parameters": digest(str(jax.tree.flatten(params)).encode()),  # last: others say more of a difference
     }
     return {name: plain(value) for name, value in values.items()}
@@ -171,7 +178,7 @@ def source_name(cls: type) -> str:
 def source_digest(cls: type) -> str:
     """Of the whole file of a class, since its methods may call what lies beside it."""
     try:
-        return digest(Path(inspect.getfile(cls)).read_bytes())
+        return digest_of(Path(inspect.getfile(cls)))
     except (OSError, TypeError):
         return "unknown"
 
@@ -179,14 +186,12 @@ def source_digest(cls: type) -> str:
 # ---- what no file says ---------------------------------------------------------------------------
 
 
-def replaced_code(*objects: Any) -> list[str]:
+def replaced_code(*objects: Any, plugins: Iterable[Path] = ()) -> list[str]:
     """Names of functions from which programs are traced, and whose source is in none of the files that count here:
     somebody has put them into a module, a class or one of `objects`, a model for example. A fingerprint knows nothing
-    of them."""
-    root, kernels = Path(__file__).parents[2], Path(pallas_kernels.__file__).parent
-    libraries = (Path(os.__file__).parent, Path(jax.__file__).parents[1])  # Python's, and those beside jax
-    known = tuple(f"{folder}{os.sep}" for folder in (root, kernels, *libraries)) + GENERATED
-    ours = tuple(f"{root.name}.{module}" for module in TRACED) + (kernels.name,)
+    of them. `plugins`: files that count, too."""
+    known = known_code() + tuple(str(path.resolve()) for path in plugins)
+    ours = tuple(f"jaxpaged.{module}" for module in TRACED) + (pallas_kernels.__name__,)
     modules = [module for name, module in tuple(sys.modules.items()) if name.startswith(ours)]
     classes = {item for module in modules for item in tuple(vars(module).values()) if isinstance(item, type)}
     own_classes = [cls for cls in classes if cls.__module__.startswith(ours)]
@@ -194,8 +199,38 @@ def replaced_code(*objects: Any) -> list[str]:
         f"{getattr(place, '__qualname__', getattr(place, '__name__', type(place).__name__))}.{name}"
         for place in (*modules, *own_classes, *objects)
         for name, value in tuple(vars(place).items())
-        if not (source_of(value) or "").startswith(known)
+        if not all((file or "").startswith(known) for file in sources_of(value))
     )
+
+
+def known_code() -> tuple[str, ...]:
+    """How the files begin whose code counts by itself, or by a library's version."""
+    root, kernels = Path(__file__).parents[2], Path(pallas_kernels.__file__).parent
+    libraries = (Path(os.__file__).parent, Path(jax.__file__).parents[1])  # Python's, and those beside jax
+    return tuple(f"{folder}{os.sep}" for folder in (root, kernels, *libraries)) + GENERATED
+
+
+def plugin_code(options: PluginConfig, model: Any) -> dict[str, str]:
+    """Name -> digest of plugins; and path -> digest of the files of a model's functions that count nowhere else, such
+    as those of a model that a script has registered."""
+    known = known_code() + tuple(str(path.resolve()) for path in plugin_files(options.plugin, options.plugins))
+    files = {file or "unknown" for value in vars(model).values() for file in sources_of(value)}
+    others = {file: digest_of(Path(file)) for file in sorted(files) if not file.startswith(known)}
+    return {**digests(options.plugin, options.plugins), **others}
+
+
+def digest_of(path: Path) -> str:
+    try:
+        return digest(path.read_bytes())
+    except OSError:
+        return "unknown"
+
+
+def sources_of(value: Any) -> list[str | None]:
+    """`source_of` a function, and of those that a partial one is given."""
+    if not isinstance(value, functools.partial):
+        return [source_of(value)]
+    return [file for each in (value.func, *value.args, *value.keywords.values()) for file in sources_of(each)]
 
 
 def source_of(value: Any) -> str | None:

@@ -22,6 +22,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxpaged.messages import ProgramKey
+from jaxpaged.plugins.loading import plugin_files
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.executables import (
     HIT,
@@ -63,7 +64,9 @@ def open_index(engine_spec: EngineSpec, num_blocks: Sequence[int], node_types: S
     stands_alone = engine_spec.stage is None and parallel.num_processes == 1
     if folder is None or not stands_alone or engine_spec.custom.processors:
         return None
-    if replaced := replaced_code(engine_spec.model, *((draft.model,) if draft else ())):
+    options = engine_spec.config.plugins
+    files = plugin_files(options.plugin, options.plugins)
+    if replaced := replaced_code(engine_spec.model, *((draft.model,) if draft else ()), plugins=files):
         logger.info("programs are traced at every start, since these functions were replaced: %s", ", ".join(replaced))
         return None
     return ProgramIndex(Path(folder), engine_spec.fingerprint(), num_blocks, engine_spec.mesh, node_types)

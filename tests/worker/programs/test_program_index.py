@@ -151,7 +151,7 @@ def test_the_second_start_of_an_engine_traces_nothing_and_gives_the_same_tokens(
         raise AssertionError("a program is traced")
 
     monkeypatch.setattr(EnginePrograms, "lower", refuse)
-    monkeypatch.setattr("jaxpaged.worker.programs.program_index.replaced_code", lambda *_: [])
+    monkeypatch.setattr("jaxpaged.worker.programs.program_index.replaced_code", lambda *_, **__: [])
     config, executor = start(model, **options)
     try:
         assert answers(config, executor) == expected
