@@ -68,8 +68,8 @@ def load(source: Source) -> Plugin:
     except (Exception, SystemExit) as error:
         logger.error("the plugin %s (%s) cannot be loaded", source.name, source.origin, exc_info=error)
         raise ConfigError(
-            f"the plugin {source.name} ({source.origin}) cannot be loaded: {type(error).__name__}: {error}. Correct it, "
-            "or start without it; the log has its traceback."
+            f"the plugin {source.name} ({source.origin}) cannot be loaded: {type(error).__name__}: {error}. Correct "
+            "it, or start without it; the log has its traceback."
         ) from error
 
 

@@ -58,8 +58,8 @@ class Source:
         spec = importlib.util.find_spec(top)
         if spec is None:
             raise ConfigError(
-                f"the plugin {self.name} ({self.origin}) cannot be loaded: there is no module {top!r}. Install it where "
-                "every process of the engine runs, or name a file."
+                f"the plugin {self.name} ({self.origin}) cannot be loaded: there is no module {top!r}. Install it "
+                "where every process of the engine runs, or name a file."
             )
         folders = [Path(each) for each in spec.submodule_search_locations or ()]
         if folders:

@@ -420,9 +420,7 @@ class EngineSpec:
             "ec_transfer": str(self.embeds_traffic),
             "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
-        return fingerprint(
-            self.config, self.model, self.decoder, self.mesh, self.param_shapes, self.custom, resolved
-        )
+        return fingerprint(self.config, self.model, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
 
 
 def in_eight_bits(

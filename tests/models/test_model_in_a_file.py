@@ -72,7 +72,9 @@ def shapes(width, columns, head_width):
 @pytest.fixture(scope="module")
 def example():
     """The blocks of the page: the plugin's file, and the oracle."""
-    plugin, oracle = (block.text for block in blocks_of(README) if block.language == "python" and "import" in block.text)
+    plugin, oracle = (
+        block.text for block in blocks_of(README) if block.language == "python" and "import" in block.text
+    )
     assert len((plugin + oracle).splitlines()) <= 120
     return plugin, oracle
 
