@@ -139,6 +139,21 @@ def load_orbax(
     return jax.tree.unflatten(jax.tree.structure(specs), arrays)
 
 
+def read_array(folder: Path, name: str) -> np.ndarray:
+    """One array on the host, in float32. Raises CheckpointError."""
+    import orbax.checkpoint as ocp
+
+    path = (folder / ARRAYS).absolute()
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            there = checkpointer.metadata(path).item_metadata.tree
+            name = name if name in there else BESIDE_TOWER + name
+            wanted = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32)}
+            return checkpointer.restore(path, args=ocp.args.PyTreeRestore(wanted, wanted, partial_restore=True))[name]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder / ARRAYS} cannot be read: {error}. Run `jaxpaged convert` again.") from error
+
+
 def read_at_once(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """The names of arrays in their order, as many at a time as have `BYTES_AT_ONCE`, or one that has more."""
     few, num_bytes = list[str](), 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -66,21 +66,32 @@ class TensorEntry:
 def read_header(path: Path) -> list[TensorEntry]:
     """All tensors of a file. CheckpointError naming file and tensor when anything does not add up."""
     try:
-        file_bytes = path.stat().st_size
         with path.open("rb") as file:
-            first = file.read(8)
-            header_bytes = int.from_bytes(first, "little")
-            if len(first) < 8 or header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(f"{path} is too short for a safetensors file ({file_bytes} bytes). {AGAIN}")
-            header = json.loads(file.read(header_bytes), object_pairs_hook=once_each)
+            return header_of(file, path, path.stat().st_size)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist, but the checkpoint needs it. Download it.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} has no readable safetensors header: {error}. {AGAIN}") from error
+    except OSError as error:
+        raise unreadable_header(path, error) from error
+
+
+def header_of(file: BinaryIO, path: Path, file_bytes: int) -> list[TensorEntry]:
+    """The same of a file that is open at its start, or of what was read of it."""
+    first = file.read(8)
+    header_bytes = int.from_bytes(first, "little")
+    if len(first) < 8 or header_bytes > min(file_bytes - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(f"{path} is too short for a safetensors file ({file_bytes} bytes). {AGAIN}")
+    try:
+        header = json.loads(file.read(header_bytes), object_pairs_hook=once_each)
+    except (ValueError, RecursionError) as error:
+        raise unreadable_header(path, error) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a safetensors header that is no JSON object. {AGAIN}")
     header.pop("__metadata__", None)
     return [parse_entry(path, name, entry, 8 + header_bytes, file_bytes) for name, entry in header.items()]
+
+
+def unreadable_header(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} has no readable safetensors header: {error}. {AGAIN}")
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
