@@ -55,7 +55,8 @@ Patterns = tuple[tuple[re.Pattern[str], float], ...]
 class Description:
     """`alpha` and `rank` are those of modules that no pattern names. `is_rank_stabilised`: the scaling is alpha over
     the root of the rank (rsLoRA). `is_dora`: there are magnitudes. `saved`: names of modules that are there whole.
-    `is_old`: PEFT before 0.19 wrote it, which had another layout of experts in one parameter."""
+    `parameters`: ends of names of tensors of the model that were adapted by these. `is_old`: PEFT before 0.19 wrote it,
+    which had another layout of experts in one parameter."""
 
     rank: int
     alpha: float
@@ -64,7 +65,12 @@ class Description:
     rank_patterns: Patterns
     alpha_patterns: Patterns
     saved: tuple[str, ...]
+    parameters: tuple[str, ...]
     is_old: bool
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether a tensor of the model was adapted by its own name, and not by that of its module."""
+        return any(name == each or name.endswith(f".{each}") for each in self.parameters)
 
     def rank_of(self, module: str) -> int:
         """That of a module, or of a parameter, which has the name that PEFT's own model has for it."""
@@ -100,6 +106,7 @@ def read_description(text: bytes, source: str) -> Description:
         rank_patterns=patterns(fields, "rank_pattern", positive),
         alpha_patterns=patterns(fields, "alpha_pattern", number),
         saved=fields.names("modules_to_save"),
+        parameters=fields.names("target_parameters"),
         is_old=version(fields.value("peft_version")) < (0, 19),
     )
     refuse_unknown(fields)
@@ -169,7 +176,6 @@ def check_names(fields: Fields) -> None:
                 fields.pattern(name, found, found)
         else:
             fields.names(name)
-    fields.names("target_parameters")
 
 
 def positive(fields: Fields, name: str, found: Any) -> int:

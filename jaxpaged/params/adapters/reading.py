@@ -220,6 +220,7 @@ class Reading:
 
     def _checked_scaling(self, name: str, part: str, a: np.ndarray, num_experts: int) -> float:
         """Of a module or parameter. CheckpointError where its rank is not that of the configuration."""
+        name = f"{name}.weight" if self._description.is_parameter(f"{name}.weight") else name
         rank, wanted = a.shape[0] // num_experts, self._description.rank_of(name)
         if rank != wanted:
             raise self._error(
