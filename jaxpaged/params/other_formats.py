@@ -43,21 +43,6 @@ def is_pointer(path: Path) -> bool:
         return False
 
 
-def refuse_gguf_name(name: str) -> None:
-    """For the name of a GGUF file that is not there, or of a repository of some, with or without a quantisation behind
-    a colon."""
-    repository, _, kind = name.rstrip("/").partition(":")
-    last = repository.rsplit("/", 1)[-1].lower()
-    if last.endswith(".gguf"):
-        raise CheckpointError(f"there is no file {name}. Check the path.")
-    if last.endswith("gguf"):
-        pattern = f"*{kind}*.gguf" if kind else "NAME.gguf"
-        raise CheckpointError(
-            f"{name} holds models in GGUF format, of which single files are read. Download one with "
-            f"'hf download {repository} --include \"{pattern}\" --local-dir FOLDER' and name it: FOLDER/NAME.gguf."
-        )
-
-
 def refuse_other_folder(folder: Path) -> None:
     """For a folder without a model's description, or without weights, that holds something else."""
     if (folder / "model_index.json").exists():

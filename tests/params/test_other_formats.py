@@ -9,9 +9,8 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.build import resolve_model
 from jaxpaged.entrypoints.cli import FAILURE, main
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params import hub
 from jaxpaged.params.checkpoint import entries_of_folder
-from jaxpaged.params.hub import EMBEDDED_FOLDER, resolve_model_folder
+from jaxpaged.params.hub import EMBEDDED_FOLDER
 from jaxpaged.params.other_formats import refuse_pointers
 from jaxpaged.tools.planning.plan_engine import plan_engine
 
@@ -77,20 +76,12 @@ def test_a_folder_that_holds_something_else_is_refused_with_what_to_do(tmp_path,
     ("name", "words"),
     [
         ("model-Q4_K_M.gguf", "there is no file model-Q4_K_M.gguf"),
-        ("somebody/Model-7B-GGUF:Q4_K_M", 'hf download somebody/Model-7B-GGUF --include "*Q4_K_M*.gguf"'),
+        ("somebody/Model-7B-GGUF:Q4_K_M", "somebody/Model-7B-GGUF is not in the local cache"),
     ],
 )
 def test_the_name_of_a_gguf_model_is_recognised(capsys, name, words):
     assert main(["generate", "hello", "--model", name]) == FAILURE
     assert words in capsys.readouterr().err
-
-
-def test_a_repository_without_a_description_is_recognised_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "download", lambda *_: tmp_path)
-    with pytest.raises(CheckpointError, match="somebody/Model-GGUF holds models in GGUF format"):
-        resolve_model_folder("somebody/Model-GGUF")
-    (tmp_path / "config.json").write_text("{}")
-    assert resolve_model_folder("somebody/Model-GGUF") == tmp_path
 
 
 def test_pointers_that_nobody_reads_may_stay(tmp_path):

@@ -5,10 +5,10 @@
     places.json                                                                  where matrices lie
     model.gguf, or its parts                                                     links to the file
 
-It is named by what the system says of the file, so another file has another folder.
+It is named by what the system says of the file, so another file has another folder. Old ones are removed
+(`keeping.py`).
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,13 +21,11 @@ from jaxpaged.params.formats.gguf.reader import GgufHeader, read_gguf
 from jaxpaged.params.gguf_folder.architectures import architecture_of
 from jaxpaged.params.gguf_folder.description import config_fields, token_ids
 from jaxpaged.params.gguf_folder.facts import Facts
+from jaxpaged.params.gguf_folder.keeping import MAKING, held, identity, remove_old
 from jaxpaged.params.gguf_folder.places import Place, places_and_vectors
-from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS, is_gguf_folder
+from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS
 from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
 from jaxpaged.params.safetensors_writer import safetensors_of
-
-VERSION = 2
-"""Of what is written: a folder of another one is made anew."""
 
 
 def make_folder(path: Path, cache: Path | None = None) -> Path:
@@ -40,13 +38,14 @@ def make_folder(path: Path, cache: Path | None = None) -> Path:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{error}. Download the file again, or serve the safetensors version.") from error
     cache = cache or default_cache()
-    folder = cache / f"{path.stem[:60]}-{identity(header)}"
-    if is_gguf_folder(folder):
+    folder = cache / f"{path.stem[:60]}-{identity(header.paths)}"
+    if held(folder):
         return folder
     files = contents(header)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=cache))
+        remove_old(cache)
+        made = Path(tempfile.mkdtemp(dir=cache, prefix=MAKING))
     except OSError as error:
         raise CheckpointError(
             f"{cache} cannot be written ({error.strerror}), where the description of {path.name} is kept. Make it "
@@ -61,18 +60,13 @@ def make_folder(path: Path, cache: Path | None = None) -> Path:
         made.rename(folder)
     except OSError:  # another process was faster
         shutil.rmtree(made)
+    if not held(folder):
+        raise CheckpointError(f"{folder} was removed while it was made. Start again.")
     return folder
 
 
 def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpaged" / "gguf"
-
-
-def identity(header: GgufHeader) -> str:
-    """A name of the files as they are now."""
-    facts = [(str(part.resolve()), part.stat()) for part in header.paths]
-    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}" for name, stat in facts]
-    return hashlib.sha256("\n".join([str(VERSION), *lines]).encode()).hexdigest()[:16]
 
 
 def contents(header: GgufHeader) -> dict[str, bytes]:
