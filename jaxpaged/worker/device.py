@@ -12,6 +12,7 @@ import jax
 from jaxpaged.messages import ProgramKey
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.worker.programs.compiled import CompiledPrograms
+from jaxpaged.worker.step.adapters import AdaptedParams
 
 
 @dataclass
@@ -46,7 +47,7 @@ class StepCounts:
 @dataclass
 class Device:
     """`params`, `head` and `state` are None while they sleep. `table_CV`: of an engine that sees, what the values of
-    pixels become."""
+    pixels become. `stacks`: of one with adapters."""
 
     programs: CompiledPrograms
     params: Any
@@ -54,17 +55,26 @@ class Device:
     state: DeviceState | None
     counts: StepCounts = field(default_factory=StepCounts)
     table_CV: Any = None
+    stacks: Any = None
 
     @property
     def token_params(self) -> Any:
-        """The parameters of programs of tokens: all but the tower's."""
-        return self.params if self.table_CV is None else without_tower(self.params)
+        """The parameters of programs of tokens: all but the tower's, and the stacks of adapters."""
+        params = self.params if self.table_CV is None else without_tower(self.params)
+        return params if self.stacks is None else with_stacks(params, self.stacks)
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Call a program. Its numpy arguments are what the step moves to the device on purpose: a compiled program
         moves one in 4 us, where `jax.device_put` takes 90."""
         with jax.transfer_guard_host_to_device("allow"):
             return (self.programs.callable.get(key) or self.programs[key])(*arguments)
+
+
+def with_stacks(params: Any, stacks: Any) -> Any:
+    """The parameters with the stacks of adapters, of each stage where layers are dealt to stages."""
+    if isinstance(stacks, tuple):
+        return tuple(map(AdaptedParams, params, stacks))
+    return AdaptedParams(params, stacks)
 
 
 def start_copy(tree: Any) -> Any:

@@ -71,7 +71,7 @@ class ModelDrafter:
         lines_SF, stop_ids_RJ = self._sampler.lines([rows], key.size), self._sampler.ranks[0].stop_ids_RJ[rows]
         lines_SC = multi_step_lines(lines_SF, draft.num_drafts, stop_ids_RJ)
         state.kv, state.tables, state.rows, drafts_SK = device.call(
-            key, device.params, state.kv, state.tables, state.rows, packed, lines_SC
+            key, device.token_params, state.kv, state.tables, state.rows, packed, lines_SC
         )
         return drafts_SK
 

@@ -35,6 +35,7 @@ from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.models.joined import joined_shapes
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.models.stages import Stage, deal_layers, decoder_of, params_of
+from jaxpaged.params.adapters.targets import targets_of
 from jaxpaged.params.forms import Device, formed_specs, forms_in_words, shards_of
 from jaxpaged.params.quantized import BLOCKS, Stored, quantized_specs
 from jaxpaged.params.schemes.reading import rounding_of
@@ -50,6 +51,7 @@ from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, encoder_spec
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
+from jaxpaged.worker.lora_stacks import LoraSpec, lora_spec, of_stage
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.step.expert_moves import with_tables
@@ -392,10 +394,32 @@ class EngineSpec:
         """Shapes of the parameters of programs of tokens: all but the tower's."""
         return self.param_shapes if self.encoder is None else without_tower(self.param_shapes)
 
+    @cached_property
+    def lora(self) -> LoraSpec | None:
+        """The stacks of adapters; None: the engine takes none. Raises ConfigError for modules that there are not."""
+        options = self.config.lora
+        if not options.enable_lora:
+            return None
+        targets = targets_of(self.whole_specs)
+        if self.stage is not None:
+            targets = of_stage(targets, targets_of(self.specs))
+        return lora_spec(
+            targets,
+            self.token_params,
+            self.decoder.dim_sizes(),
+            self.mesh,
+            max_loras=options.max_loras,
+            max_rank=options.max_lora_rank,
+            dtype=self.dtype if options.lora_dtype == "auto" else jnp.dtype(options.lora_dtype),
+            modules=options.lora_target_modules or None,
+            prefix=".decoder" if self.draft is not None else "",
+        )
+
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on each device."""
-        return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes))
+        """Bytes of weights on each device, and of the stacks of adapters."""
+        of_adapters = 0 if self.lora is None else self.lora.num_bytes
+        return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.param_shapes)) + of_adapters
 
     @property
     def speculation(self) -> Speculation | None:
@@ -418,6 +442,7 @@ class EngineSpec:
             "draft_model": str(self.draft and self.draft.config),
             "kv_offload": str(self.config.cache.offload and self.page_form),
             "ec_transfer": str(self.embeds_traffic),
+            "lora": str(self.lora and self.lora.shapes),
             "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
         return fingerprint(self.config, self.model, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)

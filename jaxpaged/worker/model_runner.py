@@ -8,6 +8,7 @@ program that drafts them.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
+from jaxpaged.worker.adapter_slots import NUM_PROBED, AdapterSlots, Probe, ProbeReading, probe_step
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.encoder import Encoder
 from jaxpaged.worker.programs.compile_queue import Activity
@@ -165,10 +167,11 @@ class ModelRunner:
         drafter: Drafter | None = None,
         after_step: Callable[[], None] | None = None,
         encoder: Encoder | None = None,
+        adapters: AdapterSlots | None = None,
     ):
         """`after_step`: what to do when a step was dispatched, before the next one. `encoder`: of an engine that sees,
-        where there is one rank."""
-        self.encoder = encoder
+        where there is one rank. `adapters`: of one that has some."""
+        self.encoder, self.adapters = encoder, adapters
         self.after_step = after_step
         self.device, self.ranks, self.layouts, self.output_stage = device, ranks, layouts, output_stage
         self.drafter = drafter
@@ -182,6 +185,8 @@ class ModelRunner:
         device, parts = self.device, scheduled.ranks or (scheduled,)
         waited_before, refused = device.programs.seconds_waited, dict[str, str]()
         updates: list[Updates] = [[] for _ in parts]
+        if scheduled.lora_loads:
+            self._load_adapters(scheduled.lora_loads)
         for rank, part in enumerate(parts):
             if part.new_requests or part.removed_request_ids or any(part.new_block_ids):
                 updates[rank], refused_here = self._update_rows(rank, part)
@@ -204,12 +209,11 @@ class ModelRunner:
         packed, program, hidden_SD = self._pack(layout, requests, updates), key, None
         if layout.has_two_programs:
             program = self._sharing(key, packed)
+        if self.adapters is not None:
+            slots = [rows.lora_slots_R[each.rows] for rows, each in zip(self.ranks, requests, strict=True)]
+            program = self.adapters.program(device, program, slots)
         if programs.multi_step is None:
-            state = device.state
-            arguments = device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
-            if self.encoder is not None:
-                arguments = *arguments, None, state.encoded
-            state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(program, *arguments)
+            hidden_SD = self._forward(program, packed)
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             device.counts.add(num_tokens, key.size, len(requests))
         step = Step(scheduled, list(map(RankStep, parts, requests)), packed, hidden_SD, program)
@@ -219,6 +223,8 @@ class ModelRunner:
         waited = device.programs.seconds_waited - waited_before
         buckets = StepBuckets(len(parts) * key.size, output.sample_bucket, output.full_sampler, waited)
         readings = (*encoded, *output.readings) if encoded else output.readings
+        if self.adapters is not None and self.adapters.probes:
+            readings = (*self._probe_readings(parts), *readings)
         pending = PendingStep(scheduled.step_id, readings, refused, buckets, activity, drafted)
         if scheduled.masked:
             self._unsampled = step, pending
@@ -232,6 +238,36 @@ class ModelRunner:
         assert begun.buckets is not None
         buckets = msgspec.structs.replace(begun.buckets, sample_bucket=sample_bucket, full_sampler=full_sampler)
         return begun._replace(readings=(*begun.readings, *readings), buckets=buckets)
+
+    def _forward(self, program: ProgramKey, packed: np.ndarray) -> Any:
+        """Dispatch a forward pass; returns the hidden states of the tokens that sample."""
+        device, state = self.device, self.device.state
+        arguments = device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
+        if self.encoder is not None:
+            arguments = *arguments, None, state.encoded
+        state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(program, *arguments)
+        return hidden_SD
+
+    def _load_adapters(self, loads: Sequence[tuple[int, int]]) -> None:
+        """Move adapters into slots, and see what those do that are there for the first time."""
+        adapters, layouts = self.adapters, self.layouts
+        assert adapters is not None, "only an engine with adapters loads some"
+        for slot, lora_int_id in loads:
+            if adapters.load(self.device, slot, lora_int_id):
+                size = self.device.programs.smallest_ready(ProgramKind.FORWARD, NUM_PROBED, sorted(layouts))
+                make_step = partial(probe_step, layouts[size], self.ranks[0].null_row, len(self.ranks))
+                key = ProgramKey(ProgramKind.FORWARD, size)
+                hidden = [start_copy(self._forward(key, make_step(each))) for each in (slot, 0)]
+                adapters.probes[slot] = Probe(adapters.name_in(slot), *hidden)
+
+    def _probe_readings(self, parts: Sequence[SchedulerOutput]) -> list[Reading]:
+        """What fails new requests whose adapter changes nothing."""
+        adapters, by_slot = self.adapters, dict[int, list[str]]()
+        assert adapters is not None, "only an engine with adapters probes some"
+        for request in itertools.chain.from_iterable(part.new_requests for part in parts):
+            if request.lora_slot in adapters.probes:
+                by_slot.setdefault(request.lora_slot, []).append(request.request_id)
+        return [ProbeReading(adapters, slot, adapters.probes[slot], ids) for slot, ids in by_slot.items()]
 
     def _update_rows(self, rank: int, scheduled: SchedulerOutput) -> tuple[Updates, dict[str, str]]:
         """Take rows and give rows of a rank -> (block table entries that the step brings, requests that are refused and

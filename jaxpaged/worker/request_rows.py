@@ -27,6 +27,7 @@ class RequestRows:
     shared: which rows hold the same blocks, per KV group; empty where attention does not ask.
     uploaded_ids: the known tokens as steps upload them, with slots of the encoder cache in place of some.
     visual: what steps say of pictures besides; None in engines of text only.
+    lora_slots_R: the slot of the request's adapter; 0: it has none.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RequestRows:
         self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
         self.num_scored = 0
         self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
+        self.lora_slots_R = np.zeros(max_num_seqs, np.int32)
         self.num_blocks_GR = [[0] * max_num_seqs for _ in range(num_groups)]
         self.shared, self.visual = shared, visual
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -72,6 +74,7 @@ class RequestRows:
             self.uploaded_ids[row] = self.visual.add(row, request)
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
+        self.lora_slots_R[row] = request.lora_slot
         self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
         self.num_scored += int(self.prompt_logprobs_R[row])
         stop_ids = (request.sampling_params.stop_token_ids or ())[:NUM_STOP_IDS]

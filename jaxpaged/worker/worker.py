@@ -18,14 +18,15 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.distributed.mesh import check_slice, stage_meshes
-from jaxpaged.errors import ConflictError
+from jaxpaged.errors import ConflictError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.options import KVOffload
-from jaxpaged.messages import ProgramKey, Progress
+from jaxpaged.messages import LoRAInfo, LoRARequest, ProgramKey, Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.params.checkpoint import kv_scales_of
 from jaxpaged.params.kv_scales import LayerScales, read_scales_file
+from jaxpaged.worker.adapter_slots import AdapterSlots, reader_of
 from jaxpaged.worker.cache.head_scales import HeadScales, with_scales
 from jaxpaged.worker.costs import work_of
 from jaxpaged.worker.device import Device, DeviceState
@@ -111,7 +112,7 @@ class Worker:
                 self.device = Device(self.programs, params, self._head(params), self.new_state())
                 self.device.table_CV = self._pixel_table()
             self.embeds_folder = open_embeds(self.engine_spec)
-            self.balancer = self._make_balancer()
+            self.balancer, self.adapters = self._make_balancer(), self._make_adapters(folder)
             self.runner = self._make_runner()
             seconds = time.monotonic() - begin
             self.programs.trace_first()
@@ -222,7 +223,8 @@ class Worker:
         encoder = None
         if (spec := self.engine_spec.encoder) is not None:
             encoder = self._make_encoder(spec, rows[0])
-        return ModelRunner(self.device, rows, programs.layouts, output_stage, drafter, after_step, encoder)
+        layouts, adapters = programs.layouts, self.adapters
+        return ModelRunner(self.device, rows, layouts, output_stage, drafter, after_step, encoder, adapters)
 
     def _make_encoder(self, spec: EncoderSpec, rows: RequestRows) -> Encoder:
         """What computes pictures, and takes embeddings and gives its own to other engines if options say so."""
@@ -249,6 +251,29 @@ class Worker:
         assert spec.vision.processor is not None, "its table says what pixels are"
         table_CV, everywhere = spec.vision.processor.table_CV, self.step_programs.functions.replicated
         return jax.make_array_from_callback(table_CV.shape, everywhere, lambda index: table_CV[index])
+
+    def _make_adapters(self, folder: Path | None) -> AdapterSlots | None:
+        """Where adapters are kept, in an engine that takes some."""
+        specs = [stage.lora for stage in self.stages if stage.lora is not None]
+        if not specs:
+            return None
+        has_files = folder is not None and self.config.load.load_format != "dummy"
+        adapters = AdapterSlots(specs, reader_of(self.engine_spec, folder if has_files else None))
+        adapters.begin_anew(self.device)
+        return adapters
+
+    def read_lora(self, request: LoRARequest) -> LoRAInfo:
+        """Read an adapter into host memory; may run beside steps. Raises CheckpointError."""
+        return self._adapters().read(request)
+
+    def drop_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter in host memory; whether there was one."""
+        return self._adapters().drop(lora_int_id)
+
+    def _adapters(self) -> AdapterSlots:
+        if self.adapters is None:
+            raise UsageError("the engine takes no adapters. Start it with enable_lora.")
+        return self.adapters
 
     def _make_balancer(self) -> ExpertBalancer | None:
         """What moves experts between devices, if they are to be moved."""
@@ -292,6 +317,9 @@ class Worker:
             self.kv_transfer.revoke()
         free_state(self.device)
         self._renew_state()
+        if self.adapters is not None:
+            free(self.device.stacks)
+            self.adapters.begin_anew(self.device)
         self.programs.activity.end_all()
         self.runner = self._make_runner()
 
@@ -302,7 +330,7 @@ class Worker:
         """
         device = self.device
         self.weights.put_aside(device.params, discard)
-        free(device.head)
+        free((device.head, device.stacks))
         device.params = device.head = None
         free_state(device)
         return_freed_pages()
@@ -315,6 +343,9 @@ class Worker:
                 free((device.params, device.head))  # there only if falling asleep failed half way
                 device.params = self.weights.bring_back()
                 device.head = self._head(device.params)
+                if self.adapters is not None:
+                    free(device.stacks)
+                    self.adapters.begin_anew(device)
             else:
                 free_state(device)
                 self._renew_state()

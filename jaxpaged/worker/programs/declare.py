@@ -30,6 +30,7 @@ from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.compiler_options import LAYERS, OTHERS
 from jaxpaged.worker.step import decode_loop, encoding, lookup
+from jaxpaged.worker.step.adapters import load_adapter
 from jaxpaged.worker.step.expert_moves import move_experts
 from jaxpaged.worker.step.functions import StepFunctions, write_table_chunk
 from jaxpaged.worker.step.prompt_sums import accumulate
@@ -70,6 +71,14 @@ class ProgramKind(StrEnum):
     ENCODE_VIDEO = "encode_video"
     EMBEDS_GATHER = "embeds_gather"
     EMBEDS_SCATTER = "embeds_scatter"
+    LORA_ZEROS = "lora_zeros"
+    LOAD_LORA = "load_lora"
+    FORWARD_BASE = "forward_base"
+    FORWARD_SMALL = "forward_small"
+    DECODE_BASE = "decode_base"
+    DECODE_SMALL = "decode_small"
+    DECODE_FULL_BASE = "decode_full_base"
+    DECODE_FULL_SMALL = "decode_full_small"
 
 
 Kind = ProgramKind
@@ -85,7 +94,14 @@ VERIFY_KINDS = {
 DECODE_KINDS = (Kind.DECODE, Kind.DECODE_FULL)
 ENCODE_KINDS = {"image": Kind.ENCODE, "video": Kind.ENCODE_VIDEO}
 """What computes features, by their modality."""
-PLAIN_KINDS = (Kind.SAMPLE, Kind.DECODE, Kind.DECODE_SHARED, Kind.VERIFY)
+PLAIN_KINDS = (
+    Kind.SAMPLE,
+    Kind.DECODE,
+    Kind.DECODE_SHARED,
+    Kind.DECODE_BASE,
+    Kind.DECODE_SMALL,
+    Kind.VERIFY,
+)
 """Kinds that draw without the full sampler."""
 SHARED_KINDS = {
     Kind.FORWARD: Kind.FORWARD_SHARED,
@@ -93,6 +109,14 @@ SHARED_KINDS = {
     Kind.DECODE_FULL: Kind.DECODE_FULL_SHARED,
 }
 """The kinds that read once what rows share, by those that do not."""
+
+
+LORA_KINDS = {
+    Kind.FORWARD: (Kind.FORWARD_BASE, Kind.FORWARD_SMALL),
+    Kind.DECODE: (Kind.DECODE_BASE, Kind.DECODE_SMALL),
+    Kind.DECODE_FULL: (Kind.DECODE_FULL_BASE, Kind.DECODE_FULL_SMALL),
+}
+"""In an engine with adapters, the kinds for steps without any, and with small ones alone, by those for all."""
 
 
 class Axis(Enum):
@@ -178,6 +202,20 @@ def drafts_by_model(engine: EngineSpec) -> bool:
     return drafts(engine) and engine.draft is not None
 
 
+def adapts(engine: EngineSpec) -> bool:
+    return engine.lora is not None
+
+
+def has_base_steps(engine: EngineSpec) -> bool:
+    """Whether steps without adapters have programs of their own. Processes that compute together could choose
+    differently, so they have none, and stages have none either."""
+    return adapts(engine) and is_whole(engine) and not engine.has_other_processes
+
+
+def has_small_steps(engine: EngineSpec) -> bool:
+    return has_base_steps(engine) and engine.lora.num_levels > 1
+
+
 def looks_up(engine: EngineSpec) -> bool:
     return drafts(engine) and engine.draft is None
 
@@ -188,6 +226,10 @@ def keeps_answers(engine: EngineSpec) -> bool:
 
 def moves_experts(engine: EngineSpec) -> bool:
     return engine.is_last and engine.config.parallel.expert_balance is not None
+
+
+def both(*conditions: Callable[[EngineSpec], bool]) -> Callable[[EngineSpec], bool]:
+    return lambda engine: all(condition(engine) for condition in conditions)
 
 
 @dataclass(frozen=True)
@@ -247,6 +289,9 @@ look_up = lambda f, _: partial(lookup.look_up_drafts, f.speculation)
 add_up = lambda f, layout: partial(accumulate, layout, f.num_sampled, f.pooling_type)
 pool = lambda f, size: partial(f.pool, size)
 score = lambda f, _: f.prompt_logprobs
+at_level = lambda level, function: lambda f, layout: function(f, layout.at_level(level))
+no_adapters = lambda f, _: partial(zeros_like, f.attention.mesh, f.lora.shapes)
+put_adapter = lambda f, _: partial(load_adapter, f.lora)
 move = lambda f, part: partial(move_experts, f.attention.mesh, part)
 its = lambda function: lambda f, _: function
 
@@ -322,4 +367,41 @@ PROGRAMS = (
     # Counts of the experts' tokens, and experts on their way to other devices, for the expert balancer.
     simple(Kind.EXPERT_LOAD, Axis.ONE, its(jnp.copy), "expert_counts -> counts", moves_experts),
     simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),
+    # The stacks of adapters without any, for the worker, and one on its way into a slot, for `AdapterSlots`.
+    simple(Kind.LORA_ZEROS, Axis.ONE, no_adapters, "-> lora", adapts),
+    simple(Kind.LOAD_LORA, Axis.ONE, put_adapter, "*lora lora_upload lora_slot -> lora", adapts),
+    # The same programs for steps without an adapter, and with none but small ones: taken by the model runner.
+    *[
+        program
+        for i, where in enumerate((has_base_steps, has_small_steps))
+        for program in (
+            with_layers(
+                LORA_KINDS[Kind.FORWARD][i],
+                Axis.TOKENS,
+                at_level(i, forward),
+                STEP,
+                both(where, sees_nothing),
+                ON_DEMAND,
+            ),
+            with_layers(
+                LORA_KINDS[Kind.FORWARD][i],
+                Axis.TOKENS,
+                at_level(i, forward),
+                SEEING_STEP,
+                both(where, sees),
+                ON_DEMAND,
+            ),
+            with_layers(
+                LORA_KINDS[Kind.DECODE][i], Axis.MULTI_STEPS, at_level(i, decode), STEPS, both(where, draws), ON_DEMAND
+            ),
+            with_layers(
+                LORA_KINDS[Kind.DECODE_FULL][i],
+                Axis.FULL_MULTI_STEPS,
+                at_level(i, decode),
+                FULL_STEPS,
+                both(where, draws),
+                ON_DEMAND,
+            ),
+        )
+    ],
 )

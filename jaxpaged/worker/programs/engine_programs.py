@@ -60,6 +60,8 @@ class EnginePrograms:
         max_num_seqs, backend = self.engine_spec.config.scheduler.max_num_seqs, self.engine_spec.attention.backend
         sizes, slots = self.kv_cache.block_sizes, self.kv_cache.device_slots
         layout = step_layout(num_tokens, max_num_seqs, sizes, backend, slots)
+        if (lora := self.engine_spec.lora) is not None:
+            layout = replace(layout, has_lora=True, lora_level=lora.num_levels)
         if (encoder := self.engine_spec.encoder) is None:
             return layout
         has_offsets = encoder.vision.rope_offsets is not None
@@ -101,7 +103,7 @@ class EnginePrograms:
         if engine_spec.draft is None:
             return {}
         return {
-            size: MultiStepLayout(self.layout(size), size, engine_spec.num_drafts)
+            size: MultiStepLayout(replace(self.layout(size), has_lora=False), size, engine_spec.num_drafts)
             for size in engine_spec.sample_buckets
         }
 
@@ -134,6 +136,7 @@ class EnginePrograms:
             speculation=engine_spec.speculation,
             pooling_type=engine_spec.pooling_type,
             encoder=engine_spec.encoder,
+            lora=engine_spec.lora,
         )
         if (draft := engine_spec.draft) is None:
             return functions

@@ -91,6 +91,10 @@ class Pipeline:
         match key.kind:
             case ProgramKind.FORWARD:
                 return of_all(partial(self._forward, self._stages[-1].layouts[key.size]))
+            case ProgramKind.LORA_ZEROS:
+                return of_all(lambda programs: lambda: tuple(program() for program in programs))
+            case ProgramKind.LOAD_LORA:
+                return of_all(self._load_lora)
             case ProgramKind.ZEROS:
                 return of_all(self._zeros)
             case ProgramKind.TABLES:
@@ -139,6 +143,13 @@ class Pipeline:
             return tuple(program(own, packed) for program, own in zip(programs, tables, strict=True))
 
         return write
+
+    def _load_lora(self, programs: Sequence[Any]) -> Callable[..., Any]:
+        def load(stacks, uploads, slot):
+            each = zip(programs, stacks, uploads, strict=True)
+            return tuple(program(own, upload, slot) for program, own, upload in each)
+
+        return load
 
 
 def rows_that_drew(layout: StepLayout, packed: np.ndarray) -> frozenset[int]:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jaxpaged.layers.ranks import of_any_rank
 from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
+from jaxpaged.worker.step.adapters import without_adapters
 from jaxpaged.worker.step.functions import StepFunctions, write_tables
 from jaxpaged.worker.step.packed import MultiStepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import NOT_COMPUTED, NOTHING, RowTokens
@@ -172,6 +173,7 @@ def draft(
 ) -> tuple[Any, ...]:
     """Decode steps of a model or a head that drafts, from the newest tokens on -> (kv, tables_GRM, rows with drafts,
     these drafts_SK). `functions` are those of what drafts, and `params` the parameters of both models."""
+    params = without_adapters(params)
     head, own = functions.model.head(params), rows._replace(drafts_RK=None)
     state, tables_GRM = decode_steps(functions, layout, params, head, kv, tables_GRM, own, None, packed, lines_SC)
     row_S = layout.step.split(packed).rows_R

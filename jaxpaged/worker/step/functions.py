@@ -35,6 +35,8 @@ from jaxpaged.sampling.sampler import sample_full, sample_plain
 from jaxpaged.sampling.state import SamplingState
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.encoder_spec import EncoderSpec
+from jaxpaged.worker.lora_stacks import LoraSpec
+from jaxpaged.worker.step.adapters import bound_params
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import (
     Answers,
@@ -64,7 +66,7 @@ class StepFunctions:
     `first_layer`: where the layers of `model` begin among those that cache. Another model's may come before.
     `is_first`: there is no stage before; of any other, what the one before made of the tokens is the last argument.
     `speculation`: how tokens are drafted, and `drafting` the step of the model that does, if one does.
-    `pooling_type`: of an engine that pools. `encoder`: of one that sees.
+    `pooling_type`: of an engine that pools. `encoder`: of one that sees. `lora`: of one that has adapters.
     """
 
     model: Model
@@ -83,6 +85,7 @@ class StepFunctions:
     drafting: "StepFunctions | None" = None
     pooling_type: str = ""
     encoder: EncoderSpec | None = None
+    lora: LoraSpec | None = None
 
     @property
     def replicated(self) -> NamedSharding:
@@ -168,6 +171,8 @@ class StepFunctions:
         """
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
+        if layout.has_lora:
+            params = self.with_adapters(layout, params, parts)
         attention = self.attention_batches(layout, parts, tables_GRM, decodes_only)
         caches = self.kv_cache.layer_caches()[self.first_layer :]
         batch = Batch(tokens_T, positions_T, attention, caches, stream_TD)
@@ -180,6 +185,13 @@ class StepFunctions:
         if output.load_LE is not None:  # the engine's arrays end with the counts of tokens of experts
             kv[-1] = kv[-1] + output.load_LE
         return output.hidden_TD, kv, rows
+
+    def with_adapters(self, layout: StepLayout, params: Any, parts: StepParts) -> Any:
+        """The model's parameters with what the adapters of the tokens' requests add."""
+        assert self.lora is not None, "steps have slots where the engine has adapters"
+        seq_T, _, is_padding_T = locate_places(layout, parts)
+        slot_T = jnp.where(is_padding_T, 0, parts.lora_slots_R[seq_T])
+        return bound_params(params, self.lora, slot_T, layout.lora_level)
 
     def attention_batches(
         self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool

@@ -80,6 +80,8 @@ def pack_step(
         fill_token_ids(parts.token_ids_T, requests, rows, num_uploaded)
     if rows.visual is not None:
         rows.visual.fill(layout, parts, requests)
+    if layout.has_lora:
+        parts.lora_slots_R[:n] = rows.lora_slots_R[requests.rows]
     parts.table_place_U[len(updates) :] = rows.null_row
     if updates:
         write_updates(parts, updates)

@@ -6,7 +6,7 @@ the program splits the array that it received and reads. One definition serves b
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class StepParts(NamedTuple):
     shared: what rows share in each KV group, as `shared_of_groups` takes it apart.
     visible_ends_T: one past the last position that a token sees, where that is not its own; 0: it is.
     rope_offsets_3T: what is added to positions in time, rows and columns, one after the other.
+    lora_slots_R: the slot of each request's adapter, 0 for none.
     """
 
     num_seqs: Any
@@ -53,6 +54,7 @@ class StepParts(NamedTuple):
     shared: Any
     visible_ends_T: Any
     rope_offsets_3T: Any
+    lora_slots_R: Any
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class StepLayout:
     """The sizes of one forward bucket: tokens, requests, and block table updates that travel with the step; and for
     each KV group what shared spans cost, or nothing where attention does not look for them in steps of this size.
     `reads_shared`: the program reads shared spans once; without it each row reads them, from the same array.
-    `has_visible_ends`, `has_rope_offsets`: steps have these parts, in engines that see and need them."""
+    `has_visible_ends`, `has_rope_offsets`: steps have these parts, in engines that see and need them. `has_lora`: so
+    have those of engines with adapters; `lora_level`: how much of the stacks the program takes, 0 for none of it."""
 
     num_tokens: int
     num_rows: int
@@ -69,19 +72,24 @@ class StepLayout:
     reads_shared: bool = True
     has_visible_ends: bool = False
     has_rope_offsets: bool = False
+    has_lora: bool = False
+    lora_level: int = 0
 
     @cached_property
     def has_two_programs(self) -> bool:
         """Whether steps in which rows share nothing are worth a program of their own."""
         return any(work.is_launched for work in self.shared_work)
 
+    def at_level(self, lora_level: int) -> "StepLayout":
+        """The same step, for a program that takes so much of the stacks."""
+        return replace(self, lora_level=lora_level)
+
     @property
     def sizes(self) -> StepParts:
         T, R, U = self.num_tokens, self.num_rows, self.num_updates
         shared = len(self.shared_work) * NUM_LINES * R
-        return StepParts(
-            1, R, R + 1, R, T, R, U, U, U, shared, T * self.has_visible_ends, 3 * T * self.has_rope_offsets
-        )
+        optional = T * self.has_visible_ends, 3 * T * self.has_rope_offsets, R * self.has_lora
+        return StepParts(1, R, R + 1, R, T, R, U, U, U, shared, *optional)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
@@ -107,6 +115,10 @@ class MultiStepLayout:
     step: StepLayout
     num_lines: int
     max_steps: int
+
+    def at_level(self, lora_level: int) -> "MultiStepLayout":
+        """The same steps, for a program that takes so much of the stacks."""
+        return replace(self, step=self.step.at_level(lora_level))
 
 
 def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:

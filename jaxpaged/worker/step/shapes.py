@@ -17,6 +17,7 @@ from jaxpaged.sampling.state import CHUNK as TOKENS_CHUNK
 from jaxpaged.sampling.state import TOKENS_HEADER, StateLayout
 from jaxpaged.worker.kv_transfer.programs import BlockCopy
 from jaxpaged.worker.request_rows import NUM_STOP_IDS
+from jaxpaged.worker.step.adapters import AdaptedParams
 from jaxpaged.worker.step.encoding import EncodeLayout
 from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE, TABLE_CHUNK, StepFunctions
 from jaxpaged.worker.step.lookup import CHUNK, HEADER
@@ -25,7 +26,7 @@ from jaxpaged.worker.step.prompt_sums import SumsLayout
 from jaxpaged.worker.step.row_tokens import Answers, RowTokens
 from jaxpaged.worker.step.verify import NUM_VERIFY_COLUMNS
 
-CHANGED_IN_PLACE = frozenset({"kv", "state", "tensors", "part"})
+CHANGED_IN_PLACE = frozenset({"kv", "state", "tensors", "part", "lora"})
 """Arguments that are split over devices, each in its own way, and are results too. Others are whole on every device of
 an attention rank, and so are other results."""
 
@@ -47,6 +48,8 @@ class Shapes:
         encoder = functions.encoder
         self.functions, self.kv, self._row_layout = functions, kv, row_state
         self.params = params if encoder is None else without_tower(params)
+        if functions.lora is not None:
+            self.params = AdaptedParams(self.params, functions.lora.shapes)
         self.num_ranks = num_ranks(functions.attention.mesh)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
@@ -189,6 +192,24 @@ class Shapes:
     def ended_row(self) -> jax.ShapeDtypeStruct:
         """A row, and the number of tokens of its prompt."""
         return self._packed(2)
+
+    # ---- of adapters ---------------------------------------------------------------------------------
+
+    @property
+    def lora(self) -> Any:
+        """The stacks."""
+        return self.functions.lora.shapes
+
+    @property
+    def lora_upload(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What `LoraSpec.pack` makes of an adapter."""
+        return self.functions.lora.upload
+
+    @property
+    def lora_slot(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            (), jnp.int32, sharding=NamedSharding(self.functions.attention.mesh, PartitionSpec())
+        )
 
     # ---- of pictures ---------------------------------------------------------------------------------
 

@@ -1,0 +1,299 @@
+"""The stacks of an engine's adapters: which parameters have some, what shapes they have, how they lie on devices, and
+an adapter's own part of them, which moves into a slot.
+
+A part travels as few arrays: for each device all that it gets, one array of each type. So moving an adapter is one
+transfer of each and one program, however many layers there are.
+
+Letters: S slots, X devices, B numbers of a device.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxpaged.errors import ConfigError
+from jaxpaged.layers.lora import LoraStack, LoraStacks
+from jaxpaged.params.adapters.adapter import AdapterWeights
+from jaxpaged.params.adapters.targets import LINEAR, Target
+from jaxpaged.params.placing import cut
+from jaxpaged.params.sharding import (
+    MESH_AXES_OF,
+    Split,
+    bytes_on_device,
+    partition_spec,
+    sizes_on,
+)
+
+SMALL_RANK = 16
+"""Ranks of the first part of stacks: adapters of at most so many pay for no more."""
+
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What a parameter is called that lies in place of several (`models/joined.py`)."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A linear layer that has stacks: of one target, or of those whose weights lie side by side. Ranks are then those
+    of one target behind those of the other."""
+
+    targets: tuple[Target, ...]
+    sizes: Mapping[str, int]
+    stored_sizes: Mapping[str, int]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return tuple(self.sizes[letter] for letter in self.targets[0].inputs)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        shapes = [self._outputs_of(target) for target in self.targets]
+        if len(shapes) == 1:
+            return shapes[0]
+        return (shapes[-1][0], sum(shape[0] // shapes[-1][0] for shape in shapes), *shapes[0][1:])
+
+    def _outputs_of(self, target: Target) -> tuple[int, ...]:
+        return tuple(self.sizes[letter] for letter in target.outputs)
+
+    @property
+    def in_axes(self) -> PartitionSpec:
+        return partition_spec(self.targets[0].inputs)
+
+    @property
+    def out_axes(self) -> PartitionSpec:
+        first, *others = partition_spec(self.targets[0].outputs)
+        return PartitionSpec(first, *([None] if len(self.targets) > 1 else []), *others)
+
+    def split(self, mesh: Mesh | AbstractMesh) -> Split | None:
+        """Over which axes the layer is split; None: there is one device."""
+        if mesh.size == 1:
+            return None
+        first = self.targets[0]
+        return Split(mesh, MESH_AXES_OF.get(first.outputs[0]), MESH_AXES_OF.get(first.inputs[0]))
+
+    # ---- an adapter's own part -------------------------------------------------------------------
+
+    def part_of(self, weights: Mapping[str, AdapterWeights], ranks: range) -> tuple[np.ndarray, np.ndarray]:
+        """(a [r, inputs...], b [r, outputs...]) of some ranks, in the sizes of devices, zeros where none are."""
+        count, group = len(ranks), self._outputs_of(self.targets[-1])[0]
+        a = np.zeros((len(self.targets), count, *self.inputs), np.float32)
+        parts_b = []
+        for i, target in enumerate(self.targets):
+            shape = self._outputs_of(target)
+            part_b = np.zeros((len(self.targets), count, *shape), np.float32)
+            if (own := weights.get(target.path)) is not None:
+                own_a = own.a[ranks.start : ranks.stop]
+                own_b = np.moveaxis(own.b[..., ranks.start : ranks.stop], -1, 0)
+                if own.magnitude is not None:
+                    own_b = own_b * own.magnitude
+                a[i, : len(own_a)] = self._placed(own_a, target.inputs)
+                part_b[i, : len(own_b)] = self._placed(own_b, target.outputs)
+            parts_b.append(part_b.reshape(len(self.targets) * count, *shape))
+        a = a.reshape(-1, *self.inputs)
+        if len(parts_b) == 1:
+            return a, parts_b[0]
+        return a, side_by_side(parts_b, 1, group)
+
+    def growth_of(self, weights: Mapping[str, AdapterWeights]) -> np.ndarray:
+        """Float32 [outputs...]: by how much more W x counts."""
+        parts = []
+        for target in self.targets:
+            part, own = np.zeros((1, *self._outputs_of(target)), np.float32), weights.get(target.path)
+            if own is not None and own.magnitude is not None:
+                part = self._placed(own.magnitude[None] - np.float32(1), target.outputs)
+            parts.append(part)
+        group = self._outputs_of(self.targets[-1])[0]
+        return (parts[0] if len(parts) == 1 else side_by_side(parts, 1, group))[0]
+
+    def _placed(self, array: np.ndarray, letters: str) -> np.ndarray:
+        """[r, ...] with the axes of these letters in the sizes of devices."""
+        for axis, letter in enumerate(letters, start=1):
+            full = self.sizes[letter]
+            array = cut(array, axis, letter, range(full), full, self.stored_sizes[letter])
+        return array
+
+
+def side_by_side(parts: Sequence[np.ndarray], axis: int, groups: int) -> np.ndarray:
+    """As `models/joined.py` joins weights."""
+    apart = [each.reshape(*each.shape[:axis], groups, -1, *each.shape[axis + 1 :]) for each in parts]
+    return np.concatenate(apart, axis=axis + 1)
+
+
+def is_wanted(target: Target, modules: Sequence[str] | None) -> bool:
+    """Whether a target has stacks: those of linear layers, or of these modules alone."""
+    if target.kind != LINEAR:
+        return False
+    return modules is None or target.module.rpartition(".")[2] in modules or target.attribute in modules
+
+
+@dataclass(frozen=True, eq=False)
+class LoraSpec:
+    """The stacks of an engine, or of a stage of it, known from shapes. `linears`: by path in the parameters that
+    programs of tokens take; `max_rank` and `dtype` are those of all adapters."""
+
+    max_loras: int
+    max_rank: int
+    dtype: Any
+    mesh: Mesh | AbstractMesh
+    linears: Mapping[str, Stacked]
+
+    @cached_property
+    def ranks(self) -> tuple[range, ...]:
+        """The ranks of each part."""
+        small = min(SMALL_RANK, self.max_rank)
+        return tuple(each for each in (range(small), range(small, self.max_rank)) if each)
+
+    @cached_property
+    def shapes(self) -> dict[str, LoraStacks]:
+        """The stacks by path, as shapes with shardings."""
+        return {path: self._stacks_of(linear) for path, linear in self.linears.items()}
+
+    def _stacks_of(self, linear: Stacked) -> LoraStacks:
+        def shape(sizes: tuple[int, ...], axes: PartitionSpec, dtype: Any, *ranks: int) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec(None, *[None] * len(ranks), *axes)
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.ShapeDtypeStruct((self.max_loras, *ranks, *sizes), dtype, sharding=sharding)
+
+        def part(ranks: range) -> LoraStack:
+            count = len(linear.targets) * len(ranks)
+            return LoraStack(
+                shape(linear.inputs, linear.in_axes, self.dtype, count),
+                shape(linear.outputs, linear.out_axes, self.dtype, count),
+            )
+
+        return LoraStacks(tuple(map(part, self.ranks)), shape(linear.outputs, linear.out_axes, jnp.float32))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of each device."""
+        return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.shapes))
+
+    def level_of(self, rank: int, grows: bool) -> int:
+        """How many parts an adapter needs; one more than there are with DoRA, whose growth the last level has."""
+        if grows:
+            return self.num_levels
+        return next(i for i, ranks in enumerate(self.ranks, start=1) if rank <= ranks.stop)
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of programs: no adapter is 0, and the last one has all parts."""
+        return len(self.ranks)
+
+    def changes_layers(self, weights: Mapping[str, AdapterWeights]) -> bool:
+        """Whether an adapter changes what layers make of tokens, and not the head alone."""
+        return not self.paths.isdisjoint(weights)
+
+    @cached_property
+    def paths(self) -> frozenset[str]:
+        """The targets that have stacks here, by their paths in the whole model."""
+        return frozenset(target.path for linear in self.linears.values() for target in linear.targets)
+
+    # ---- what moves into a slot ------------------------------------------------------------------
+
+    @cached_property
+    def pieces(self) -> tuple["Piece", ...]:
+        """Where each leaf of the stacks finds a slot's part in what travels."""
+        ends, pieces = dict.fromkeys(self.dtypes, 0), []
+        for leaf in jax.tree.leaves(self.shapes):
+            name = jnp.dtype(leaf.dtype).name
+            shape = leaf.sharding.shard_shape(leaf.shape)[1:]
+            begin = ends[name]
+            ends[name] = end = begin + math.prod(shape)
+            pieces.append(Piece(name, slice(begin, end), shape))
+        return tuple(pieces)
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types of the arrays that travel, in their order."""
+        return tuple(dict.fromkeys(jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(self.shapes)))
+
+    @cached_property
+    def upload(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes [X, B] of what travels: a line for each device."""
+        of_devices = NamedSharding(self.mesh, PartitionSpec(tuple(self.mesh.axis_names)))
+        return tuple(
+            jax.ShapeDtypeStruct((self.mesh.size, self._length(name)), jnp.dtype(name), sharding=of_devices)
+            for name in self.dtypes
+        )
+
+    def _length(self, name: str) -> int:
+        return max(piece.place.stop for piece in self.pieces if piece.dtype == name)
+
+    def pack(self, weights: Mapping[str, AdapterWeights]) -> tuple[dict[int, np.ndarray], ...]:
+        """What travels of an adapter: for each type the lines of this process's devices, by place in the mesh."""
+        places = {device: place for place, device in enumerate(self.mesh.devices.flat)}
+        local = [device for device in places if device.process_index == jax.process_index()]
+        lines = tuple(
+            {places[device]: np.empty(self._length(name), jnp.dtype(name)) for device in local} for name in self.dtypes
+        )
+        leaves = jax.tree.leaves(self.shapes)
+        for piece, leaf, array in zip(self.pieces, leaves, self._arrays(weights), strict=True):
+            own = NamedSharding(self.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+            indices = own.devices_indices_map(array.shape)
+            for device in local:
+                line = lines[self.dtypes.index(piece.dtype)][places[device]]
+                line[piece.place] = array[indices[device]].reshape(-1)
+        return lines
+
+    def _arrays(self, weights: Mapping[str, AdapterWeights]) -> Iterator[np.ndarray]:
+        """A slot's part of every leaf, in the order of the tree, which is that of sorted paths."""
+        for path in sorted(self.linears):
+            for ranks in self.ranks:
+                yield from self.linears[path].part_of(weights, ranks)
+            yield self.linears[path].growth_of(weights)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a part of a stack is in the array of its type, and its shape on one device."""
+
+    dtype: str
+    place: slice
+    shape: tuple[int, ...]
+
+
+def of_stage(whole: Mapping[str, Target], own: Mapping[str, Target]) -> dict[str, Target]:
+    """The targets of a stage by their paths in it; each has its own path in the whole model."""
+    of_parameter = lambda target: (target.spec.hf_name, target.spec.part, target.is_tied)
+    paths = {of_parameter(target): target.path for target in whole.values()}
+    return {path: replace(target, path=paths[of_parameter(target)]) for path, target in own.items()}
+
+
+def lora_spec(
+    targets: Mapping[str, Target],
+    params: Any,
+    sizes: Mapping[str, int],
+    mesh: Mesh | AbstractMesh,
+    *,
+    max_loras: int,
+    max_rank: int,
+    dtype: Any,
+    modules: Sequence[str] | None = None,
+    prefix: str = "",
+) -> LoraSpec:
+    """The stacks for some of a model's targets. `params`: shapes of the parameters as programs take them, in which
+    weights may be joined, and whose targets are below `prefix`. `sizes`: letter -> size in the checkpoint. Raises
+    ConfigError when no target is among `modules`."""
+    wanted = {path: target for path, target in targets.items() if is_wanted(target, modules)}
+    if not wanted:
+        known = ", ".join(sorted({target.attribute for target in targets.values()}))
+        raise ConfigError(f"lora_target_modules are {modules}, and no module of the model is one. There are {known}.")
+    there = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+    placed, linears = sizes_on(mesh, sizes), dict[str, Stacked]()
+    joined = {part: name for name, parts in JOINED.items() for part in parts}
+    for path, target in wanted.items():
+        block, _, attribute = path.rpartition(".")
+        name = joined.get(attribute, attribute)
+        if name != attribute and any(each.startswith(f"{prefix}{block}.{name}.") for each in there):
+            # All of them have a place, also where some are not wanted.
+            parts = [targets[f"{block}.{part}"] for part in JOINED[name]]
+            linears[f"{prefix}{block}.{name}"] = Stacked(tuple(parts), placed, sizes)
+        else:
+            linears[f"{prefix}{path}"] = Stacked((target,), placed, sizes)
+    return LoraSpec(max_loras, max_rank, dtype, mesh, linears)

@@ -1,0 +1,69 @@
+"""Adapters in the programs of a step: each token's slot on its way to the linear layers, and an adapter's into a slot.
+
+`AdaptedParams` is what programs of tokens take for parameters in an engine that has adapters. A step takes as many
+parts of the stacks as the adapters in it need (`StepLayout.lora_level`), so that one without any computes what an
+engine without any does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.lora import BoundLora, LoraStacks, token_slots
+from jaxpaged.worker.lora_stacks import LoraSpec
+
+
+@struct.dataclass
+class AdaptedParams:
+    """The parameters of a model, and the stacks of its adapters by path in them."""
+
+    params: Any
+    stacks: dict[str, LoraStacks]
+
+
+def without_adapters(params: Any) -> Any:
+    """The parameters of the model alone, of what programs of tokens take."""
+    return params.params if isinstance(params, AdaptedParams) else params
+
+
+def bound_params(adapted: AdaptedParams, spec: LoraSpec, slot_T: jax.Array, level: int) -> Any:
+    """The parameters of the model, whose linear layers add what the adapters in these slots make of tokens."""
+    if level == 0:
+        return adapted.params
+    slots = token_slots(slot_T, spec.max_loras)
+
+    def of_node(path: Any, node: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        if not isinstance(node, Linear) or name not in adapted.stacks:
+            return node
+        stacks = adapted.stacks[name]
+        if level < spec.num_levels:
+            stacks = LoraStacks(stacks.parts[:level])
+        return node.replace(lora=BoundLora(stacks, slots, spec.linears[name].split(spec.mesh)))
+
+    is_linear = lambda node: isinstance(node, Linear)
+    return jax.tree_util.tree_map_with_path(of_node, adapted.params, is_leaf=is_linear)
+
+
+def load_adapter(spec: LoraSpec, stacks: Any, uploads: tuple[jax.Array, ...], slot: jax.Array) -> Any:
+    """The stacks with an adapter in a slot, int32 from 1 on. `uploads`: see `LoraSpec.upload`."""
+    leaves, structure = jax.tree.flatten(stacks)
+
+    def on_device(leaves: list[jax.Array], uploads: tuple[jax.Array, ...], slot: jax.Array) -> list[jax.Array]:
+        lines = {name: upload[0] for name, upload in zip(spec.dtypes, uploads, strict=True)}
+        parts = [lines[piece.dtype][piece.place].reshape(piece.shape) for piece in spec.pieces]
+        return [
+            jax.lax.dynamic_update_index_in_dim(leaf, part, slot - 1, 0)
+            for leaf, part in zip(leaves, parts, strict=True)
+        ]
+
+    if spec.mesh.size > 1:
+        of_leaves = [leaf.sharding.spec for leaf in jax.tree.leaves(spec.shapes)]
+        of_uploads = tuple(each.sharding.spec for each in spec.upload)
+        in_specs = (of_leaves, of_uploads, PartitionSpec())
+        on_device = jax.shard_map(on_device, mesh=spec.mesh, in_specs=in_specs, out_specs=of_leaves, check_vma=False)
+    return structure.unflatten(on_device(leaves, uploads, jnp.asarray(slot)))
