@@ -107,8 +107,6 @@ OWN_WORKERS = "workers are the engine's own"
 SEE_PARALLEL = "See tensor_parallel_size, distributed_executor_backend and nnodes."
 NO_MEDIA = "models take text only"
 NO_CODE = "code from a model's repository is never run"
-NO_LORA = "LoRA adapters are not supported yet"
-MERGE_LORA = "Merge the adapter into its model (merge_and_unload of the package peft), and serve the merged folder."
 NO_PROMPT_ADAPTERS = "prompt adapters are not supported"
 NO_GRAPHS = "there are no CUDA graphs: XLA compiles a program for every step size (option token_buckets)"
 NO_OFFLOAD = "weights stay on the devices"
@@ -314,9 +312,11 @@ SCHEDULING = (
            do="Give max_num_seqs and max_num_batched_tokens."),
 )  # fmt: skip
 ADAPTERS = (
-    absent("lora_modules", None, [], why=NO_LORA, do=MERGE_LORA, many=True),
-    absent("default_mm_loras", None, why=NO_LORA, do=MERGE_LORA),
-    absent("qlora_adapter_name_or_path", None, why=NO_LORA, do=MERGE_LORA),
+    absent("lora_modules", None, [], why=OF_SERVER, many=True),
+    absent("default_mm_loras", None, {}, why="a request names its adapter, whatever its prompt holds",
+           do="Give lora_modules to `jaxpaged serve`, and name one as the model of a request."),
+    absent("qlora_adapter_name_or_path", None, why="adapters are loaded beside any model",
+           do="Give enable_lora, and name it in requests."),
     pointless("lora_extra_vocab_size", 256, int),
     pointless("long_lora_scaling_factors", None, (*LIST, int, float), many=True),
     pointless("fully_sharded_loras", False, bool),
@@ -329,7 +329,7 @@ ADAPTERS = (
     absent("prompt_adapters", None, [], why=NO_PROMPT_ADAPTERS, many=True),
     pointless("max_prompt_adapters", 1, int),
     pointless("max_prompt_adapter_token", 0, int),
-)
+)  # fmt: skip
 SPECULATIVE = (
     renamed("spec_method", str, lambda value: {"speculative_config": {"method": value}}),
     renamed("spec_model", str, lambda value: {"speculative_config": {"model": value}}),
@@ -481,7 +481,6 @@ VALUES: dict[str, dict[str, str]] = {
 
 
 ARGUMENTS = {
-    "lora_request": NO_LORA,
     "prompt_adapter_request": NO_PROMPT_ADAPTERS,
     "data_parallel_rank": "one engine core computes, in this process; AsyncLLM has several with data_parallel_size",
     "concurrency_limit": "all beams of a step are computed together",

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxpaged.config import EngineConfig, ModelConfig, settled
-from jaxpaged.config.vllm_options import check_arguments
+from jaxpaged.engine.adapters import AsyncAdapters, cache_salt_of
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import CHILDREN_AT_ONCE, CoreClient, CoreClients
@@ -39,7 +39,7 @@ from jaxpaged.engine.process.core_supervisor import FACTORY, CoreSupervisor
 from jaxpaged.engine.process.zmq_client import ZmqClient, ask_facts
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_store.transfer_params import PARAMS
-from jaxpaged.messages import EngineCoreRequest, Progress, RequestOutput
+from jaxpaged.messages import EngineCoreRequest, LoRAInfo, LoRARequest, Progress, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -69,6 +69,7 @@ class AsyncLLM(AsyncEngineControl):
         """`clients` are those of all cores, and `supervisors`, if this front end has them."""
         self.config = config
         self.input_processor = input_processor
+        self.adapters = AsyncAdapters(config.lora.enable_lora, self.call)
         self._tracer = request_tracer(config)
         pairs = itertools.zip_longest(clients, supervisors)
         self._cores = CoreClients(
@@ -131,7 +132,7 @@ class AsyncLLM(AsyncEngineControl):
         sampling_params: SamplingParams | PoolingParams | None,
         request_id: str,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | LoRAInfo | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -148,25 +149,27 @@ class AsyncLLM(AsyncEngineControl):
         several results in one. `take` is asked first, where a result arises, and what it takes is not yielded: who has
         nothing to await saves a task's turn for every token (see `OutputStream`). Of the prompts of a `group` the
         core has no more at a time than keeps it busy. `data_parallel_rank`: the number of the core that computes all
-        of it; by default the one that suits it best. Raises RequestError, EngineRestartError or EngineDeadError.
+        of it; by default the one that suits it best. `lora_request`: its adapter, read if no request has named it yet.
+        Raises RequestError, EngineRestartError or EngineDeadError, and CheckpointError for the adapter.
         """
-        if lora_request is not None:
-            check_arguments(lora_request=lora_request)
         tokenization = {
             "truncate_prompt_tokens": truncate_prompt_tokens,
             "add_special_tokens": add_special_tokens,
             **tokenization_options(tokenization_kwargs),
         }
         await self._cores.until_ready(data_parallel_rank)
+        lora = None if lora_request is None else await self.adapters.info_of(lora_request)
         if carries_pictures(prompt):
             prompt = await self._with_processed_pictures(prompt, tokenization)
         request, text = await self._processed(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time, **tokenization
         )
+        request.lora = lora
         await self._cores.until_ready(data_parallel_rank)  # it may have ended meanwhile
         if any(request_id in core.output_processor for core in self._cores.all):
             raise id_in_use(request_id)
-        core = self._cores.choose(request.prompt_token_ids, request.cache_salt, data_parallel_rank)
+        salt = cache_salt_of(request.cache_salt, lora)
+        core = self._cores.choose(request.prompt_token_ids, salt, data_parallel_rank)
         # What the core still says of an aborted request must not be taken for a later one of the same name.
         expected = self._expect_pictures if request.mm_features else self._expect
         children = await expected(core, request, text, f"{request_id}#{next(self._numbers)}", trace_headers)
@@ -211,9 +214,11 @@ class AsyncLLM(AsyncEngineControl):
             return await asyncio.get_running_loop().run_in_executor(pictures.threads, work)
         return await self._in_thread(self.input_processor.chat_prompt, messages, **options)
 
-    def suitable_core(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+    def suitable_core(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, lora: LoRAInfo | None = None
+    ) -> int:
         """The `data_parallel_rank` that suits a prompt best now: for requests that are to go where one went."""
-        return self._cores.choose(token_ids, cache_salt).number
+        return self._cores.choose(token_ids, cache_salt_of(cache_salt, lora)).number
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests: their last result has finish reason "abort". Unknown ids pass."""

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxpaged.engine import core_calls
+from jaxpaged.engine.adapters import Adapters, AsyncAdapters
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.errors import UsageError
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, StepRecord
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, LoRAInfo, LoRARequest, StepRecord
 
 
 class EngineControl(Protocol):
-    """For callers that wait."""
+    """For callers that wait. `adapters` are those that were read for this front end."""
+
+    adapters: Adapters
 
     def call[R](self, call: CoreCall[R]) -> R:
         """The result of the engine's core."""
@@ -76,6 +79,26 @@ class EngineControl(Protocol):
         """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
         return self.call(core_calls.Snapshot(since_step))
 
+    def add_lora(self, lora_request: LoRARequest) -> LoRAInfo:
+        """Read a LoRA adapter, so that the first request that names it need not wait. One that was read is read again
+        only with `load_inplace`.
+
+        Raises RequestError, and CheckpointError for files that are no adapter of the model.
+        """
+        return self.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests under way finish with it. False where it is not there."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The numbers of all adapters that are there."""
+        return {info.lora_int_id for info in self.call(core_calls.ListLoras())}
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in the host's memory whatever else is used. False where it is not there."""
+        return self.call(core_calls.PinLora(lora_id))
+
     def wait_for_programs(self) -> None:
         """Block until every program is compiled: for tests and benchmarks; serving does not need it."""
         self.call(core_calls.WaitForPrograms())
@@ -106,7 +129,9 @@ class EngineControl(Protocol):
 
 
 class AsyncEngineControl(Protocol):
-    """For callers in an event loop, with the core in another process."""
+    """For callers in an event loop, with the core in another process. `adapters` as for `EngineControl`."""
+
+    adapters: AsyncAdapters
 
     async def call[R](self, call: CoreCall[R]) -> R:
         """The result of the engine's core."""
@@ -165,6 +190,22 @@ class AsyncEngineControl(Protocol):
     async def snapshot(self, since_step: int = 0) -> EngineSnapshot:
         """Queues, blocks and newest steps at this moment, see `engine/observability/snapshot.py`."""
         return await self.call(core_calls.Snapshot(since_step))
+
+    async def add_lora(self, lora_request: LoRARequest) -> LoRAInfo:
+        """Read a LoRA adapter; see `EngineControl.add_lora`. Steps go on meanwhile."""
+        return await self.adapters.add(lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; see `EngineControl.remove_lora`."""
+        return await self.adapters.remove(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of all adapters that are there."""
+        return {info.lora_int_id for info in await self.call(core_calls.ListLoras())}
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in the host's memory whatever else is used. False where it is not there."""
+        return await self.call(core_calls.PinLora(lora_id))
 
     async def wait_for_programs(self) -> None:
         """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""

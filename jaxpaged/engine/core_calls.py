@@ -24,7 +24,15 @@ from jaxpaged.engine.merged_results import (
 )
 from jaxpaged.errors import UsageError
 from jaxpaged.kv_store.prefix_file import PrefixInfo
-from jaxpaged.messages import EngineCoreRequest, EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
+from jaxpaged.messages import (
+    EngineCoreRequest,
+    EngineSnapshot,
+    KVBlockMap,
+    LoRAInfo,
+    LoRARequest,
+    SchedulerStats,
+    StepRecord,
+)
 
 
 class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
@@ -187,6 +195,45 @@ class KeepLease(CoreCall[None]):
 
     params: Mapping[str, Any] = {}
     is_needed: bool = True
+
+
+class AddLora(CoreCall[LoRAInfo]):
+    """See `EngineCore.add_lora`."""
+
+    runs_beside_steps = True
+
+    lora_request: LoRARequest
+
+
+class RemoveLora(CoreCall[bool]):
+    """See `EngineCore.remove_lora`; of several cores, whether any of them had it."""
+
+    changes_books = True
+
+    lora_id: int
+
+    def merged(self, results: Sequence[bool]) -> bool:
+        return any(results)
+
+
+class ListLoras(CoreCall[list[LoRAInfo]]):
+    """Adapters that the core has, those that lie in files only among them; of several cores, those of any."""
+
+    only_tells = True
+
+    def merged(self, results: Sequence[list[LoRAInfo]]) -> list[LoRAInfo]:
+        return list({info.lora_int_id: info for result in results for info in result}.values())
+
+
+class PinLora(CoreCall[bool]):
+    """See `EngineCore.pin_lora`; of several cores, whether all of them have it."""
+
+    changes_books = True
+
+    lora_id: int
+
+    def merged(self, results: Sequence[bool]) -> bool:
+        return all(results)
 
 
 class CollectiveRpc(CoreCall[list[Any]]):

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from jaxpaged.config import EngineConfig, ModelConfig
-from jaxpaged.config.vllm_options import check_arguments
+from jaxpaged.engine.adapters import Adapters
 from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import CoreCall
@@ -20,7 +20,7 @@ from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
 from jaxpaged.engine.observability.tracing import request_tracer
 from jaxpaged.engine.output.processor import OutputProcessor
 from jaxpaged.interrupts import held_interrupts, holding_interrupts
-from jaxpaged.messages import Progress, RequestOutput, SchedulerStats
+from jaxpaged.messages import LoRAInfo, LoRARequest, Progress, RequestOutput, SchedulerStats
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -35,6 +35,7 @@ class LLMEngine(EngineControl):
         self.config = config
         self.input_processor = input_processor
         self.metrics = EngineMetrics(config.max_model_len)
+        self.adapters = Adapters(config.lora.enable_lora, self.call)
         self._core = core
         self._output_processor = OutputProcessor(
             input_processor.tokenizer, self.metrics, input_processor.pooler, request_tracer(config)
@@ -67,7 +68,7 @@ class LLMEngine(EngineControl):
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | LoRAInfo | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -76,10 +77,10 @@ class LLMEngine(EngineControl):
 
         `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`, see `InputProcessor.process`;
         `trace_headers` "traceparent" and "tracestate" where requests are traced.
-        Raises RequestError when the request is at fault; others are not touched.
+        `lora_request`: its adapter, which is read if no request has named it before. Raises RequestError when the
+        request is at fault, and CheckpointError when its adapter is; others are not touched.
         """
-        if lora_request is not None:
-            check_arguments(lora_request=lora_request)
+        lora = None if lora_request is None else self.adapters.info_of(lora_request)
         with self._lease_kept(params) if isinstance(getattr(params, "extra_args", None), dict) else nullcontext():
             request, text = self.input_processor.process(
                 request_id,
@@ -90,6 +91,8 @@ class LLMEngine(EngineControl):
                 make_room=self._make_room,
                 **tokenization_options(tokenization_kwargs),
             )
+        if lora is not None:
+            request.lora = lora
         with held_interrupts():
             children = self._output_processor.add_request(request, text, trace_headers=trace_headers)
             try:

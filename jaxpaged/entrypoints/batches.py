@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output.stream import joined
@@ -160,3 +162,12 @@ class Results:
         if self._left:
             left, self._left = self._left, []
             self._engine.abort_request(left)
+
+
+def numbers(output: PoolingRequestOutput) -> list[float]:
+    """The numbers of a result as floats; none where it failed."""
+    return [] if output.outputs.data is None else output.outputs.data.tolist()
+
+
+def with_outputs(output: PoolingRequestOutput, outputs: Any) -> PoolingRequestOutput:
+    return msgspec.structs.replace(output, outputs=outputs)

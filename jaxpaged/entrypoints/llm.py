@@ -33,8 +33,10 @@ from jaxpaged.entrypoints.batches import (
     is_chat,
     is_conversation,
     naming,
+    numbers,
     per_prompt,
     with_output_kind,
+    with_outputs,
     with_processor_kwargs,
 )
 from jaxpaged.entrypoints.notebook import show_results_of
@@ -42,7 +44,7 @@ from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError
 from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_interrupts
 from jaxpaged.kv_store.prefix_file import PrefixInfo
-from jaxpaged.messages import CompletionOutput, RequestOutput
+from jaxpaged.messages import CompletionOutput, LoRARequest, RequestOutput
 from jaxpaged.pooling import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -51,7 +53,7 @@ from jaxpaged.pooling import (
     ScoringOutput,
 )
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from jaxpaged.serving.beam_search import BeamSearch, BeamSearchOutput, check_beam_width, one_token
+from jaxpaged.serving.beam_search import BeamSearch, BeamSearchOutput, add_texts, check_beam_width, one_token
 
 if TYPE_CHECKING:
     from jaxpaged.tools.pictures.block_map import BlockMap
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 
 UseTqdm = bool | Callable[..., Any]
 """True for a progress bar on terminals, or a function that makes one."""
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or of each."""
 
 
 class LLM(EngineControl):
@@ -96,6 +100,7 @@ class LLM(EngineControl):
         self.llm_engine = engine
         self._request_ids = map(str, itertools.count())
         self._results = Results(engine)
+        self.adapters = engine.adapters
         self._enqueued: list[str] = []
 
     def generate(
@@ -104,18 +109,18 @@ class LLM(EngineControl):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, given as text, token ids, or dicts; results in the same order.
 
-        `sampling_params` and `priority` are one for all, or one per prompt; without parameters the model's own
-        defaults hold. `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`. A dict may hold
-        pictures as `multi_modal_data`, processed as `mm_processor_kwargs` say where it says nothing itself. Raises
-        RequestError naming the prompt when one is at fault, before any is computed, as far as all pictures fit into
-        memory. A request that fails later has its `error` set; the others are complete.
+        `sampling_params`, `lora_request` and `priority` are one for all, or one per prompt; without parameters the
+        model's own defaults hold. `tokenization_kwargs` may hold `add_special_tokens` and `truncate_prompt_tokens`. A
+        dict may hold pictures as `multi_modal_data`, processed as `mm_processor_kwargs` say where it says nothing.
+        Raises RequestError naming the prompt when one is at fault, before any is computed, as far as all pictures fit
+        into memory. A request that fails later has its `error` set; the others are complete.
         """
         prompts = with_processor_kwargs(prompts, mm_processor_kwargs)
         with held_interrupts():
@@ -127,7 +132,7 @@ class LLM(EngineControl):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: UseTqdm = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -163,6 +168,7 @@ class LLM(EngineControl):
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **chat_options: Any,
     ) -> Iterator[CompletionOutput]:
         """Complete one prompt, or answer one conversation, and give text as it comes:
@@ -182,7 +188,8 @@ class LLM(EngineControl):
         finished = False
         try:
             with held_interrupts():
-                request_ids += self._add_all([prompt], [with_output_kind(params, RequestOutputKind.DELTA)], [priority])
+                params = with_output_kind(params, RequestOutputKind.DELTA)
+                request_ids += self._add_all([prompt], [params], [priority], lora_request)
             while not finished:
                 with held_interrupts(), self._results:
                     self._results.keep(self.llm_engine.step())
@@ -215,7 +222,7 @@ class LLM(EngineControl):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -281,25 +288,30 @@ class LLM(EngineControl):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of every prompt. Raises RequestError as `generate` does."""
-        check_arguments(lora_request=lora_request, concurrency_limit=concurrency_limit)
+        check_arguments(concurrency_limit=concurrency_limit)
         processor = self.llm_engine.input_processor
         check_beam_width(params, processor.max_logprobs)
         starts = self._beam_prompts(batch_of(prompts))
+        loras = per_prompt("lora_request", lora_request, len(starts))
         token_ids = [start["prompt_token_ids"] for start in starts]
         search = BeamSearch(token_ids, params, processor.max_model_len, processor.eos_token_ids)
         records = self.llm_engine.step_records
         with BatchProgress(params.max_tokens, use_tqdm, unit="step", step_records=records) as progress:
             while step := search.next_step():
                 beams = [{**starts[number], "prompt_token_ids": tokens} for number, tokens in step]
-                outputs = self.generate(beams, one_token(params), use_tqdm=False)
+                of_beams = [loras[number] for number, _ in step]
+                outputs = self.generate(beams, one_token(params), use_tqdm=False, lora_request=of_beams)
                 search.advance(outputs)
                 progress.advance(*outputs)
-        return self._with_texts(search.results(), params)
+        outputs = search.results()
+        if processor.has_tokenizer:
+            add_texts(outputs, processor.tokenizer, params)
+        return outputs
 
     def _beam_prompts(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Prompts as token ids, checked, with what goes along with every beam."""
@@ -313,16 +325,6 @@ class LLM(EngineControl):
                 starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
         return starts
 
-    def _with_texts(self, outputs: list[BeamSearchOutput], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The ending token has no text unless it is asked for."""
-        if not self.llm_engine.input_processor.has_tokenizer:
-            return outputs
-        decode = self.llm_engine.input_processor.tokenizer.decode
-        for sequence in (sequence for output in outputs for sequence in output.sequences):
-            hide_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
-            sequence.text = decode(sequence.tokens[:-1] if hide_end else sequence.tokens)
-        return outputs
-
     # ---- pooling: for a model started for that; others refuse with a RequestError -------------------
 
     def encode(
@@ -332,7 +334,7 @@ class LLM(EngineControl):
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
@@ -342,7 +344,6 @@ class LLM(EngineControl):
         are those of `generate`. A request that fails while it is computed has its `error` set. Raises RequestError as
         `generate` does.
         """
-        check_arguments(lora_request=lora_request)
         given = PoolingParams() if pooling_params is None else pooling_params
         of_each = list(given) if isinstance(given, Sequence) else given
         changes: dict[str, Any] = {} if pooling_task is None else {"task": pooling_task}
@@ -352,7 +353,11 @@ class LLM(EngineControl):
             of_each = [msgspec.structs.replace(each, **changes) for each in of_each]
         else:
             of_each = msgspec.structs.replace(of_each, **changes)
-        return self._run_prompts(prompts, of_each, use_tqdm, tokenization_kwargs)
+        batch = batch_of(prompts)
+        params = per_prompt("pooling_params", of_each, len(batch))
+        with held_interrupts():
+            request_ids = self._add_all(batch, params, [0] * len(batch), lora_request, tokenization_kwargs)
+            return self._run(request_ids, use_tqdm)
 
     def embed(
         self,
@@ -361,7 +366,7 @@ class LLM(EngineControl):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """An embedding of every prompt, as a list of floats in `outputs.embedding`. Raises what `encode` does."""
@@ -383,7 +388,7 @@ class LLM(EngineControl):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """A probability for every label, in `outputs.probs`. Raises what `encode` does."""
@@ -406,7 +411,7 @@ class LLM(EngineControl):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: UseTqdm = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """How well texts fit, in `outputs.score`: one with many, or one by one.
@@ -414,7 +419,6 @@ class LLM(EngineControl):
         An embedding model gives the cosine, a classifier with one label its result for the pair, always with its
         special tokens. Raises RequestError.
         """
-        check_arguments(lora_request=lora_request)
         first = [data_1] if isinstance(data_1, str) else list(data_1)
         second = [data_2] if isinstance(data_2, str) else list(data_2)
         pairs = paired(first, second, ("data_1", "data_2"))
@@ -432,10 +436,15 @@ class LLM(EngineControl):
             prompts = [
                 {"prompt_token_ids": text_ids(processor.tokenizer, (first[i], second[j]), keep)} for i, j in pairs
             ]
-            outputs = self.encode(prompts, params, use_tqdm=use_tqdm, pooling_task="score")
+            outputs = self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request, pooling_task="score")
             return [with_outputs(each, ScoringOutput((numbers(each) or [float("nan")])[0])) for each in outputs]
         vectors = self.encode(
-            [*first, *second], params, use_tqdm=use_tqdm, pooling_task="embed", tokenization_kwargs=options
+            [*first, *second],
+            params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="embed",
+            tokenization_kwargs=options,
         )
         return [joined_score(vectors[i], vectors[len(first) + j]) for i, j in pairs]
 
@@ -521,25 +530,25 @@ class LLM(EngineControl):
         self,
         prompts: Any,
         sampling_params: Any,
-        lora_request: Any,
+        lora_request: LoRARequests,
         priority: Any,
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[str]:
         """Queue prompts with arguments as callers write them."""
-        check_arguments(lora_request=lora_request)
         batch = batch_of(prompts)
         params = per_prompt("sampling_params", sampling_params, len(batch))
         priorities = per_prompt("priority", 0 if priority is None else priority, len(batch))
         default = self.get_default_sampling_params()
         once = RequestOutputKind.FINAL_ONLY
         params = [with_output_kind(default if given is None else given, once) for given in params]
-        return self._add_all(batch, params, priorities, tokenization_kwargs)
+        return self._add_all(batch, params, priorities, lora_request, tokenization_kwargs)
 
     def _add_all(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | PoolingParams],
         priorities: Sequence[int],
+        lora_request: LoRARequests,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Queue all prompts, or none. Raises ConflictError while the engine sleeps: they would wait for ever."""
@@ -547,12 +556,18 @@ class LLM(EngineControl):
             raise ConflictError("the engine sleeps, so no prompt can be completed. Call wake_up() first.")
         request_ids: list[str] = []
         try:
-            for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            loras = per_prompt("lora_request", lora_request, len(prompts))
+            for index, (prompt, given, priority, lora) in enumerate(zip(prompts, params, priorities, loras)):
                 with accepted_interrupts():
                     request_id = next(self._request_ids)
                 with naming("prompt", index, len(prompts)):
                     self.llm_engine.add_request(
-                        request_id, prompt, given, priority=priority, tokenization_kwargs=tokenization_kwargs
+                        request_id,
+                        prompt,
+                        given,
+                        lora_request=lora,
+                        priority=priority,
+                        tokenization_kwargs=tokenization_kwargs,
                     )
                 request_ids.append(request_id)
                 by_delta = getattr(given, "output_kind", None) is RequestOutputKind.DELTA
@@ -561,14 +576,6 @@ class LLM(EngineControl):
             self._results.leave(request_ids)
             raise
         return request_ids
-
-    @holding_interrupts
-    def _run_prompts(
-        self, prompts: Any, params: Any, use_tqdm: UseTqdm, tokenization_kwargs: Mapping[str, Any] | None = None
-    ) -> list[PoolingRequestOutput]:
-        batch = batch_of(prompts)
-        of_each = per_prompt("pooling_params", params, len(batch))
-        return self._run(self._add_all(batch, of_each, [0] * len(batch), tokenization_kwargs), use_tqdm)
 
     def _run(self, request_ids: Sequence[str], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Step the engine until these requests are done; results that came already count."""
@@ -589,12 +596,3 @@ class LLM(EngineControl):
             with contextlib.suppress(EngineDeadError):
                 self._results.leave(request_ids)
             raise
-
-
-def numbers(output: PoolingRequestOutput) -> list[float]:
-    """The numbers of a result as floats; none where it failed."""
-    return [] if output.outputs.data is None else output.outputs.data.tolist()
-
-
-def with_outputs(output: PoolingRequestOutput, outputs: Any) -> PoolingRequestOutput:
-    return msgspec.structs.replace(output, outputs=outputs)

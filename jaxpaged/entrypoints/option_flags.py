@@ -223,6 +223,12 @@ def json_or_text(text: str) -> Any:
         return text
 
 
+def one_or_listed(text: str) -> tuple[Any, ...]:
+    """A value that may be JSON and may have commas, or a list of them in JSON."""
+    value = json_or_text(text)
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
 def none_or(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text.lower() == "none" else convert(text)
 
@@ -251,6 +257,8 @@ def converter(annotation: Any) -> Callable[[str], Any]:
     kind = essential_type(annotation)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (list, tuple):
+        if arguments[0] is Any:
+            return one_or_listed
         item = {int: whole_number}.get(arguments[0], str)
         return comma_separated(item, origin)
     if origin is dict or kind is StructuredOutputsParams:

@@ -166,6 +166,13 @@ def check_beam_width(params: BeamSearchParams, max_logprobs: int) -> None:
         )
 
 
+def add_texts(outputs: Sequence[BeamSearchOutput], tokenizer: Tokenizer, params: BeamSearchParams) -> None:
+    """Write each sequence's text. The ending token has none unless it is asked for."""
+    for sequence in (sequence for output in outputs for sequence in output.sequences):
+        hide_end = sequence.finish_reason == "stop" and not params.include_stop_str_in_output
+        sequence.text = tokenizer.decode(sequence.tokens[:-1] if hide_end else sequence.tokens)
+
+
 async def search(engine: Engine, traffic: Traffic, request: EngineRequest) -> list[RequestOutput]:
     """The best that was found for every prompt, in order. Raises what `collect` does, and RequestError for more beams
     than the engine has candidates for."""
@@ -175,7 +182,7 @@ async def search(engine: Engine, traffic: Traffic, request: EngineRequest) -> li
     params = one_token(beams, request.params.logprobs or 0)
     core = request.data_parallel_rank  # all steps go to one core, whose cache has what the step before computed
     if core is None:
-        core = engine.suitable_core(prompts[0], request.prompts[0].cache_salt)
+        core = engine.suitable_core(prompts[0], request.prompts[0].cache_salt, request.lora)
     of_step = dataclasses.replace(request, params=params, beams=None, data_parallel_rank=core)
     num_cached: list[int | None] = []
     with client_names({**request.names, "beam_width": "n"}), traffic.admitted(request.load(processor.max_model_len)):

@@ -8,7 +8,7 @@ from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.input.processor import InputProcessor, Prompt
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.engine.output.stream import Taker
-from jaxpaged.messages import RequestOutput
+from jaxpaged.messages import LoRAInfo, LoRARequest, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -45,6 +45,7 @@ class Engine(AsyncEngineControl, Protocol):
         take: Taker | None = None,
         group: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | LoRAInfo | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Results of one prompt as they come, but those that `take` takes while the generator waits for them. Closing
         the generator, or cancelling who reads it, aborts the request. `data_parallel_rank`: the engine core for it.
@@ -64,11 +65,14 @@ class Engine(AsyncEngineControl, Protocol):
         trace_headers: Mapping[str, str] | None = None,
         group: str | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: LoRARequest | LoRAInfo | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput]:
         """The one result of a prompt, with the behaviour of `generate`."""
         ...
 
-    def suitable_core(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+    def suitable_core(
+        self, token_ids: Sequence[int], cache_salt: str | None = None, lora: LoRAInfo | None = None
+    ) -> int:
         """The `data_parallel_rank` that suits a prompt best now."""
         ...
 

@@ -19,7 +19,7 @@ from jaxpaged.engine.early_leases import lease_kept_meanwhile, let_go
 from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.engine.observability.tracing import ID_HEADER
 from jaxpaged.kv_store.transfer_params import PARAMS
-from jaxpaged.messages import RequestOutput
+from jaxpaged.messages import LoRAInfo, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams
@@ -106,6 +106,7 @@ class EngineRequest:
     repeats_prompt: bool = False  # in the response
     data_parallel_rank: int | None = None  # the engine core for it
     trace: Mapping[str, str] | None = None  # None: nothing is traced
+    lora: LoRAInfo | None = None
     unique: str = field(default_factory=lambda: os.urandom(4).hex())
 
     def engine_id(self, number: int) -> str:
@@ -217,6 +218,7 @@ def prepare(service: Service, request: GenerateRequest, context: RequestContext)
         request.repeats_prompt,
         context.data_parallel_rank,
         context.trace,
+        context.lora,
     )
     return PreparedRequest(generation, reading)
 
@@ -317,6 +319,7 @@ def outputs_of(
     prompt, engine_id = request.prompts[number].for_engine(), request.engine_id(number)
     group, core = request.group, request.data_parallel_rank
     headers = None if request.trace is None else {**request.trace, ID_HEADER: request.request_id}
+    adapter: Mapping[str, Any] = {} if request.lora is None else {"lora_request": request.lora}
     if request.is_pooling:
         return engine.encode(
             prompt,
@@ -326,6 +329,7 @@ def outputs_of(
             trace_headers=headers,
             group=group,
             data_parallel_rank=core,
+            **adapter,
         )
     return engine.generate(
         prompt,
@@ -336,6 +340,7 @@ def outputs_of(
         group=group,
         data_parallel_rank=core,
         take=None if take is None else lambda output: take(number, checked(output)),
+        **adapter,
     )
 
 

@@ -131,6 +131,26 @@ class ServerOptions:
         "thinking is part of the content)",
         not_empty=True,
     )
+    lora_modules: tuple[Any, ...] = option(
+        (),
+        "adapters to load at the start, each as NAME=PATH or as JSON with name, path and base_model_name; requests "
+        "name them as their model. Guide: guides/lora.md",
+        several=True,
+    )
+    allowed_lora_dirs: tuple[str, ...] = option(
+        (),
+        "folders from which /v1/load_lora_adapter on the admin port may load adapters while the server runs (default: "
+        "none, and there is no such endpoint)",
+        several=True,
+    )
+    lora_resolver_dir: str | None = option(
+        None,
+        "folder in which an adapter is looked for by the model name of a request: DIR/NAME/adapter_config.json",
+        not_empty=True,
+    )
+    lora_resolver_repos: tuple[str, ...] = option(
+        (), "ids of adapters on the hub that are downloaded when a request names them", several=True
+    )
     max_stored_responses: int = option(
         1000,
         "most responses of /v1/responses kept in memory; the oldest go first, and 0 keeps none",
@@ -180,11 +200,25 @@ class ServerOptions:
         if made.root_path and (not made.root_path.startswith("/") or made.root_path.endswith("/")):
             raise ConfigError(f"root_path is {made.root_path!r}; it must begin with a slash and not end with one.")
         check_template_variables(made.default_chat_template_kwargs)
+        if made.lora_modules:
+            from jaxpaged.serving.lora_modules import lora_modules  # which --help need not wait for
+
+            lora_modules(made.lora_modules)
         if made.tool_call_parser is not None:
             tool_format_named(made.tool_call_parser)
         if made.reasoning_parser is not None:
             reasoning_format_named(made.reasoning_parser)
         return made
+
+
+OF_ADAPTERS = ("lora_modules", "allowed_lora_dirs", "lora_resolver_dir", "lora_resolver_repos")
+
+
+def check_adapters(options: ServerOptions, enable_lora: bool) -> None:
+    """Raise ConfigError for options about adapters where the engine takes none."""
+    for name in OF_ADAPTERS:
+        if not enable_lora and getattr(options, name):
+            raise ConfigError(f"{name} is given, but the engine takes no adapters. Give enable_lora too.")
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:

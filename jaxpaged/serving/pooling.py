@@ -113,6 +113,7 @@ def pooled(
         names,
         data_parallel_rank=context.data_parallel_rank,
         trace=context.trace,
+        lora=context.lora,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.engine.observability.tracing import CONTEXT_HEADERS
+from jaxpaged.messages import LoRAInfo
 from jaxpaged.serving.errors import ServingError
 
 SHORT_BODY = 4096
@@ -28,10 +29,10 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 class RequestContext:
     """Who asks, and how a request is served.
 
-    `request_id` has the prefix of its protocol, `model` is the name under which the response goes out. `client` is who
-    asks, as far as that is sure, and `user` one of its users, as it says itself. `num_bytes` is the size of the
-    request, in JSON and about. `trace` is its place in a trace; None where nothing is traced. `unless_it_leaves` runs
-    work for as long as the client is there, and cancels it then.
+    `request_id` has the prefix of its protocol, `model` is the name under which the response goes out, and `lora` the
+    adapter that has it, if it is one's. `client` is who asks, as far as that is sure, and `user` one of its users, as
+    it says itself. `num_bytes` is the size of the request, in JSON and about. `trace` is its place in a trace; None: it
+    has none. `unless_it_leaves` runs work for as long as the client is there, and cancels it then.
     """
 
     client: str
@@ -42,6 +43,7 @@ class RequestContext:
     data_parallel_rank: int | None = None
     trace: Mapping[str, str] | None = None
     unless_it_leaves: Callable[[Awaitable[None]], Awaitable[None]] | None = None
+    lora: LoRAInfo | None = None
 
 
 async def off_loop[T](

@@ -10,16 +10,23 @@ from typing import Any
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.early_leases import let_go
 from jaxpaged.engine.observability.metrics import Metric
+from jaxpaged.errors import ConfigError
+from jaxpaged.messages import LoRAInfo
+from jaxpaged.serving.adapter_resolvers import FolderResolver, HubResolver, LoRAResolver
+from jaxpaged.serving.adapters import ServedAdapters
 from jaxpaged.serving.admission import Pace, Traffic
 from jaxpaged.serving.engine_client import Engine
 from jaxpaged.serving.errors import ErrorKind, ServingError
 from jaxpaged.serving.grammar_checks import GrammarChecks
-from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.lora_modules import lora_modules
+from jaxpaged.serving.options import ServerOptions, check_adapters
 from jaxpaged.serving.prompts import PromptReader, output_formats
 from jaxpaged.serving.requests import check_depth
 
 MAX_BODY_BYTES, MAX_BODY_BYTES_WITH_PICTURES = 16 << 20, 64 << 20
 """Where no option says how long a request may be; pictures in base64 are long."""
+MOST_NAMED = 20
+"""Names that are told to a client whose model is none of them."""
 COUNTED_CONTEXTS = 8
 """Texts whose tokens are only counted may be longer than the model takes, so many times."""
 
@@ -55,6 +62,32 @@ def served_model(config: EngineConfig, names: tuple[str, ...] | None) -> ServedM
     )
 
 
+def served_adapters(engine: Engine, model: ServedModel, options: ServerOptions) -> ServedAdapters | None:
+    """The adapters of a server, none of which is loaded yet; None where the engine takes none. Raises ConfigError."""
+    check_adapters(options, engine.config.lora.enable_lora)
+    if not engine.config.lora.enable_lora:
+        return None
+    modules, names = lora_modules(options.lora_modules), (*model.names, *model.aliases)
+    for module in modules:
+        if module.name in names:
+            raise ConfigError(f"lora_modules has the name {module.name!r}, which the model has. Give another one.")
+    base = engine.config.model.model
+    resolvers: list[LoRAResolver] = []
+    if options.lora_resolver_dir is not None:
+        resolvers.append(FolderResolver(options.lora_resolver_dir, names))
+    if options.lora_resolver_repos:
+        resolvers.append(HubResolver(options.lora_resolver_repos))
+    return ServedAdapters(
+        engine,
+        base,
+        names,
+        modules=modules,
+        resolvers=resolvers,
+        folders=options.allowed_lora_dirs,
+        repos=options.lora_resolver_repos,
+    )
+
+
 def is_path(model: str) -> bool:
     """Whether a model's name is a folder's path; hub ids have one slash inside."""
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model
@@ -80,6 +113,7 @@ class Service:
         self.pace = Pace()
         self.grammars = GrammarChecks(engine.input_processor.grammar_checker)
         self.has_been_ready = False  # at some time since the start
+        self.adapters = served_adapters(engine, model, options)
         self.sources: list[Callable[[], list[Metric]]] = []  # of metrics, besides the engine
         self.traffic = Traffic(
             model.max_num_seqs,
@@ -130,6 +164,8 @@ class Service:
     def engine_obstacle(self) -> str | None:
         """The same without regard to the server."""
         obstacle = self.engine.obstacle(self.options.ready_when == "compiled")
+        if obstacle is None and self.adapters is not None:
+            obstacle = self.adapters.obstacle()
         if obstacle is None:
             self.has_been_ready = True
         return obstacle
@@ -142,15 +178,25 @@ class Service:
         """Tokens of a text that stands alone."""
         return len(self.engine.input_processor.tokenizer.encode(text, False)) if text else 0
 
+    async def asked_model(self, name: str | None) -> tuple[str, LoRAInfo | None]:
+        """The name under which the response goes out, and the adapter that has it, if it is one's. Raises ServingError
+        for another model's name, and for an adapter that cannot be loaded."""
+        if self.adapters is None or not name or name in self.model.names or name in self.model.aliases:
+            return self.check_model(name), None
+        lora = await self.adapters.find(name)
+        return (self.check_model(name) if lora is None else name), lora
+
     def check_model(self, name: str | None) -> str:
-        """The name under which the response goes out. Raises ServingError for another model's name."""
+        """The name of the model itself under which the response goes out. Raises ServingError for another's."""
         if not name:
             return self.model.names[0]
         if name in self.model.names:
             return name
         if name in self.model.aliases:
             return self.model.names[0]
-        known = ", ".join(repr(each) for each in self.model.names)
+        names = (*self.model.names, *(each.info.lora_name for each in self.adapters or ()))
+        more = f" and {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+        known = ", ".join(repr(each) for each in names[:MOST_NAMED]) + more
         raise ServingError(
             f"The model {name!r} does not exist. This server has {known}.", "model", kind=ErrorKind.NOT_FOUND
         )

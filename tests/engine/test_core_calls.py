@@ -10,9 +10,12 @@ from jaxpaged.engine.control import AsyncEngineControl, EngineControl
 from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import (
     CALLS,
+    AddLora,
     CollectiveRpc,
     KeepLease,
     LoadPrefix,
+    PinLora,
+    RemoveLora,
     SavePrefix,
     Sleep,
     Snapshot,
@@ -22,12 +25,21 @@ from jaxpaged.engine.core_calls import (
 )
 from jaxpaged.engine.process import wire
 from jaxpaged.errors import UsageError
+from jaxpaged.messages import LoRARequest
 
 KEEP = KeepLease({"do_remote_prefill": True, "remote_port": 1}, is_needed=False)
+ABOUT_SOMETHING = {
+    AddLora: AddLora(LoRARequest("a", 3, "/adapters/a", "base", load_inplace=True)),
+    PinLora: PinLora(3),
+    RemoveLora: RemoveLora(3),
+}
+"""Calls that have no arguments by default."""
 SPECIAL = [Sleep(2, "keep"), WakeUp(["weights"]), Snapshot(5), StartProfile("folder"), KEEP]
 
 
-@pytest.mark.parametrize("call", [*(call() for call in CALLS.values()), *SPECIAL], ids=repr)
+@pytest.mark.parametrize(
+    "call", [*(ABOUT_SOMETHING.get(call) or call() for call in CALLS.values()), *SPECIAL], ids=repr
+)
 def test_a_call_arrives_as_it_was_sent(call):
     frames = FrameEncoder().encode(wire.Call(3, call.name(), msgspec.structs.asdict(call)))
     arrived = FrameDecoder(wire.Call).decode(frames)

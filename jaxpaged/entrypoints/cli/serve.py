@@ -87,7 +87,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes. Returns the exit status."""
-    from jaxpaged.serving.options import ServerOptions
+    from jaxpaged.serving.options import ServerOptions, check_adapters
 
     check_extra("serve", "starlette", "uvicorn", "httptools")
     from jaxpaged.entrypoints.http import server
@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
     given, of_engine = split_options(args)
     options = ServerOptions.from_options(given)
+    check_adapters(options, bool(of_engine.get("enable_lora")))
     set_up_logging("debug" if args.debug else options.log_level, options.log_format)
     if of_engine.get("node_rank"):
         from jaxpaged.config import EngineConfig

@@ -1,8 +1,10 @@
 """The service `jaxpaged.v1.Admin`: what changes the engine for everybody. Its keys are its own."""
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
+from jaxpaged.entrypoints.grpc.responses import lora_adapter
 from jaxpaged.errors import CapacityError, CheckpointError
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.adapters import ServedAdapters
 from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
 from jaxpaged.serving.requests import RequestContext, check_choice
 from jaxpaged.serving.service import Service
@@ -12,6 +14,7 @@ class Administration:
     """The methods. They raise ServingError, ConflictError, UsageError and EngineError."""
 
     def __init__(self, service: Service):
+        self._service = service
         self._engine = service.engine
         self._traffic = service.traffic
 
@@ -49,6 +52,31 @@ class Administration:
     async def StopProfile(self, request: pb.StopProfileRequest, context: RequestContext) -> pb.ProfileResponse:
         await self._engine.stop_profile()
         return pb.ProfileResponse(profiling=False)
+
+    async def LoadLoraAdapter(
+        self, request: pb.LoadLoraAdapterRequest, context: RequestContext
+    ) -> pb.LoadLoraAdapterResponse:
+        base = request.base_model_name or None
+        adapters, name = self._adapters(), request.lora_name
+        await adapters.load(name, request.lora_path, in_place=request.load_inplace, base_model_name=base)
+        served = adapters.get(name)
+        return pb.LoadLoraAdapterResponse(adapter=None if served is None else lora_adapter(self._service, served))
+
+    async def UnloadLoraAdapter(
+        self, request: pb.UnloadLoraAdapterRequest, context: RequestContext
+    ) -> pb.UnloadLoraAdapterResponse:
+        await self._adapters().unload(request.lora_name)
+        return pb.UnloadLoraAdapterResponse()
+
+    def _adapters(self) -> ServedAdapters:
+        """Raises ServingError where none may be loaded while the server runs."""
+        adapters = self._service.adapters
+        if adapters is None or not adapters.loads_at_runtime:
+            raise ServingError(
+                "This server loads no adapters while it runs. Start it with --enable-lora and --allowed-lora-dirs.",
+                kind=ErrorKind.FORBIDDEN,
+            )
+        return adapters
 
     async def _state(self) -> pb.SleepResponse:
         return pb.SleepResponse(sleeping=await self._engine.is_sleeping(), level=self._engine.sleep_level)

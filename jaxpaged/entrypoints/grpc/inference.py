@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from jaxpaged import __version__
 from jaxpaged.entrypoints.grpc import requests
 from jaxpaged.entrypoints.grpc.multiplexer import Multiplexer
-from jaxpaged.entrypoints.grpc.responses import Responses, vectors
+from jaxpaged.entrypoints.grpc.responses import Responses, lora_adapter, vectors
 from jaxpaged.pooling import PoolingRequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from jaxpaged.serving.errors import client_names
@@ -66,7 +66,7 @@ class Inference:
     async def _prepared(self, request: pb.GenerateRequest, context: RequestContext) -> tuple[EngineRequest, Responses]:
         service = self._service
         await service.pace.turn()
-        context, processor = self._own(request, context), service.engine.input_processor
+        context, processor = await self._own(request, context), service.engine.input_processor
         wanted = requests.generate_request(request, processor.defaults.sampling, service.takes_pictures)
         threads = service.picture_threads if service.takes_pictures and wanted.has_pictures else None
         prepared = await off_loop(context.num_bytes, prepare, service, wanted, context, threads=threads)
@@ -80,11 +80,13 @@ class Inference:
             media_tokens=prepared.generation.media_tokens,
         )
 
-    def _own(self, request: Request, context: RequestContext) -> RequestContext:
+    async def _own(self, request: Request, context: RequestContext) -> RequestContext:
         """The context of one request of a call. Raises ServingError for another model, and for an id that is none."""
+        model, lora = await self._service.asked_model(request.model)
         return dataclasses.replace(
             context,
-            model=self._service.check_model(request.model),
+            model=model,
+            lora=lora,
             request_id=f"{PREFIX}-{own_or_new(request.request_id or None)}",
             num_bytes=size_of(request),
         )
@@ -107,7 +109,7 @@ class Inference:
     async def Embed(self, request: pb.EmbedRequest, context: RequestContext) -> pb.EmbedResponse:
         service = self._service
         await service.pace.turn()
-        context, inputs = self._own(request, context), requests.embed_inputs(request)
+        context, inputs = await self._own(request, context), requests.embed_inputs(request)
         wanted = requests.pool_request(request, "inputs")
         generation = await off_loop(context.num_bytes, prepare_inputs, service, wanted, inputs, context, "embed")
         outputs = await collect(service.engine, service.traffic, generation)
@@ -117,7 +119,7 @@ class Inference:
     async def Score(self, request: pb.ScoreRequest, context: RequestContext) -> pb.ScoreResponse:
         service = self._service
         await service.pace.turn()
-        context, wanted = self._own(request, context), requests.pool_request(request, "documents")
+        context, wanted = await self._own(request, context), requests.pool_request(request, "documents")
         names, texts = ("queries", "documents"), (list(request.queries), list(request.documents))
         generation, pairs = await off_loop(context.num_bytes, prepare_pairs, service, wanted, names, texts, context)
         outputs = await collect(service.engine, service.traffic, generation)
@@ -135,7 +137,7 @@ class Inference:
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: RequestContext) -> pb.TokenizeResponse:
         service = self._service
-        service.check_model(request.model)
+        await service.asked_model(request.model)
         threads = service.picture_threads if service.takes_pictures and requests.has_images(request.chat) else None
         prompt = await off_loop(size_of(request), requests.tokenized_prompt, service, request, threads=threads)
         ids = prompt.token_ids
@@ -143,7 +145,7 @@ class Inference:
         return pb.TokenizeResponse(token_ids=ids, token_strs=names, max_model_len=service.model.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: RequestContext) -> pb.DetokenizeResponse:
-        self._service.check_model(request.model)
+        await self._service.asked_model(request.model)
         with client_names({"tokens": "token_ids"}):
             return pb.DetokenizeResponse(
                 text=await off_loop(
@@ -162,6 +164,7 @@ class Inference:
             chats=bool(processor.chat_templates.sources),
             task="generate" if processor.pooler is None else processor.pooler.convert,
             takes_images=self._service.takes_pictures,
+            lora_adapters=[lora_adapter(self._service, each) for each in self._service.adapters or ()],
         )
 
     async def GetServerInfo(

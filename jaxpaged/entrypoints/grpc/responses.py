@@ -10,7 +10,9 @@ from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
+from jaxpaged.serving.adapters import ServedAdapter
 from jaxpaged.serving.output_reader import OutputReader, UsageCounter
+from jaxpaged.serving.service import Service
 
 
 class Responses:
@@ -141,3 +143,8 @@ def usage_message(counter: UsageCounter) -> pb.Usage:
 
 def vectors(numbers: Iterable[Sequence[float]]) -> list[pb.Vector]:
     return [pb.Vector(values=each) for each in numbers]
+
+
+def lora_adapter(service: Service, served: ServedAdapter) -> pb.LoraAdapter:
+    info, base = served.info, served.base_model_name or service.model.names[0]
+    return pb.LoraAdapter(name=info.lora_name, path=info.lora_path, base_model_name=base, rank=info.rank)

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpaged.engine.sleep import LEVELS, MODES, TAGS
+from jaxpaged.entrypoints.http.adapters import LoadLoraAdapterRequest, LoraAdapters, UnloadLoraAdapterRequest
 from jaxpaged.entrypoints.http.admin import AbortRequest, Admin, ProfileState, SleepState
 from jaxpaged.entrypoints.http.anthropic.errors import PREFIX as MESSAGES
 from jaxpaged.entrypoints.http.anthropic.errors import MessagesError, MessagesErrors
@@ -168,8 +169,21 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "/stop_profile", admin.stop_profile, response=ProfileState, conflicts=True, is_strict=True),
         Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, query=reset, is_strict=True),
         Endpoint("POST", "/abort_all_requests", admin.abort_all, is_strict=True),
+        *adapter_endpoints(service),
         Endpoint("GET", "/metrics", Metrics(service).read),
         *health_endpoints(service),
+    ]
+
+
+def adapter_endpoints(service: Service) -> list[Endpoint]:
+    """None where no adapter may be loaded while the server runs."""
+    if service.adapters is None or not service.adapters.loads_at_runtime:
+        return []
+    adapters = LoraAdapters(service.adapters, service.max_body_bytes)
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    return [
+        Endpoint("POST", load, adapters.load, LoadLoraAdapterRequest),
+        Endpoint("POST", unload, adapters.unload, UnloadLoraAdapterRequest, not_found=True),
     ]
 
 

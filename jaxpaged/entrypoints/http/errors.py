@@ -47,14 +47,21 @@ TYPES = {
 
 
 class HttpError(ServingError):
-    """An error of which only HTTP can say the rest: a status of its own, and headers of the response."""
+    """An error of which only HTTP can say the rest: a status of its own, headers of the response, and a `type` where it
+    is not that of the status."""
 
     def __init__(
-        self, status: int, message: str, parameter: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        parameter: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        type: str | None = None,
     ):
         super().__init__(message, parameter, kind=ErrorKind.INTERNAL if status >= 500 else ErrorKind.INVALID)
         self.status = status
         self.headers = dict(headers or {})
+        self.type = type
 
 
 class ErrorInfo(msgspec.Struct):
@@ -79,7 +86,8 @@ def status_of(error: ServingError) -> int:
 def error_body(error: ServingError) -> bytes:
     """The JSON of an error."""
     status = status_of(error)
-    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    kind = error.type if isinstance(error, HttpError) else None
+    kind = kind or TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
     return msgspec.json.encode(ErrorBody(ErrorInfo(error.message, kind, error.parameter, status)))
 
 

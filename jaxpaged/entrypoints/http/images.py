@@ -56,7 +56,7 @@ class Images:
         """Keys and token counts of pictures that are not decoded."""
         service = self._service
         body = await read_struct(request, InspectRequest, service.max_body_bytes)
-        model = service.check_model(body.model)
+        model, _ = await service.asked_model(body.model)
         found = await off_loop(num_bytes_of(request), inspected, service, body)
         return json_response(InspectResponse(model=model, data=found))
 

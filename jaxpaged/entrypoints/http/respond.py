@@ -96,7 +96,7 @@ async def respond(service: Service, stages: Stages, request: Request) -> Respons
 
 async def respond_to(service: Service, stages: Stages, request: Request, body: Any) -> Response:
     """`respond`, to a body that was read."""
-    context = context_of(service, stages.prefix, request, body)
+    context = await context_of(service, stages.prefix, request, body)
     parsed = await parse(service, stages, body, context)
     if stages.writer is not None and body.stream:
         return streamed(service, context.request_id, parsed.generation, stages.writer(service, parsed))
@@ -116,12 +116,13 @@ async def parse(service: Service, stages: Stages, body: Any, context: RequestCon
     return parsed
 
 
-def context_of(
+async def context_of(
     service: Service, prefix: str, request: Request, body: Any, request_id: str | None = None
 ) -> RequestContext:
     """Who asks, and how, as the headers and the body say. The request's id is the one that clients know, unless it
-    has a `request_id` of its own here. Raises ServingError."""
-    model = service.check_model(body.model)
+    has a `request_id` of its own here. Where its model is an adapter that must be loaded, this waits. Raises
+    ServingError."""
+    model, lora = await service.asked_model(body.model)
     named = request_id_of(request, prefix, getattr(body, "request_id", None))
 
     async def unless_it_leaves(work: Awaitable[None]) -> None:
@@ -144,6 +145,7 @@ def context_of(
         data_parallel_rank=core,
         trace=trace_in(headers.items()) if service.is_tracing else None,
         unless_it_leaves=unless_it_leaves,
+        lora=lora,
     )
 
 

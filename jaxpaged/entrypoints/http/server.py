@@ -138,16 +138,23 @@ async def serve(
         loop.add_signal_handler(number, stop.on_signal)
     listeners = make_listeners(service, sockets, keys, grpc_admin_keys)
     running: list[asyncio.Future[None]] = []
+    loading = None if service.adapters is None else asyncio.ensure_future(service.adapters.load_at_start())
     waiting = asyncio.ensure_future(stop.drain.wait())
     try:
         for listener in listeners:
             await listener.listen()
         on_listening()
         running += [asyncio.ensure_future(listener.run_until_stopped()) for listener in listeners]
-        await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
+        watched = [waiting, *running]
+        await asyncio.wait([*watched, *filter(None, [loading])], return_when=asyncio.FIRST_COMPLETED)
+        if loading is not None and loading.done():
+            loading.result()  # a server without the adapters that it should have is none
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         await come_to_rest(service, stop)
     finally:
         waiting.cancel()
+        if loading is not None:
+            loading.cancel()
         for listener in listeners:
             listener.should_exit = True
         await asyncio.gather(*running)

@@ -48,7 +48,7 @@ def test_every_method_refuses_who_has_no_key_before_it_reads_anything(serving, m
     async def scenario(server):
         calls = [server.channel.stream_stream(path)(silence(), metadata=metadata, timeout=20) for path in METHODS]
         assert {await code_of(call) for call in calls} == {UNAUTHENTICATED}
-        assert len(METHODS) == 15 and not server.engine.seen
+        assert len(METHODS) == 17 and not server.engine.seen
 
     serving(scenario, keys=["secret"], admin_keys=["secret"])
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
+from jaxpaged.config.lora import LoRAConfig
+from jaxpaged.engine.adapters import AsyncAdapters
 from jaxpaged.engine.control import AsyncEngineControl
-from jaxpaged.engine.core_calls import Sleep, Snapshot
+from jaxpaged.engine.core_calls import AddLora, ListLoras, PinLora, RemoveLora, Sleep, Snapshot
 from jaxpaged.errors import EngineDeadError, EngineError
 from tests.engine.fake_engine import make_engine
 
@@ -36,18 +39,23 @@ class FakeAsyncEngine(AsyncEngineControl):
     """Steps a `LLMEngine` while there is something to do, and hands its results to whoever waits for them.
 
     `paused`: nothing is stepped, so requests stay under way. `is_dead`: it answers nothing any more. `cold`:
-    not all programs are compiled.
+    not all programs are compiled. With a `book` it takes adapters, which are read by it.
     """
 
-    def __init__(self, **options):
+    def __init__(self, *, book=None, **options):
         self.engine, self.executor = make_engine(**options)
         self.input_processor = self.engine.input_processor
+        self.book = book
         self.config = self.engine.config
+        if book is not None:
+            self.config = dataclasses.replace(self.config, lora=LoRAConfig(enable_lora=True))
         self.is_dead = self.is_restarting = self.cold = False
         self.sleep_level = None
         self.aborted = []
         self.seen = []  # (prompt, params, request id) in order of arrival
         self.ranks = []  # the core that each named
+        self.loras = []  # the adapter that each named
+        self.adapters = AsyncAdapters(self.config.lora.enable_lora, self.call)
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.num_snapshots = 0
@@ -81,6 +89,7 @@ class FakeAsyncEngine(AsyncEngineControl):
         take=None,
         group=None,
         data_parallel_rank=None,
+        lora_request=None,
     ):
         if self.is_dead:
             raise EngineDeadError("the engine core at 0x7f0012345678 died: /srv/engine/core.py. Restart it.")
@@ -98,6 +107,7 @@ class FakeAsyncEngine(AsyncEngineControl):
         )
         self.seen.append((prompt, sampling_params, request_id))
         self.ranks.append(data_parallel_rank)
+        self.loras.append(lora_request)
         results = self._results[request_id] = Results(take)
         if self._stepper is None or self._stepper.done():
             self._stepper = asyncio.ensure_future(self._step_on())
@@ -115,7 +125,7 @@ class FakeAsyncEngine(AsyncEngineControl):
                 self.aborted.append(request_id)
                 self.engine.abort_request(request_id)
 
-    def suitable_core(self, token_ids, cache_salt=None):
+    def suitable_core(self, token_ids, cache_salt=None, lora=None):
         return 3
 
     async def encode(self, prompt, pooling_params, request_id, **options):
@@ -143,6 +153,8 @@ class FakeAsyncEngine(AsyncEngineControl):
 
     async def call(self, call):
         """With "wait" the stepper goes on until it has nothing to do."""
+        if isinstance(call, AddLora | RemoveLora | ListLoras | PinLora):
+            return self.book.call(call)
         if isinstance(call, Snapshot):
             if self.is_dead:
                 raise EngineDeadError("the engine has stopped. Start a new one.")

@@ -19,12 +19,12 @@ def make_service(options=None, **engine_options):
 
 
 @contextlib.contextmanager
-def live_server(keys=(), **settings):
-    """Yields (URL, service) of a server that runs in a thread."""
+def live_server(keys=(), app=create_app, **settings):
+    """Yields (URL, service) of a server that runs in a thread, with the endpoints of `app`."""
     bound = bind("127.0.0.1", 0)
     bound.listen()  # so that clients may connect before the thread has begun
     service = make_service(**settings)
-    listener = Listener(create_app(service, keys), bound, max_header_bytes=service.options.max_header_bytes)
+    listener = Listener(app(service, keys), bound, max_header_bytes=service.options.max_header_bytes)
     thread = threading.Thread(target=lambda: asyncio.run(listener.run_until_stopped()))
     thread.start()
     try:

@@ -28,7 +28,7 @@ class Messages:
         """How many tokens a conversation has as a prompt (Anthropic's API)."""
         service = self._service
         body = await read_struct(request, CountTokensRequest, service.max_body_bytes)
-        service.check_model(body.model)
+        await service.asked_model(body.model)
         threads = service.picture_threads if service.takes_pictures and has_pictures(body) else None
         count = await off_loop(num_bytes_of(request), parse.count_tokens, service, body, threads=threads)
         return json_response(CountTokensResponse(count))

@@ -58,7 +58,7 @@ async def respond_to_batch(service: Service, stages: Stages, request: Request) -
     await service.pace.turn()
     body = await read_struct(request, ChatBatchRequest, service.max_body_bytes)
     check(body)
-    context = context_of(service, stages.prefix, request, body)
+    context = await context_of(service, stages.prefix, request, body)
     service.traffic.check_num_sequences(len(body.messages), 1)
     chats = []
     for number, chat in enumerate(chats_of(body)):

@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{id}`: which names the server knows."""
+"""`GET /v1/models` and `/v1/models/{id}`: which names the server knows: the model's own, and those of adapters."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.body import json_response
+from jaxpaged.serving.adapters import ServedAdapter
 from jaxpaged.serving.service import Service
 
 
@@ -28,7 +29,8 @@ class ModelPermission(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name under which the model can be asked. `root` is its first name."""
+    """One name that can be asked. `root` is the first name of the model, or of an adapter where it was loaded from, and
+    `parent` the model that an adapter adapts."""
 
     id: str
     object: str = "model"
@@ -54,20 +56,30 @@ class Models:
         self._service = service
 
     async def list(self, request: Request) -> Response:
-        """All names of the model."""
-        return json_response(ModelList([self._card(name) for name in self._service.model.names]))
+        """All names of the model, and of the adapters that are loaded."""
+        adapters = self._service.adapters or ()
+        cards = [*map(self._card, self._service.model.names), *map(self._adapter_card, adapters)]
+        return json_response(ModelList(cards))
 
     async def retrieve(self, request: Request) -> Response:
-        """One name of the model."""
-        return json_response(self._card(self._service.check_model(request.path_params["id"])))
+        """One name of the model, or of an adapter that is loaded."""
+        name = request.path_params["id"]
+        adapter = None if self._service.adapters is None else self._service.adapters.get(name)
+        card = self._card(self._service.check_model(name)) if adapter is None else self._adapter_card(adapter)
+        return json_response(card)
 
     def _card(self, name: str) -> ModelCard:
         model = self._service.model
-        permission = ModelPermission(id=f"modelperm-{name}", created=model.created)
-        return ModelCard(
-            id=name,
-            created=model.created,
-            root=model.names[0],
-            max_model_len=model.max_model_len,
-            permission=[permission],
-        )
+        return card(name, model.created, model.names[0], None, model.max_model_len)
+
+    def _adapter_card(self, adapter: ServedAdapter) -> ModelCard:
+        info, model = adapter.info, self._service.model
+        parent = adapter.base_model_name or model.names[0]
+        return card(info.lora_name, adapter.created, info.lora_path, parent, model.max_model_len)
+
+
+def card(name: str, created: int, root: str, parent: str | None, max_model_len: int) -> ModelCard:
+    permission = ModelPermission(id=f"modelperm-{name}", created=created)
+    return ModelCard(
+        id=name, created=created, root=root, parent=parent, max_model_len=max_model_len, permission=[permission]
+    )

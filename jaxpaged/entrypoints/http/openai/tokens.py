@@ -29,7 +29,7 @@ class Tokens:
         """Token ids of a text or a conversation."""
         service = self._service
         body = await read_struct(request, TokenizeRequest, service.max_body_bytes)
-        service.check_model(body.model)
+        await service.asked_model(body.model)
         threads = service.picture_threads if service.takes_pictures and has_pictures(body.messages or ()) else None
         return await off_loop(num_bytes_of(request), tokenized, service, body, threads=threads)
 
@@ -37,7 +37,7 @@ class Tokens:
         """The text of token ids, special tokens included."""
         service = self._service
         body = await read_struct(request, DetokenizeRequest, service.max_body_bytes)
-        service.check_model(body.model)
+        await service.asked_model(body.model)
         return json_response(
             DetokenizeResponse(
                 await off_loop(num_bytes_of(request), text_of_tokens, service.engine.input_processor, body.tokens)

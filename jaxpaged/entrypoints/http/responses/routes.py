@@ -44,7 +44,7 @@ class Responses:
         await service.pace.turn()
         body = await read_struct(request, ResponsesRequest, service.max_body_bytes)
         await off_loop(num_bytes_of(request), check, body)
-        context = context_of(service, "resp", request, body, request_id=new_id("resp"))
+        context = await context_of(service, "resp", request, body, request_id=new_id("resp"))
         request_id = request.scope["request_id"]
         parsed = await self._parsed(request, body, context)
         if body.background:
