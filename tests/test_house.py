@@ -69,6 +69,7 @@ LAYERS = {
 USES_KERNELS = {"layers", "sampling", "tools", "worker"}
 # (file, beginning of the module): why this one import may cross the layers.
 CONVERT = "jaxpaged/entrypoints/cli/convert.py"
+MERGE = "jaxpaged/entrypoints/cli/merge.py"
 BUILD = "jaxpaged/engine/build.py"
 CROSSINGS: dict[tuple[str, str], str] = {
     (BUILD, "jaxpaged.models."): "it reads a model's config.json and puts the parts of an engine together",
@@ -76,6 +77,8 @@ CROSSINGS: dict[tuple[str, str], str] = {
     (CONVERT, "jaxpaged.distributed."): "it reads and writes weights, and no engine runs",
     (CONVERT, "jaxpaged.models."): "the same",
     (CONVERT, "jaxpaged.params."): "the same",
+    (MERGE, "jaxpaged.models."): "the same",
+    (MERGE, "jaxpaged.params."): "the same",
     ("jaxpaged/entrypoints/cli/__init__.py", "jaxpaged.tools."): "it has the commands of the tools",
     ("jaxpaged/entrypoints/cli/supported.py", "jaxpaged.models.known"): "it lists them, and nothing there imports jax",
     ("jaxpaged/entrypoints/cli/generate.py", "jaxpaged.tools.pictures."): "--timeline draws a picture",

@@ -32,6 +32,7 @@ DESCRIPTION_FILES = [
     "*processor_config.json",
 ]
 TOKENIZER_FILES = [name for name in WANTED_FILES if not name.endswith(".safetensors")]
+ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""
 
@@ -79,6 +80,20 @@ def folder_of(file: Path) -> Path:
     from jaxpaged.params.gguf_folder.folder import make_folder  # with numpy
 
     return make_folder(file)
+
+
+def resolve_adapter_folder(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder of an adapter: an existing folder, or a hub id. What is in it is not looked at. Raises CheckpointError
+    when there is no such folder and the hub cannot give it."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not looks_like_hub_id(name):
+        raise CheckpointError(
+            f"there is no folder {without_secrets('adapter', name)}, and it cannot be a hub id (owner/name). Name the "
+            "folder of an adapter."
+        )
+    return download(name, revision, download_dir, ADAPTER_FILES)
 
 
 def gguf_file(path: Path) -> Path | None:

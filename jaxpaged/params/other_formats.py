@@ -92,10 +92,14 @@ def refuse_adapter(folder: Path) -> None:
     except (OSError, ValueError, AttributeError):
         kind, base = "PEFT", ""
     kind = "LoRA" if kind == "LORA" else kind
+    todo = (
+        f"Merge both with 'jaxpaged merge {base or 'BASE'} {folder} -o FOLDER'"
+        if kind == "LoRA"
+        else "Only LoRA adapters are read: merge it with peft (merge_and_unload, then save_pretrained)"
+    )
     raise CheckpointError(
-        f"{folder} holds a {kind} adapter ({ADAPTER}) and not a whole model. Adapters are not supported yet. "
-        f"Merge it into its model{f', {base},' if base else ''} with peft (merge_and_unload, then "
-        f"save_pretrained), and serve the folder that you get; or serve the model without it. {SUPPORTED}"
+        f"{folder} holds a {kind} adapter ({ADAPTER}) and not a whole model{f', which is {base}' if base else ''}. "
+        f"{todo}, and serve the folder that you get. {SUPPORTED}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.entrypoints.argument_parser import Parser
-from jaxpaged.entrypoints.cli import chat, convert, generate, kv, models, proxy, serve
+from jaxpaged.entrypoints.cli import chat, convert, generate, kv, merge, models, proxy, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
@@ -26,6 +26,7 @@ OWN_COMMANDS = {
     "proxy": proxy,
     "compile": compile_command,
     "convert": convert,
+    "merge": merge,
     "kv": kv,
     "models": models,
 }
@@ -95,7 +96,7 @@ def all_commands() -> Sequence[Any]:
     from jaxpaged.tools import bench, buckets, calibrate, collect_env
     from jaxpaged.tools.planning import command as plan
 
-    tools = (bench, compile_command, plan, convert, calibrate, buckets)
+    tools = (bench, compile_command, plan, convert, merge, calibrate, buckets)
     return (generate, chat, serve, proxy, *tools, kv, models, collect_env)
 
 
@@ -111,7 +112,7 @@ def overview(commands: Mapping[str, str]) -> str:
             "further commands:",
             *further,
             "",
-            "jaxpaged COMMAND --help tells more of one; jaxpaged --version tells the version.",
+            "jaxpaged COMMAND --help tells more of one; --version tells the version.",
         ]
     )
 

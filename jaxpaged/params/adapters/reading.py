@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpaged.config.lora import RANKS
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params.adapters import names
 from jaxpaged.params.adapters.adapter import Adapter, AdapterWeights
@@ -41,6 +42,7 @@ OTHER_MODEL = (
     f"Check that the adapter belongs to this model: base_model_name_or_path in its {CONFIG} names the one that it was "
     "trained for."
 )
+MERGE = "Merge it into its model with `jaxpaged merge`, and serve the folder that you get."
 BaseWeight = Callable[[Spec], np.ndarray]
 """The checkpoint's own weight, in float32 and the parameter's axes (`base.BaseWeights`)."""
 Pieces = dict[int | None, Factors]
@@ -80,10 +82,11 @@ def read_adapter(
     replaced = reading.replaced(specs, may_replace)
     weights = reading.weights(np.dtype(dtype))
     reading.check_acts(weights, replaced)
-    if reading.rank > (reading.rank if max_rank is None else max_rank):
+    if max_rank is not None and reading.rank > max_rank:
+        needed = next((rank for rank in RANKS if rank >= reading.rank), None)
         raise CheckpointError(
-            f"{files.folder / CONFIG}: the adapter has rank {reading.rank}, but max_lora_rank is {max_rank}. Start "
-            f"with --max-lora-rank {reading.rank} or more."
+            f"{files.folder / CONFIG}: the adapter has rank {reading.rank}, but max_lora_rank is {max_rank}. "
+            + (f"Start with --max-lora-rank {needed}." if needed else f"Larger ones are not supported. {MERGE}")
         )
     return Adapter(files.digest, reading.rank, len(files.tensors), weights, replaced)
 
@@ -314,7 +317,8 @@ class Reading:
                     )
                 magnitude = scaled_magnitude(target, weights, pieces, self._base_weight(target.spec))
                 weights = replace(weights, magnitude=magnitude)
-            a, b = weights.a.astype(dtype), weights.b.astype(dtype)
+            with np.errstate(over="ignore"):  # it is found below
+                a, b = weights.a.astype(dtype), weights.b.astype(dtype)
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
                 raise self._error(f"{target.module} has numbers that {dtype} cannot hold. Use another lora_dtype.")
             found[path] = replace(weights, a=a, b=b)
