@@ -14,12 +14,13 @@ from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import LoRARequest, NewRequestData, SchedulerOutput
 from jaxpaged.params.adapters.adapter import Adapter, AdapterWeights
 from jaxpaged.params.adapters.targets import targets_of
+from jaxpaged.params.quantized import QuantizedArray, is_quantized
 from jaxpaged.sampling_params import SamplingParams
 
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "token_buckets": (8, 32),
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
     "max_model_len": 48,
     "block_size": 4,
     "num_gpu_blocks_override": 64,
@@ -66,18 +67,21 @@ class Adapters:
 
 
 def merged(params: Any, weights: Mapping[str, AdapterWeights]) -> Any:
-    """The parameters of a model on one device with an adapter in them, from sums in float64."""
+    """The parameters of a model on one device, in float32, with an adapter in them, from sums in float64."""
 
-    def of_leaf(path: Any, leaf: jax.Array) -> jax.Array:
-        own = weights.get(jax.tree_util.keystr(path).removesuffix(".weight"))
-        if own is None or not jax.tree_util.keystr(path).endswith(".weight"):
-            return leaf
-        whole = np.asarray(leaf, np.float64) + np.tensordot(own.b.astype(np.float64), own.a.astype(np.float64), 1)
-        if own.magnitude is not None:
-            whole = whole * own.magnitude.reshape(*own.magnitude.shape, *[1] * (whole.ndim - own.magnitude.ndim))
-        return jax.device_put(whole.astype(leaf.dtype), leaf.sharding)
+    def of_leaf(path: Any, leaf: Any) -> jax.Array:
+        whole = np.asarray(leaf if isinstance(leaf, jax.Array) else leaf.values, np.float64)
+        if isinstance(leaf, QuantizedArray):
+            whole = whole * np.asarray(leaf.scales, np.float64)[..., None].reshape(
+                *leaf.scales.shape, *[1] * (whole.ndim - leaf.scales.ndim)
+            )
+        if (own := weights.get(jax.tree_util.keystr(path).removesuffix(".weight"))) is not None and whole.ndim > 1:
+            whole = whole + np.tensordot(own.b.astype(np.float64), own.a.astype(np.float64), 1)
+            if own.magnitude is not None:
+                whole = whole * own.magnitude.reshape(*own.magnitude.shape, *[1] * (whole.ndim - own.magnitude.ndim))
+        return jax.device_put(whole.astype(np.float32), jax.devices()[0])
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params)
+    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_quantized)
 
 
 class Steps:
