@@ -9,8 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,6 +17,8 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.adapter_desk import given, open_desk
+from jaxpaged.engine.books import Books
 from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.engine.in_flight import InFlight, StepPacer
@@ -27,7 +28,7 @@ from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.processed_items import PixelDesk
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
-from jaxpaged.errors import EngineDeadError, ProgramError, RequestError, UsageError
+from jaxpaged.errors import ProgramError, RequestError, UsageError
 from jaxpaged.executor.base import Executor, KVTransferWorker
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.kv_connector.base import KVConnection
@@ -39,6 +40,8 @@ from jaxpaged.messages import (
     EngineCoreRequest,
     EngineSnapshot,
     KVBlockMap,
+    LoRAInfo,
+    LoRARequest,
     SchedulerOutput,
     SchedulerStats,
     StepRecord,
@@ -57,29 +60,6 @@ NO_FILES = (
     "keys and values are saved and loaded as files by engines that keep them besides the device. Give kv_offload, such "
     "as host=1G."
 )
-
-
-class Books:
-    """Around what must not fail: after an error in such a block the books are wrong, so the engine stops. Then every
-    such block raises EngineDeadError."""
-
-    def __init__(self) -> None:
-        self.death: BaseException | None = None
-        """Why the engine has stopped."""
-
-    def __enter__(self) -> None:
-        if self.death is not None:
-            self.refuse()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
-            self.death = error
-            if isinstance(error, Exception):
-                raise EngineDeadError(f"the engine broke down and stops: {error!r}. Start a new one.") from error
-
-    def refuse(self) -> NoReturn:
-        """Raise EngineDeadError: the engine has stopped."""
-        raise EngineDeadError(f"the engine has stopped: {self.death!r}. Start a new one.") from self.death
 
 
 class EngineCore(EngineCoreClient):
@@ -104,6 +84,7 @@ class EngineCore(EngineCoreClient):
         self.executor = executor
         self._grammars = grammars
         self._publishers = publishers
+        self._adapters = open_desk(config, executor.workers)  # None: requests have no adapters
         self._scheduler = Scheduler(
             config.scheduler,
             executor.kv_cache_config,
@@ -119,6 +100,7 @@ class EngineCore(EngineCoreClient):
             connection=None if kv_transfer is None else KVConnection(kv_transfer.connector, kv_transfer.layout),
             load_failure_policy=config.cache.load_failure_policy,
             encoder_cache_config=executor.encoder_cache_config,
+            adapters=None if self._adapters is None else self._adapters.book,
         )
         self._kv_transfer, self.transfers = kv_transfer, self._scheduler.transfers  # None: nothing besides the device
         # One step is computed on each stage, and one waits for a device.
@@ -221,7 +203,10 @@ class EngineCore(EngineCoreClient):
         return EngineCoreOutputs(outputs, self.stats(done))
 
     def _admit_ready(self) -> None:
-        """Queue requests whose grammars and programs are compiled."""
+        """Queue requests whose grammars and programs are compiled, and those whose adapters are read."""
+        if self._adapters is not None and self._adapters.book.is_busy:
+            with self._books:
+                self._tell(self._scheduler.admit_read())
         if self._scheduler.structured_output_manager.waiting:
             with self._books:
                 self._tell(self._scheduler.admit_prepared())
@@ -315,7 +300,10 @@ class EngineCore(EngineCoreClient):
                 self.embeds.wait(0.0 if self._outputs else COMPILE_WAIT)
         elif not self._outputs:
             with accepted_interrupts():
-                self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
+                if self._adapters is not None and self._adapters.book.is_reading:
+                    self._adapters.book.wait(COMPILE_WAIT)
+                else:
+                    self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
 
     def has_work(self) -> bool:
         """Whether another step could give something: requests are unfinished, or what they gave was not returned."""
@@ -394,6 +382,7 @@ class EngineCore(EngineCoreClient):
                 self._scheduler.preempt_all()
                 self._save_all_kv()
                 self._scheduler.lose_content()
+                self._scheduler.lose_slots()
         self._sleep.deepen(level)  # also when the executor fails to: nobody knows how much of it is freed
         self._pacer.interrupt()
         self._publish_events()
@@ -442,6 +431,26 @@ class EngineCore(EngineCoreClient):
             if self.embeds is not None:
                 self.embeds.forget()
             self._publish_events()
+
+    def add_lora(self, lora_request: LoRARequest) -> LoRAInfo:
+        """Read an adapter, so that requests can have it. From any thread. Raises RequestError, CheckpointError."""
+        return given(self._adapters).add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Refuse new requests of an adapter; False if it is unknown. It is gone when those that have it end."""
+        return given(self._adapters).book.remove(lora_id)
+
+    def list_loras(self) -> list[LoRAInfo]:
+        """All adapters that requests can have."""
+        return given(self._adapters).book.infos()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in host memory; False if it is unknown. Raises UsageError when there is no place."""
+        return given(self._adapters).book.pin(lora_id)
+
+    def restore_loras(self, infos: Sequence[LoRAInfo]) -> None:
+        """Know these adapters, too: a core before this one had read them."""
+        given(self._adapters).book.restore(infos)
 
     def executor_stats(self) -> dict[str, Any]:
         """Counters of the executor: steps, padding, buckets, programs, recompiles."""
@@ -506,6 +515,8 @@ class EngineCore(EngineCoreClient):
             except Exception:
                 logger.exception("the newest keys and values are not kept")
         self._in_flight.clear()
+        if self._adapters is not None:
+            self._adapters.close()
         self.executor.shutdown()
         if self._grammars is not None:
             self._grammars.close()

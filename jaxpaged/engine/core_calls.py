@@ -236,6 +236,14 @@ class PinLora(CoreCall[bool]):
         return all(results)
 
 
+class RestoreLoras(CoreCall[None]):
+    """See `EngineCore.restore_loras`."""
+
+    changes_books = True
+
+    infos: Sequence[LoRAInfo]
+
+
 class CollectiveRpc(CoreCall[list[Any]]):
     """Call a method of every worker, or a function with it; a result of each. It holds a function, so it is not sent
     to another process. UsageError for an unknown name."""
@@ -253,11 +261,16 @@ def folder_of_core(folder: str, number: int) -> str:
 CALLS: dict[str, type[CoreCall[Any]]] = {
     call.name(): call
     for call in (
+        AddLora,
         BlockMap,
         ExecutorStats,
         IsSleeping,
         KeepLease,
+        ListLoras,
+        PinLora,
+        RemoveLora,
         ResetPrefixCache,
+        RestoreLoras,
         Sleep,
         Snapshot,
         StartProfile,

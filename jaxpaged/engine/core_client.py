@@ -6,14 +6,22 @@ does not know prompts' text, nor how results reach a user.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.balancer import Balancer, Load
 from jaxpaged.engine.admission import AdmissionWindow
-from jaxpaged.engine.core_calls import CoreCall, ResetPrefixCache, Sleep
+from jaxpaged.engine.core_calls import (
+    AddLora,
+    CoreCall,
+    PinLora,
+    RemoveLora,
+    ResetPrefixCache,
+    RestoreLoras,
+    Sleep,
+)
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.merged_outputs import as_one
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
@@ -28,7 +36,7 @@ from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 from jaxpaged.engine.process.wire import CoreStats, Refusal
 from jaxpaged.engine.process.zmq_client import ZmqClient
 from jaxpaged.errors import EngineDeadError, EngineError, RequestError
-from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, RequestOutput, SchedulerStats
+from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, LoRAInfo, RequestOutput, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +90,9 @@ class CoreClient:
             wire.REFUSED: self._on_refusal,
             wire.WANTED: self._on_wanted,
         }
-        self.link = CoreLink(client, supervisor, handlers, self._lose_all)
+        self._loras: dict[int, LoRAInfo] = {}  # adapters that were loaded, for a core that comes in place of this one
+        self._pinned: set[int] = set()  # those of them that are to stay in host memory
+        self.link = CoreLink(client, supervisor, handlers, self._lose_all, self._restoring)
 
     @property
     def sleep_level(self) -> int | None:
@@ -126,7 +136,25 @@ class CoreClient:
         result = await self.link.call(call)
         if isinstance(result, SchedulerStats):
             self.metrics.stats = result
+        elif isinstance(call, AddLora | RemoveLora | PinLora):
+            self._note_adapter(call, result)
         return result
+
+    def _note_adapter(self, call: AddLora | RemoveLora | PinLora, result: Any) -> None:
+        if isinstance(call, AddLora):
+            self._loras[result.lora_int_id] = result
+        elif isinstance(call, RemoveLora):
+            self._loras.pop(call.lora_id, None)
+            self._pinned.discard(call.lora_id)
+        elif result:
+            self._pinned.add(call.lora_id)
+
+    def _restoring(self) -> Iterator[CoreCall[Any]]:
+        """What a core has to know that comes in place of one that had adapters."""
+        if self._loras:
+            yield RestoreLoras(list(self._loras.values()))
+        for lora_id in sorted(self._pinned):
+            yield PinLora(lora_id)
 
     def read_metrics(self) -> list[Metric]:
         """All metrics; those of several cores have vLLM's label `engine`."""

@@ -5,13 +5,14 @@ their host. This module knows no core.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, SchedulerStats, StepRecord
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, LoRAStats, SchedulerStats, StepRecord
 
 OF_EACH_DEVICE = ("weight_bytes", "state_bytes", "kv_cache_bytes", "encoder_cache_bytes")
 """Counters of an executor that tell what one device holds: those of any core."""
@@ -50,7 +51,21 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         mm_cache_queries=total("mm_cache_queries"),
         mm_cache_hits=total("mm_cache_hits"),
         mm_cache_usage=total("mm_cache_usage") / len(stats),
+        lora=merged_lora_stats([each.lora for each in stats if each.lora is not None]),
     )
+
+
+def merged_lora_stats(stats: Sequence[LoRAStats]) -> LoRAStats | None:
+    """Requests and counters of all. None where requests have no adapters."""
+    if not stats:
+        return None
+    names = LoRAStats.__struct_fields__
+    numbers = {name: sum(getattr(each, name) for each in stats) for name in names if name.startswith("num_")}
+    running, waiting = Counter[str](), Counter[str]()
+    for each in stats:
+        running.update(each.running)
+        waiting.update(each.waiting)
+    return LoRAStats(max(each.max_loras for each in stats), dict(running), dict(waiting), **numbers)
 
 
 def merged_executor_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:

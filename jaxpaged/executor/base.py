@@ -13,7 +13,7 @@ import numpy as np
 from jaxpaged.kv_cache_spec import EncoderCacheConfig, KVCacheConfig
 from jaxpaged.kv_connector.base import KVCacheLayout, KVConnector, KVConnectorMetadata, KVConnectorOutput
 from jaxpaged.kv_store.prefix_file import PlacedPage, PrefixInfo
-from jaxpaged.messages import ModelRunnerOutput, SchedulerOutput
+from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra
 
 
@@ -131,6 +131,15 @@ class Workers(Protocol):
 
     def wake_up(self, part: str) -> None:
         """Take "weights" or "kv_cache" back; cached keys and values are lost. Raises CheckpointError, CapacityError."""
+        ...
+
+    def read_lora(self, request: LoRARequest) -> LoRAInfo:
+        """Read an adapter's files into host memory, under the number that `lora_int_id` is; steps name it so. From any
+        thread, beside steps. Raises CheckpointError."""
+        ...
+
+    def drop_lora(self, lora_int_id: int) -> Any:
+        """Take an adapter out of host memory. What is in a slot stays there."""
         ...
 
     def start_profile(self, folder: str | None) -> None:

@@ -15,7 +15,7 @@ from jaxpaged.executor.base import PendingOutput
 from jaxpaged.executor.group import Group
 from jaxpaged.executor.group_messages import Sample, Step
 from jaxpaged.executor.uniproc import UniProcExecutor
-from jaxpaged.messages import ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
+from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.worker.programs.choose import Readiness
@@ -88,6 +88,12 @@ class Everybody:
 
     def wake_up(self, part: str) -> None:
         self._ask("wake_up", part)
+
+    def read_lora(self, request: LoRARequest) -> LoRAInfo:
+        raise UsageError("several processes that compute as one take no LoRA adapters yet. Let one process compute.")
+
+    def drop_lora(self, lora_int_id: int) -> None:
+        raise UsageError("several processes that compute as one have no LoRA adapters.")
 
     def wait_for_programs(self) -> None:
         self._ask("wait_for_programs")

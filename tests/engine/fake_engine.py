@@ -4,6 +4,7 @@
 messages alone. Its model is a function from all tokens so far to log probabilities.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,11 @@ from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.pooling.pooler import Pooler
-from jaxpaged.errors import ConflictError
+from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import (
+    LoRAInfo,
+    LoRARequest,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
@@ -54,6 +57,7 @@ class Row:
     num_prompt_tokens: int
     params: SamplingParams
     num_sampled: int = 0
+    lora_slot: int = 0
 
     @property
     def ended(self) -> bool:
@@ -111,6 +115,11 @@ class FakeExecutor:
         self.profiling = False
         self.recorded_to: list[str | None] = []  # folders, None: that of the options
         self.programs: dict[Extra, bool | Exception] = {}  # whether they are compiled, or why they cannot be
+        self.files: dict[str, int] = {}  # adapters by their paths, and what each adds to every token
+        self.host: dict[int, int] = {}  # those in host memory, by number
+        self.slots: dict[int, int] = {0: 0}
+        self.may_read = threading.Event()  # while it is not set, reading takes its time
+        self.may_read.set()
 
     def max_step_tokens(self) -> int:
         return 1 << 30
@@ -134,6 +143,7 @@ class FakeExecutor:
             raise RuntimeError("the device is on fire")
         for request_id in scheduled.removed_request_ids:
             self.rows.pop(request_id, None)
+        self.slots |= {slot: self.host[number] for slot, number in scheduled.lora_loads}
         for new in scheduled.new_requests:
             missing = [extra for extra in extras_of(new.sampling_params) if not self.can_run(extra)]
             assert not missing, f"a step would wait for {missing}"
@@ -149,7 +159,8 @@ class FakeExecutor:
 
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self.rows, f"{new.request_id} has a row already"
-        self.rows[new.request_id] = Row(list(new.token_ids), new.num_prompt_tokens, new.sampling_params)
+        row = Row(list(new.token_ids), new.num_prompt_tokens, new.sampling_params, lora_slot=new.lora_slot)
+        self.rows[new.request_id] = row
 
     def _compute(self, request_id: str, scheduled: SchedulerOutput, i: int, output: ModelRunnerOutput, lines) -> None:
         row = self.rows[request_id]
@@ -206,7 +217,7 @@ class FakeExecutor:
         if row.params.temperature > 0:
             noise = np.random.default_rng([row.params.seed % 2**64, len(row.token_ids)])
             logprobs = logprobs / row.params.temperature + noise.gumbel(size=logprobs.shape)
-        return int(np.argmax(logprobs))
+        return int(np.argmax(logprobs)) + self.slots[row.lora_slot]
 
     def _line(self, before: Sequence[int], token_id: int, count: int) -> tuple[list[int], list[float], int]:
         logprobs = self.model(before)
@@ -218,13 +229,25 @@ class FakeExecutor:
     def workers(self):
         return self
 
+    def read_lora(self, request: LoRARequest) -> LoRAInfo:
+        assert self.may_read.wait(10)
+        if request.lora_path not in self.files:
+            raise CheckpointError(f"{request.lora_path} has no adapter_config.json. Give the folder of an adapter.")
+        self.host[request.lora_int_id] = change = self.files[request.lora_path]
+        return LoRAInfo(request.lora_name, request.lora_int_id, request.lora_path, f"adds {change}")
+
+    def drop_lora(self, lora_int_id: int) -> None:
+        del self.host[lora_int_id]
+
     def recover(self) -> None:
+        self.slots = {0: 0}
         self.rows.clear()
         self.recoveries += 1
 
     def sleep(self, discard: bool) -> None:
         """Like a device: whoever had a row has none afterwards."""
         self.parts -= {"weights", "kv_cache"}
+        self.slots = {0: 0}
         self.discarded = discard
 
     def wake_up(self, part: str) -> None:

@@ -16,6 +16,7 @@ from jaxpaged.engine.core_calls import (
     LoadPrefix,
     PinLora,
     RemoveLora,
+    RestoreLoras,
     SavePrefix,
     Sleep,
     Snapshot,
@@ -25,13 +26,14 @@ from jaxpaged.engine.core_calls import (
 )
 from jaxpaged.engine.process import wire
 from jaxpaged.errors import UsageError
-from jaxpaged.messages import LoRARequest
+from jaxpaged.messages import LoRAInfo, LoRARequest
 
 KEEP = KeepLease({"do_remote_prefill": True, "remote_port": 1}, is_needed=False)
 ABOUT_SOMETHING = {
     AddLora: AddLora(LoRARequest("a", 3, "/adapters/a", "base", load_inplace=True)),
     PinLora: PinLora(3),
     RemoveLora: RemoveLora(3),
+    RestoreLoras: RestoreLoras([LoRAInfo("a", 3, "/adapters/a", "of a", rank=8)]),
 }
 """Calls that have no arguments by default."""
 SPECIAL = [Sleep(2, "keep"), WakeUp(["weights"]), Snapshot(5), StartProfile("folder"), KEEP]
@@ -48,7 +50,7 @@ def test_a_call_arrives_as_it_was_sent(call):
 
 
 @pytest.mark.parametrize("control", [EngineControl, AsyncEngineControl])
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {KeepLease.name()}))
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {KeepLease.name(), RestoreLoras.name()}))
 def test_every_call_has_a_method_with_its_arguments(control, name):
     arguments = list(inspect.signature(getattr(control, name)).parameters)[1:]
     assert arguments == [field.name for field in msgspec.structs.fields(CALLS[name])]

@@ -46,7 +46,7 @@ class AdapterBook:
         max_cpu_loras: int,
         age: Age,
         read: Callable[[LoRARequest], Future[LoRAInfo]],
-        drop: Callable[[int], None],
+        drop: Callable[[int], object],
     ):
         self.slots = AdapterSlots(max_loras, age)
         self._max_residents, self._age, self._read, self._drop = max_cpu_loras, age, read, drop
@@ -64,7 +64,7 @@ class AdapterBook:
         """What is known of the adapter of a request to load one; None when it has to be read. Raises RequestError for
         an id that another adapter has. From any thread."""
         known = self._known.get(request.lora_int_id)
-        if known is None:
+        if known is None or request.load_inplace:
             return None
         if known.info.lora_name != request.lora_name:
             raise RequestError(
@@ -72,8 +72,7 @@ class AdapterBook:
                 f"{request.lora_name!r} cannot have it, too. Choose another.",
                 "lora_request",
             )
-        same_place = request.lora_path in ("", known.info.lora_path)
-        return known.info if same_place and not request.load_inplace else None
+        return known.info if request.lora_path in ("", known.info.lora_path) else None
 
     def come(self, info: LoRAInfo, number: int) -> None:
         """An adapter was read under this number, and `info` has its own id. From any thread."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxpaged.engine.observability.lora_metrics import lora_counters, lora_info
 from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogram, Metric
 from jaxpaged.engine.observability.offload_metrics import (
     DEVICE,
@@ -253,6 +254,7 @@ class EngineMetrics:
             *source_metrics(self.prompt_tokens, self.prompt_tokens_cached, self.cached_by_source),
             Counter("vllm:generation_tokens", {}, self.generation_tokens),
             *self._carried.added_to(counts_of_core(stats, executor_stats)),
+            *lora_info(stats),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),
             *([] if self.spans_lost is None else [Counter("jaxpaged:trace_spans_lost", {}, self.spans_lost())]),
@@ -279,6 +281,7 @@ def counts_of_core(stats: SchedulerStats, executor_stats: Mapping[str, Any]) -> 
             if name.startswith("ec_")
         ),
         *draft_counters(stats),
+        *lora_counters(stats),
     ]
 
 

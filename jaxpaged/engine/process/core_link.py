@@ -7,6 +7,7 @@ is not. This module knows neither requests nor results.
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.process import wire
@@ -26,6 +27,7 @@ class CoreLink(EngineCoreClient):
     """The way to a core, for one event loop at a time.
 
     `handlers` get what the core says. `on_loss` is called when requests under way are lost, with the error to raise.
+    `restoring`: what a new core is to do before anything else.
     """
 
     def __init__(
@@ -34,12 +36,13 @@ class CoreLink(EngineCoreClient):
         supervisor: CoreSupervisor | None,
         handlers: Handlers,
         on_loss: Callable[[EngineError], None],
+        restoring: Callable[[], Iterable[CoreCall[Any]]] = tuple,
     ):
         self.address = client.address
         self._client = client
         self._supervisor = supervisor
         self._handlers = {**handlers, wire.READY: self._on_ready}
-        self._on_loss = on_loss
+        self._on_loss, self._restoring = on_loss, restoring
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()  # set while there is nothing to wait for
         self._trouble: str | None = CONNECTING  # why the core does not serve now
@@ -133,6 +136,8 @@ class CoreLink(EngineCoreClient):
     # ---- the core comes and goes
 
     def _on_ready(self, facts: wire.CoreFacts) -> None:
+        for call in self._restoring():
+            self._client.tell(call)
         self._trouble = None
         self._changed.set()
 

@@ -84,7 +84,7 @@ class CoreServer:
         self._num_clients = 0
         self._encoder = FrameEncoder()
         self._decoders = {kind: FrameDecoder(type) for kind, type in MESSAGES.items()}
-        self._late_answers: queue.SimpleQueue[tuple[Client, wire.Answer]] = queue.SimpleQueue()
+        self._late_answers: queue.SimpleQueue[tuple[Client, wire.Answer, Any]] = queue.SimpleQueue()
         self._late_sleeps: list[LateSleep] = []
         self._stats_time = 0.0  # when they were last sent
         self._stats_changed = True
@@ -189,8 +189,8 @@ class CoreServer:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_reader, 4096)
         while not self._late_answers.empty():
-            client, answer = self._late_answers.get()
-            self._send(client, wire.ANSWER, answer, None)
+            client, answer, value = self._late_answers.get()
+            self._send(client, wire.ANSWER, answer, value)
         for _ in range(MESSAGES_BETWEEN_STEPS):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -314,8 +314,8 @@ class CoreServer:
         self._late_sleeps = []
 
     def _answer_late(self, client: Client, call_id: int, call: CoreCall[Any]) -> None:
-        _, error = self._asked(call)
-        self._late_answers.put((client, wire.Answer(call_id, error)))
+        value, error = self._asked(call)
+        self._late_answers.put((client, wire.Answer(call_id, error), value))
         self._wake()
 
     def _asked(self, call: CoreCall[Any]) -> tuple[Any, tuple[str, str] | None]:

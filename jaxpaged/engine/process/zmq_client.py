@@ -101,12 +101,17 @@ class ZmqClient:
         if request_ids:
             self._send(wire.ABORT, request_ids)
 
+    def tell(self, call: CoreCall[Any]) -> int:
+        """Call it at once, and do not wait for its end. Returns its number."""
+        call_id = next(self._call_ids)
+        self._send(wire.CALL, wire.Call(call_id, call.name(), msgspec.structs.asdict(call)))
+        return call_id
+
     async def call[R](self, call: CoreCall[R]) -> R:
         """The core's result. Raises what the core raised, or EngineError when it went away."""
-        call_id = next(self._call_ids)
         future: asyncio.Future[R] = self._loop.create_future()
+        call_id = self.tell(call)
         self._calls[call_id] = (call.result_type(), future)
-        self._send(wire.CALL, wire.Call(call_id, call.name(), msgspec.structs.asdict(call)))
         try:
             return await future
         finally:
