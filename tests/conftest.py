@@ -11,9 +11,8 @@ import logging
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ hypothesis.configuration.set_hypothesis_home_dir(CACHE / "hypothesis")
 
 
 def stood_back(compile_one: Callable[..., Any]) -> Callable[..., Any]:
-    """`compile_one`, called by a thread that lets XLA's own threads go first, of which the first call made some.
+    """`compile_one`, called by a thread that lets XLA's own threads go first, which the first call makes.
 
-    The caller writes kernels that those threads compile. It is quicker than they are, and each kernel that waits takes
-    10 ms for a context of its own: a fifth of the suite's compiling.
+    The caller writes kernels that those threads compile. Each kernel that waits for them has a context of MLIR of its
+    own, which takes longer to make than the kernel: a fifth of the CPU seconds of compiling a small model.
     """
     made: list[bool] = []
 
@@ -59,17 +58,8 @@ def stood_back(compile_one: Callable[..., Any]) -> Callable[..., Any]:
             compiled = compile_one(*given, **options)
             made.append(True)
             return compiled
-        result: Future[Any] = Future()
-
-        def run() -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
-            try:
-                result.set_result(compile_one(*given, **options))
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, name="compile").start()
-        return result.result()
+        with ThreadPoolExecutor(1, "compile", os.nice, (5,)) as thread:
+            return thread.submit(compile_one, *given, **options).result()
 
     return compile_behind
 

@@ -84,7 +84,7 @@ class Calibration:
             jnp.stack([0, length, length]),
             jnp.stack([start + length, 0]),
             tokens_C,
-            *[None] * 7,
+            *[None] * 8,
         )
         settings = {"num_tokens": self._chunk, "decodes_only": False, "shared_6R": None}
         context = self._engine_spec.attention

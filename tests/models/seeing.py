@@ -115,7 +115,7 @@ class SeeingModel(PagedModel):
         starts = jnp.array([0, num_tokens, num_tokens])
         tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
         seq_lens = jnp.array([num_computed + num_tokens, 0])
-        parts = StepParts(jnp.array([1]), jnp.arange(2), starts, seq_lens, tokens_T, *[None] * 7)
+        parts = StepParts(jnp.array([1]), jnp.arange(2), starts, seq_lens, tokens_T, *[None] * 8)
         settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None}
         if self.vision.bidirectional:
             settings["visible_end_T"] = jnp.maximum(ends_T, positions_T + 1)
