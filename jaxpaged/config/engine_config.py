@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpaged.config.lora import LoRAConfig
+from jaxpaged.config.lora import LoRAConfig, check_adapters
 from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.config.option_checks import checked
 from jaxpaged.config.plugin_options import PluginConfig
@@ -69,9 +69,6 @@ class EngineConfig:
                 raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, [*owners, *FOREIGN_OPTIONS])}")
             section, f = owners[name]
             given.setdefault(section, {})[name] = checked(f, value)
-        if given.get("lora", {}).get("enable_lora"):
-            why = "LoRA adapters are not supported yet. Merge the adapter into its model."
-            raise ConfigError(f"enable_lora is True, but {why}")
         return cls(**{section: kind(**given[section]) for section, kind in section_types().items() if section in given})
 
     @property
@@ -99,6 +96,7 @@ class EngineConfig:
         sections = cache, self.parallel, scheduler, self.compile
         check_stages(*sections, self.load.load_format, speculative.num_drafts)
         check_ranks(cache, self.parallel, speculative.num_drafts)
+        check_adapters(self.lora, self.parallel.num_processes)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
         if self.multimodal.mm_encoder_only:

@@ -42,3 +42,12 @@ class LoRAConfig:
     def num_on_host(self) -> int:
         """Adapters that lie in the host's memory, at most."""
         return self.max_cpu_loras or self.max_loras
+
+
+def check_adapters(lora: LoRAConfig, num_processes: int) -> None:
+    """Raise ConfigError for adapters where they cannot be."""
+    if lora.enable_lora and num_processes > 1:
+        raise ConfigError(
+            f"enable_lora is given, but {num_processes} processes compute as one, and adapters are not read in all of "
+            "them yet. Let one process compute, or merge the adapter: jaxpaged merge."
+        )

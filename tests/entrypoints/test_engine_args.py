@@ -44,8 +44,6 @@ def test_unknown_names_and_wrong_values_are_refused():
         EngineArgs(max_num_seq=4)
     with pytest.raises(ConfigError, match="max_num_seqs is 0"):
         EngineArgs(max_num_seqs=0).create_engine_config()
-    with pytest.raises(ConfigError, match="enable_lora is True"):
-        AsyncEngineArgs(enable_lora=True).create_engine_config()
 
 
 def test_parsed_arguments_hold_every_option():
