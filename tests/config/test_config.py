@@ -46,11 +46,12 @@ def test_every_default_is_a_value_that_would_be_accepted():
 def test_every_option_is_read_by_some_code():
     package = Path(__file__).parents[2] / "jaxpaged"
     declaring = [
-        package / "config" / name for name in ("sections.py", "multimodal.py", "engine_config.py", "resolution.py")
+        package / "config" / name
+        for name in ("sections.py", "multimodal.py", "lora.py", "engine_config.py", "resolution.py")
     ]
     code = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py") if path not in declaring)
     unread = [option.name for _, option in all_options() if not re.search(rf"\.{option.name}\b", code)]
-    by_their_section = ("limit_mm_per_prompt", "media_io_kwargs", "ec_transfer_config")
+    by_their_section = ("limit_mm_per_prompt", "media_io_kwargs", "ec_transfer_config", "max_cpu_loras")
     unread = [name for name in unread if name not in by_their_section]  # its properties read them, or it refuses them
     assert not unread, f"nobody reads {', '.join(unread)}: an option that does nothing is worse than none"
 
