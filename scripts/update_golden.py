@@ -74,9 +74,11 @@ def record_all(names: list[str]) -> None:
     if not names or "pooling" in names:
         golden = record_pooling()
         (GOLDEN / "pooling.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
+    if not names or "encoders" in names:
+        (GOLDEN / "encoders.json").write_text(json.dumps(record_encoders()) + "\n", encoding="utf-8")
     if not names or "video_sizes" in names:
         (GOLDEN / "video_sizes.json").write_text(json.dumps(record_video_sizes()) + "\n", encoding="utf-8")
-    others = {"pooling", "video_sizes", *record_seeing(names)}
+    others = {"pooling", "encoders", "video_sizes", *record_seeing(names)}
     for name in [name for name in names if name not in others] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             written = checkpoints.write_checkpoint(name, Path(folder))
@@ -220,8 +222,23 @@ def record_pooling() -> dict[str, Any]:
     return golden
 
 
-def pooled(folder: Path, prompt: list[int]) -> dict[str, list[float]]:
-    """The logits of a classifier, or the last, the first and the mean hidden state, not normalised."""
+def record_encoders() -> dict[str, Any]:
+    """What those of tests/models/encoder_checkpoints.py give: rerankers for pairs of texts, others for texts."""
+    from tests.models import encoder_checkpoints as encoders
+
+    golden: dict[str, Any] = {}
+    for name, hf in encoders.CHECKPOINTS.items():
+        given = encoders.PAIRS if name.endswith("score") else [(text,) for text in encoders.TEXTS]
+        with tempfile.TemporaryDirectory() as folder:
+            written = encoders.write(name, Path(folder))
+            golden[name] = [pooled(written, *encoders.tokens_of(hf, *texts)) for texts in given]
+        print(name, flush=True)
+    return golden
+
+
+def pooled(folder: Path, prompt: list[int], types: list[int] | None = None) -> dict[str, list[float]]:
+    """The logits of a classifier, or the last, the first and the mean hidden state, not normalised. `types`: which text
+    of a pair each token is of."""
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
@@ -231,8 +248,9 @@ def pooled(folder: Path, prompt: list[int]) -> dict[str, list[float]]:
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not {*report["missing_keys"], *report["unexpected_keys"]}, report
+    kinds = {"token_type_ids": torch.tensor([types])} if types and any(types) else {}
     with torch.no_grad():
-        output = model(torch.tensor([prompt]))
+        output = model(torch.tensor([prompt]), **kinds)
     if classifies:
         return {"logits": rounded(output.logits[0])}
     hidden = output.last_hidden_state[0]

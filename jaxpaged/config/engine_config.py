@@ -18,12 +18,14 @@ from jaxpaged.config.resolution import (
     check_ranks,
     check_sizes,
     check_stages,
+    for_encoder,
     for_encoder_only,
     for_pooling,
     resolved_cache,
     resolved_model,
     resolved_scheduler,
     settled,
+    with_whole_prompts,
 )
 from jaxpaged.config.sections import (
     CacheConfig,
@@ -84,7 +86,8 @@ class EngineConfig:
         """Settle what model and platform decide. Raises ConfigError where options contradict each other."""
         model = resolved_model(self.model, facts, platform)
         cache = resolved_cache(self.cache, model, self.parallel, facts, platform)
-        scheduler = resolved_scheduler(self.scheduler, self.compile, settled(model.max_model_len), platform)
+        scheduler = with_whole_prompts(self.scheduler, facts)
+        scheduler = resolved_scheduler(scheduler, self.compile, settled(model.max_model_len), platform)
         speculation = self.speculative.speculative_config
         num_devices = self.parallel.tensor_parallel_size
         speculative = SpeculativeConfig(resolved_speculation(speculation, model.runner, num_devices, model.model))
@@ -98,7 +101,8 @@ class EngineConfig:
         check_ranks(cache, self.parallel, speculative.num_drafts)
         check_adapters(self.lora, self.parallel.num_processes)
         if model.runner == "pooling":
-            cache, scheduler = for_pooling(model, cache, scheduler, self.compile)
+            cache, scheduler = for_pooling(model, cache, scheduler, self.compile, facts)
+            cache = for_encoder(self.cache, cache, self.parallel, scheduler, facts)
         if self.multimodal.mm_encoder_only:
             cache, scheduler = for_encoder_only(model, cache, scheduler, speculative.num_drafts)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

@@ -33,6 +33,8 @@ class ModelFacts:
     pooler: Mapping[str, Any] = field(default_factory=dict)  # pooling options that come with it
     has_experts: bool = False
     kv_cache_dtype: str = ""  # that the checkpoint was made for; empty: its dtype
+    text_len: int | None = None  # tokens of a text at most, as files beside the model say
+    num_encoder_caches: int = 0  # kinds of layers of an encoder, by what they see; 0: it is none
 
 
 def settled[T](value: T | None) -> T:
@@ -52,7 +54,7 @@ def resolved_model(given: ModelConfig, facts: ModelFacts, platform: str) -> Mode
         given,
         dtype=dtype if given.dtype == "auto" else given.dtype,
         tokenizer=given.tokenizer or given.model,
-        max_model_len=given.max_model_len or facts.max_position_embeddings,
+        max_model_len=given.max_model_len or facts.text_len or facts.max_position_embeddings,
         max_logprobs=facts.vocab_size if given.max_logprobs == -1 else given.max_logprobs,
         **resolved_pooling(given.runner, given.convert, given.pooler_config, facts.task, facts.pooler),
     )
@@ -138,7 +140,7 @@ def check_offload(model: ModelConfig, cache: CacheConfig, parallel: ParallelConf
 
 
 def for_pooling(
-    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, compile: CompileConfig
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, compile: CompileConfig, facts: ModelFacts
 ) -> tuple[CacheConfig, SchedulerConfig]:
     """What follows from pooling: no decode steps, and no cached tokens where every token's hidden state counts.
 
@@ -148,15 +150,47 @@ def for_pooling(
         name = "logits_processors" if model.logits_processors else "num_scheduler_steps"
         raise ConfigError(f"{name} is given, but a pooling engine draws no tokens. Leave it out.")
     reads_cache = model.pooler_config["pooling_type"] == "LAST"
-    if compile.deterministic and not (model.convert == "embed" and reads_cache):
+    if compile.deterministic and (facts.num_encoder_caches or not (model.convert == "embed" and reads_cache)):
         raise ConfigError(
-            "deterministic was asked for, but sums over chunks and classifiers have not been shown to be the same "
-            "in every batch. Use embeddings of the last token, or leave it out."
+            "deterministic was asked for, but encoders, sums over chunks and classifiers have not been shown to be the "
+            "same in every batch. Use embeddings of the last token of another model, or leave it out."
         )
     return (
         dataclasses.replace(cache, enable_prefix_caching=cache.enable_prefix_caching and reads_cache),
         dataclasses.replace(scheduler, num_scheduler_steps=1),
     )
+
+
+def with_whole_prompts(given: SchedulerConfig, facts: ModelFacts) -> SchedulerConfig:
+    """An encoder's prompts are computed in one step, since tokens see those behind them."""
+    return dataclasses.replace(given, enable_chunked_prefill=False) if facts.num_encoder_caches else given
+
+
+def for_encoder(
+    given: CacheConfig, cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, facts: ModelFacts
+) -> CacheConfig:
+    """What follows from an encoder, of which `given` says what was asked for: nothing is read from the cache in a later
+    step, so it has room for two steps, of which one is scheduled while the other runs, and no more.
+
+    Raises ConfigError for options that it cannot honour.
+    """
+    if not facts.num_encoder_caches:
+        return cache
+    if parallel.decode_context_parallel_size > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, but the model is an encoder, "
+            "whose tokens see those behind them and need whole contexts. Leave it out."
+        )
+    if CACHE_TYPES[settled(cache.kv_cache_dtype)].is_scaled:
+        raise ConfigError(
+            f"kv_cache_dtype is {given.kv_cache_dtype!r}, but the model is an encoder, which keeps no keys and values. "
+            "Leave it out."
+        )
+    num_blocks = given.num_gpu_blocks_override
+    if num_blocks is None and given.kv_cache_memory_bytes is None:
+        tokens, rows = settled(scheduler.max_num_batched_tokens), settled(scheduler.max_num_seqs)
+        num_blocks = 2 * facts.num_encoder_caches * (-(-tokens // settled(cache.block_size)) + rows) + 1
+    return dataclasses.replace(cache, enable_prefix_caching=False, num_gpu_blocks_override=num_blocks)
 
 
 def for_encoder_only(
@@ -331,7 +365,7 @@ def check_sizes(
         raise ConfigError(
             f"without chunked prefill a whole prompt must fit one step, but max_num_batched_tokens "
             f"({max_num_batched_tokens}) is less than max_model_len ({max_model_len}). "
-            "Raise it, or leave chunked prefill on."
+            f"Raise it, or {'lower the second' if facts.num_encoder_caches else 'leave chunked prefill on'}."
         )
     if facts.num_heads % parallel.tensor_parallel_size:
         raise ConfigError(

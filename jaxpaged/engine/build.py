@@ -7,6 +7,7 @@ any weight is read.
 import atexit
 import contextlib
 import dataclasses
+import logging
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from jaxpaged.engine.front_end import load_input_processor
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import load_tokenizer
 from jaxpaged.engine.observability.tracing import check_tracing
-from jaxpaged.engine.pooling.pooler import load_pooler_defaults
+from jaxpaged.engine.pooling.pooler import load_pooler_defaults, load_text_length
 from jaxpaged.engine.process.wire import CoreFacts, Reports
 from jaxpaged.errors import CheckpointError, ConfigError, UsageError
 from jaxpaged.executor.base import Executor
@@ -45,6 +46,8 @@ from jaxpaged.plugins.sources import chosen_names
 if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
     from jaxpaged.executor.group import Group
+
+logger = logging.getLogger(__name__)
 
 
 def compile_bundle(config: EngineConfig, output: Path, progress: Progress | None = None) -> None:
@@ -226,6 +229,11 @@ def resolve_model(config: EngineConfig) -> tuple[Path, Model, DecoderConfig, Eng
     model = with_draft_model(config, model, decoder, folder)
     if config.model.runner == "pooling":
         model = pooling_model(model, config.model.convert)
+    if decoder.sees_both_ways:
+        logger.info(
+            "%s is an encoder: each prompt is computed whole, without chunked prefill and prefix caching",
+            decoder.architecture,
+        )
     return folder, model, decoder, config
 
 
@@ -348,8 +356,8 @@ def check_same_tokens(folder: Path, draft_folder: Path) -> None:
 
 def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
     """What checking the options needs of a model. Its `folder` may say how it is pooled."""
-    pooler = load_pooler_defaults(folder) if folder else {}
-    task = task_of(decoder.architecture)
+    pooler = {**decoder.pooling_defaults, **(load_pooler_defaults(folder) if folder else {})}
+    task, is_encoder = task_of(decoder.architecture), decoder.sees_both_ways
     return ModelFacts(
         max_position_embeddings=decoder.max_position_embeddings,
         dtype=decoder.dtype,
@@ -359,6 +367,8 @@ def facts_of(decoder: DecoderConfig, folder: Path | None = None) -> ModelFacts:
         kv_cache_dtype=named_type(load_hf_config(folder), folder) if folder and decoder.quantization else "",
         task="embed" if pooler and task == "generate" else task,
         pooler=pooler,
+        text_len=load_text_length(folder, decoder.max_position_embeddings) if folder and is_encoder else None,
+        num_encoder_caches=decoder.num_caches if is_encoder else 0,
     )
 
 

@@ -45,10 +45,11 @@ def load_input_processor(
     if options.skip_tokenizer_init:
         if options.chat_template is not None:
             raise ConfigError("skip_tokenizer_init and chat_template are given, but chats are text. Leave one out.")
-        tokenizer, templates = NoTokenizer(), None
+        tokenizer, templates, tokenizer_config = NoTokenizer(), None, dict[str, Any]()
     else:
         tokenizer = load_tokenizer(tokenizer_folder)
         check_vocabulary(tokenizer, vocab_size)
+        tokenizer_config = tokenizer.config
         templates = load_chat_templates(tokenizer_folder, tokenizer.config, options.chat_template)
     pictures, why_none = load_pictures(config, tokenizer, model_folder, embed_numbers, local_files)
     return InputProcessor(
@@ -60,7 +61,7 @@ def load_input_processor(
         stream_interval=config.scheduler.stream_interval,
         allow_priority=config.scheduler.scheduling_policy == "priority",
         defaults=load_generation_defaults(model_folder, options.generation_config, options.override_generation_config),
-        pooler=load_pooler(options, model_folder) if options.runner == "pooling" else None,
+        pooler=load_pooler(options, model_folder, tokenizer_config) if options.runner == "pooling" else None,
         chat_templates=templates,
         kv_peers=(config.cache.role, config.cache.kv_peers),
         pictures=pictures,

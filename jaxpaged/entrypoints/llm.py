@@ -24,7 +24,7 @@ from jaxpaged.engine.input.processor import Prompt, tokenization_options
 from jaxpaged.engine.input.prompts import ChatWithPictures, carries_pictures
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.metrics import Metric
-from jaxpaged.engine.pooling.prompts import check_keep, text_ids
+from jaxpaged.engine.pooling.prompts import check_keep, pair_prompt
 from jaxpaged.engine.pooling.scoring import check_scores, joined_score, paired
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.batches import (
@@ -433,9 +433,8 @@ class LLM(EngineControl):
             if options:
                 raise RequestError("add_special_tokens is for single texts, not for pairs.", "tokenization_kwargs")
             keep = check_keep(params.truncate_prompt_tokens, processor.max_model_len)
-            prompts = [
-                {"prompt_token_ids": text_ids(processor.tokenizer, (first[i], second[j]), keep)} for i, j in pairs
-            ]
+            pooler, tokenizer = processor.pooler, processor.tokenizer
+            prompts = [pair_prompt(tokenizer, pooler, (first[i], second[j]), keep) for i, j in pairs]
             outputs = self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request, pooling_task="score")
             return [with_outputs(each, ScoringOutput((numbers(each) or [float("nan")])[0])) for each in outputs]
         vectors = self.encode(

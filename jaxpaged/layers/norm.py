@@ -37,6 +37,21 @@ class Norm:
     weight: jax.Array
 
 
+@struct.dataclass
+class LayerNorm:
+    """`weight` and `bias` have the width of the normalised axis; `bias` is None where a model has none."""
+
+    weight: jax.Array
+    bias: jax.Array | None = None
+
+
+def layer_norm(x: jax.Array, p: LayerNorm, eps: float) -> jax.Array:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, computed in float32 and rounded once (arXiv
+    1607.06450)."""
+    unit = normalised(x, NormConfig(eps, is_centred=True)) * p.weight.astype(jnp.float32)
+    return (unit if p.bias is None else unit + p.bias.astype(jnp.float32)).astype(x.dtype)
+
+
 def rms_norm(x: jax.Array, p: Norm, config: NormConfig) -> jax.Array:
     """x / rms(x) * weight over the last axis, rounded to the type of `x` before the weight, as Llama's is.
 

@@ -164,11 +164,18 @@ class DecoderConfig:
 
     splits_into_stages: ClassVar[bool] = True
     """Whether neighbouring layers can be a model of their own."""
+    sees_both_ways: ClassVar[bool] = False
+    """Whether tokens see those behind them, so that a text is computed whole, and none is drawn."""
 
     @property
     def num_caches(self) -> int:
         """How many layers cache something: the first ones."""
         return self.num_layers
+
+    @property
+    def pooling_defaults(self) -> dict[str, Any]:
+        """Pooling options of a checkpoint that says nothing of them."""
+        return {}
 
     def leaves_out(self, name: str) -> bool:
         """Whether the model does without a tensor that published files have."""

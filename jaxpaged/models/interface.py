@@ -105,6 +105,15 @@ class Forward(Protocol):
 
 
 @dataclass(frozen=True)
+class Classifier:
+    """What makes scores of a pooled vector, where that is no plain product: `specs(config)` -> pytree of Spec, and
+    `scores(params, config, pooled_SD)` -> float32 [S, Y], of float32 vectors."""
+
+    specs: Callable[[Any], Any]
+    scores: Callable[[Any, Any, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
 class Model:
     """One architecture.
 
@@ -121,6 +130,7 @@ class Model:
         the decoder's. `draft`: what drafts tokens for this model, if a model or a head does.
     `vision`: the family of its tower, where the model sees; then `config_from_hf` gives a config with `vision`, and
         the parameters are `SeeingParams` (`seeing.py`).
+    `classifier`: of a model whose classifiers have another one than the product with `score.weight`.
     """
 
     architectures: tuple[str, ...]
@@ -133,6 +143,7 @@ class Model:
     mtp: Optional["Head"] = None
     draft: Optional["DraftModel"] = None
     vision: Vision | None = None
+    classifier: Classifier | None = None
 
 
 @dataclass(frozen=True)

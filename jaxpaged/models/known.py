@@ -15,6 +15,7 @@ class Known:
     """An architecture of config.json, what it `reads`, and `models` that have it.
 
     `gguf`: `general.architecture` of files that hold such models. `formats`: `quant_method` of checkpoints.
+    `pools_only`: an encoder, which generates nothing.
     """
 
     architecture: str
@@ -22,6 +23,7 @@ class Known:
     reads: str = TEXT
     gguf: str | None = None
     formats: tuple[str, ...] = FORMATS
+    pools_only: bool = False
 
 
 KNOWN = (
@@ -78,5 +80,13 @@ KNOWN = (
     Known("ApertusForCausalLM", ("Apertus",)),
     Known("ArceeForCausalLM", ("Arcee's AFM",)),
     Known("MuseGlimmerForConditionalGeneration", ("Muse Glimmer",), LANGUAGE_MODEL_ONLY),
+    Known("BertModel", ("all-MiniLM", "BGE", "E5", "GTE", "mxbai Embed", "multilingual E5 small"), pools_only=True),
+    Known("BertForSequenceClassification", ("MS MARCO's MiniLM rerankers",), pools_only=True),
+    Known("RobertaModel", ("all-RoBERTa", "Granite Embedding"), pools_only=True),
+    Known("RobertaForSequenceClassification", ("cross-encoders of RoBERTa",), pools_only=True),
+    Known("XLMRobertaModel", ("BGE-M3", "multilingual E5", "Arctic Embed L 2"), pools_only=True),
+    Known("XLMRobertaForSequenceClassification", ("BGE reranker", "BGE reranker v2 M3"), pools_only=True),
+    Known("ModernBertModel", ("GTE ModernBERT", "ModernBERT Embed", "Granite Embedding R2"), pools_only=True),
+    Known("ModernBertForSequenceClassification", ("GTE ModernBERT's reranker",), pools_only=True),
 )
-"""Every architecture of `registry.MODELS`, by family."""
+"""Every architecture of `registry.MODELS` and of `registry.ENCODERS`, by family; `ForMaskedLM` is taken as `Model`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.arcee import APERTUS, ARCEE
+from jaxpaged.models.bert import BERT, ROBERTA
 from jaxpaged.models.cohere import COHERE, COHERE2
 from jaxpaged.models.config import DecoderConfig, architecture_of, short
 from jaxpaged.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K25
@@ -33,6 +34,7 @@ from jaxpaged.models.minimax_m2 import HY_V3, MINIMAX_M2
 from jaxpaged.models.mistral3 import MINISTRAL3, MISTRAL3, PIXTRAL, is_pixtral
 from jaxpaged.models.mistral4 import MISTRAL4, WRAPPED_MISTRAL4
 from jaxpaged.models.mixtral import MIXTRAL
+from jaxpaged.models.modernbert import MODERNBERT
 from jaxpaged.models.muse_glimmer import MUSE_GLIMMER
 from jaxpaged.models.olmo2 import OLMO2, OLMO3
 from jaxpaged.models.phi3 import PHI3
@@ -101,11 +103,14 @@ MODELS: dict[str, Model] = {
 }
 """Every supported architecture that generates."""
 
+ENCODERS: dict[str, Model] = {name: model for model in (BERT, ROBERTA, MODERNBERT) for name in model.architectures}
+"""Every supported architecture that only pools."""
+
 WRAPPED = {("Mistral3ForConditionalGeneration", "mistral4"): WRAPPED_MISTRAL4}
 """An architecture that wraps a language model of several kinds, and its `model_type` -> the model, where it is another
 than that in `MODELS`."""
 
-GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", "Model"
+GENERATES, CLASSIFIES, EMBEDS = "ForCausalLM", "ForSequenceClassification", ("Model", "ForMaskedLM")
 ALSO_SEES = "ForConditionalGeneration"
 MAX_LABELS = 100_000
 
@@ -133,11 +138,11 @@ def stored_specs(param_specs: Callable[[DecoderConfig, int], Any], config: Decod
 def plain_model_for(hf: dict[str, Any], language_model_only: bool, models: Mapping[str, Model]) -> Model:
     """The same for a checkpoint that nobody quantised."""
     name = architecture_of(hf)
-    model = models.get(generating_name(name))
+    model = models.get(generating_name(name)) or ENCODERS.get(name)
     if model is MODELS.get(generating_name(name)):  # and none of a plugin
         model = WRAPPED.get((name, text_type(hf)), model)
     if model is None or (model is PIXTRAL and not is_pixtral(hf)):
-        raise architecture_error(name, hf, models.keys())
+        raise architecture_error(name, hf, [*models, *ENCODERS])
     if task_of(name) == "classify":
         return replace(model, config_from_hf=partial(classifier_config, model.config_from_hf))
     if language_model_only:
@@ -159,14 +164,15 @@ def text_type(hf: dict[str, Any]) -> Any:
 
 def generating_name(name: str) -> str:
     """The architecture with the same layers that generates. Gemma 3's without images is called "Text" only here."""
-    for end in (CLASSIFIES, EMBEDS):
+    for end in (CLASSIFIES, "Model"):
         if name.endswith(end):
             return f"{name.removesuffix(end).removesuffix('Text')}{GENERATES}"
     return name
 
 
 def task_of(architecture: str) -> str:
-    """What checkpoints of an architecture are made for: "generate", "embed" or "classify"."""
+    """What checkpoints of an architecture are made for: "generate", "embed" or "classify". Encoders that guess words
+    embed."""
     if architecture.endswith(CLASSIFIES):
         return "classify"
     return "embed" if architecture.endswith(EMBEDS) else "generate"

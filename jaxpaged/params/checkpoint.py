@@ -66,13 +66,19 @@ OTHER_PREFIXES = (
     ("model.multi_modal_projector.", "multi_modal_projector."),
     ("model.visual.", "visual."),
     ("midlayer.", "model.layers.0."),
+    ("bert.", "model."),
+    ("roberta.", "model."),
 )
-"""Where models that also see images keep their language model and their tower, and heads that draft their only layer ->
-the names of a text model, and of a tower."""
+"""Where models that also see images keep their language model and their tower, heads that draft their only layer, and
+encoders with a head their layers -> the names of a text model, and of a tower."""
 
 INDEX = "model.safetensors.index.json"
-BARE = re.compile(r"(embed_tokens|layers|norm)\.")
+BARE = re.compile(r"(embed_tokens|layers|norm|embeddings|encoder|pooler|final_norm)\.")
 """Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
+
+
+OLD_NORMS, NORM_NAMES = re.compile(r"(LayerNorm\.)(gamma|beta)$"), {"gamma": "weight", "beta": "bias"}
+"""Names of BERT's norms in files of its first years."""
 
 
 def checkpoint_version(folder: Path) -> str:
@@ -234,6 +240,7 @@ def check_index(folder: Path, index: Mapping[str, str], names: Mapping[str, Coll
 
 
 def canonical_name(name: str) -> str:
+    name = OLD_NORMS.sub(lambda found: found[1] + NORM_NAMES[found[2]], name)
     for prefix, replacement in OTHER_PREFIXES:
         if name.startswith(prefix):
             return replacement + name.removeprefix(prefix)

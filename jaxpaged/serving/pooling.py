@@ -10,7 +10,7 @@ from types import MappingProxyType
 from jaxpaged.engine.input.processor import NO_POOLING
 from jaxpaged.engine.input.tokenizer import checked_length
 from jaxpaged.engine.pooling.pooler import Pooler
-from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, text_ids
+from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, encoded_texts, told_types
 from jaxpaged.engine.pooling.scoring import cosine, paired
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.serving.errors import ServingError, client_names
@@ -143,6 +143,7 @@ def read_inputs(service: Service, given: Sequence[Input], request: PoolRequest) 
     special, from_left = request.add_special_tokens is not False, request.truncation_side == "left"
 
     def read(each: Input) -> TokenPrompt:
+        types = None
         if isinstance(each, list):
             ids = processor.parse(cut_ids(each, keep, from_left)).token_ids
         else:
@@ -152,7 +153,8 @@ def read_inputs(service: Service, given: Sequence[Input], request: PoolRequest) 
             if keep is None:
                 for text in texts:
                     checked_length(processor.tokenizer, text, processor.max_model_len)
-            ids = text_ids(processor.tokenizer, texts, keep, special, from_left)
-        return TokenPrompt(ids, None, request.cache_salt)
+            encoding = encoded_texts(processor.tokenizer, texts, keep, special, from_left)
+            ids, types = encoding.ids, told_types(pooler_of(service), encoding)
+        return TokenPrompt(ids, None, request.cache_salt, token_type_ids=types)
 
     return [read(each) for each in given]

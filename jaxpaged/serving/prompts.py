@@ -39,16 +39,18 @@ SALT_FORBIDDEN = "@/\\\0"
 class TokenPrompt:
     """A prompt in tokens. `text` is None when it was given as ids. `cache_salt` keeps its cached blocks to itself.
     `ending` is the part of a chat that its template wrote behind the last message, where that matters. `mm_features`
-    are its pictures, processed."""
+    are its pictures, processed. `token_type_ids`: of which text of a pair each token is, for models that are told."""
 
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
     ending: str | None = None
     mm_features: Sequence[MultiModalFeature] = ()
+    token_type_ids: list[int] | None = None
 
     def for_engine(self) -> dict[str, Any]:
         others = {"cache_salt": self.cache_salt, "ending": self.ending, "mm_features": self.mm_features or None}
+        others["token_type_ids"] = self.token_type_ids
         others = {name: value for name, value in others.items() if value is not None}
         return {"prompt": self.text, "prompt_token_ids": self.token_ids, **others}
 

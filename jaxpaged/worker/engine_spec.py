@@ -333,8 +333,8 @@ class EngineSpec:
     @cached_property
     def limits(self) -> LimitsMethod:
         """How the sampler finds the least logit that may be drawn; simulated where attention is."""
-        if self.model.head(self.param_shapes) is None or num_ranks(self.mesh) > 1:
-            return LimitsMethod()  # an embedding model draws nothing, and the kernel takes the rows of one rank
+        if self.pools or self.model.head(self.param_shapes) is None or num_ranks(self.mesh) > 1:
+            return LimitsMethod()  # nothing is drawn, or elsewhere; and the kernel takes the rows of one rank
         simulated = self.attention.backend.removesuffix(INTERPRET)
         return choose_method(
             self.platform,

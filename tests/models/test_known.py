@@ -4,15 +4,16 @@ import jax
 import pytest
 
 from jaxpaged.models.known import KNOWN, LANGUAGE_MODEL_ONLY, PICTURES, TEXT
-from jaxpaged.models.registry import ALSO_SEES, MODELS, model_for
+from jaxpaged.models.registry import ALSO_SEES, ENCODERS, MODELS, model_for
 from jaxpaged.params.gguf_folder.architectures import ARCHITECTURES, MIXTRAL
 from jaxpaged.params.schemes.reading import READERS
 from jaxpaged.params.spec import Spec
 from tests.models.checkpoints import CONFIGS
+from tests.models.encoder_checkpoints import CHECKPOINTS
 from tests.models.quantised_checkpoints import FORMATS
 from tests.models.seeing_checkpoints import SEEING
 
-GOLDEN = {hf["architectures"][0]: hf for hf in (*CONFIGS.values(), *SEEING.values())}
+GOLDEN = {hf["architectures"][0]: hf for hf in (*CONFIGS.values(), *SEEING.values(), *CHECKPOINTS.values())}
 """Architecture -> config.json of a checkpoint of which transformers computed the logits."""
 OTHER_NAMES = {"modelopt_fp4": "modelopt"}
 METHODS = {hf["quant_method"]: hf for _, _, hf in FORMATS.values()} | {"mxfp4": {"quant_method": "mxfp4"}}
@@ -20,7 +21,9 @@ by_name = pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.archit
 
 
 def test_every_architecture_is_listed_once():
-    assert sorted(known.architecture for known in KNOWN) == sorted(MODELS)
+    encoders = [name for name in ENCODERS if not name.endswith("ForMaskedLM")]
+    assert sorted(known.architecture for known in KNOWN) == sorted([*MODELS, *encoders])
+    assert {known.architecture for known in KNOWN if known.pools_only} == set(encoders)
     models = [(known.reads, name) for known in KNOWN for name in known.models]
     assert len(models) == len(set(models))
 
@@ -30,7 +33,8 @@ def test_what_a_model_reads_is_what_its_record_can_read():
         name: (PICTURES if model.vision else LANGUAGE_MODEL_ONLY) if name.endswith(ALSO_SEES) else TEXT
         for name, model in MODELS.items()
     }
-    assert {known.architecture: known.reads for known in KNOWN} == reads
+    assert {known.architecture: known.reads for known in KNOWN if not known.pools_only} == reads
+    assert {known.reads for known in KNOWN if known.pools_only} == {TEXT}
 
 
 def test_every_format_that_is_read_is_listed():
@@ -48,7 +52,9 @@ def test_files_in_gguf_are_those_of_the_architectures_that_name_them():
 def test_every_format_names_tensors_of_every_model_that_takes_it(known):
     hf = GOLDEN.get(known.architecture)
     if hf is None:
-        assert any(MODELS[known.architecture].forward is MODELS[name].forward for name in GOLDEN), "and no golden"
+        models = MODELS | ENCODERS
+        same = models[known.architecture].forward
+        assert any(models[name].forward is same for name in GOLDEN if name in models), "and no golden"
         return
     for method in known.formats:
         described = {**hf, "quantization_config": METHODS[method]}

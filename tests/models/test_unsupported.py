@@ -160,7 +160,10 @@ def test_a_tower_that_is_not_supported_can_be_left_out(name):
             {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
             "MambaForCausalLM, which is not supported yet",
         ),
-        ({"architectures": ["BertModel"], "model_type": "bert"}, "architecture BertModel, which is not supported yet"),
+        (
+            {"architectures": ["DistilBertModel"], "model_type": "bert"},
+            "architecture DistilBertModel, which is not supported yet",
+        ),
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "an encoder with a decoder"),
         (
             {**LLAMA, "architectures": ["LlamaForTokenClassification"]},

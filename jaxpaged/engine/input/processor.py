@@ -20,7 +20,7 @@ from jaxpaged.engine.input.picture_parts import PictureOptions, check_not_cut, r
 from jaxpaged.engine.input.prompts import ChatWithPictures, Prompt
 from jaxpaged.engine.input.tokenizer import Tokenizer, Truncation, checked_length, enough_text
 from jaxpaged.engine.pooling.pooler import Pooler
-from jaxpaged.engine.pooling.prompts import check_keep, text_ids
+from jaxpaged.engine.pooling.prompts import check_keep, text_ids, with_types
 from jaxpaged.errors import RequestError, check_unicode, did_you_mean, shown
 from jaxpaged.kv_store.transfer_params import check_request
 from jaxpaged.messages import EngineCoreRequest, MultiModalFeature
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.input.pictures import PictureIntake
 
 WHOLE = Truncation()
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority", "ending")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "token_type_ids", "cache_salt", "priority", "ending")
 PICTURE_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "mm_features")
 TEXT_ONLY = "this model takes text only"
 TOKENIZATION_KEYS = ("add_special_tokens", "truncate_prompt_tokens")
@@ -245,6 +245,8 @@ class InputProcessor:
             token_ids = self._checked_ids(ids, WHOLE if features else truncation, has_pictures=bool(features))
         else:
             token_ids = self._encode(text or "", add_special_tokens, truncation)
+        if (types := prompt.get("token_type_ids")) is not None:
+            token_ids = with_types(token_ids, types, len(ids or ()), self.pooler)
         if ending is not None and not isinstance(ending, str):
             raise RequestError(f"the key 'ending' holds {shown(ending)}; it must be a text.", "prompt")
         return ParsedPrompt(token_ids, text, salt, prompt.get("priority"), ending, features)

@@ -22,6 +22,10 @@ SENTENCE_TRANSFORMERS_MODES = {
     "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_cls_token": "CLS",
 }
+TEXTS = "sentence_bert_config.json"
+"""The file of sentence-transformers that says what becomes of a text before it is tokenised."""
+TYPES, WITHOUT_TYPES = "token_type_ids", ("Roberta", "XLMRoberta")
+"""What transformers calls the texts of a pair, and the tokenizers that do not tell them apart."""
 KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -30,7 +34,8 @@ class Pooler:
     """What a pooling engine gives. `convert` is "embed" or "classify", `width` how many numbers a prompt has.
 
     `activation` is what `use_activation` means: "normalize", "softmax", "sigmoid" or "none". `dimensions` are the sizes
-    to which an embedding may be cut: None for none, empty for any.
+    to which an embedding may be cut: None for none, empty for any. `type_stride`: by how much the ids of a second text
+    are moved up in the engine, where the model is told of which text of a pair a token is; 0: it is not.
     """
 
     convert: str
@@ -39,6 +44,12 @@ class Pooler:
     use_activation: bool = True
     dimensions: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
+    type_stride: int = 0
+
+    def token_ids(self, prompt_token_ids: list[int]) -> list[int]:
+        """Those of a prompt as tokenizers have them."""
+        stride = self.type_stride
+        return [token_id % stride for token_id in prompt_token_ids] if stride else prompt_token_ids
 
     def check(self, params: PoolingParams) -> None:
         """Raise RequestError for what this engine does not give."""
@@ -92,7 +103,7 @@ ACTIVATIONS = {"normalize": normalized, "softmax": softmax, "sigmoid": sigmoid, 
 # ---- from a model's folder -------------------------------------------------------------------------
 
 
-def load_pooler(options: ModelConfig, folder: Path) -> Pooler:
+def load_pooler(options: ModelConfig, folder: Path, tokenizer_config: Mapping[str, Any]) -> Pooler:
     """The pooler of a model in `folder`. `options` are resolved. Raises CheckpointError."""
     hf = read_json(folder / "config.json")
     hf = {**hf, **(hf.get("text_config") or {})}
@@ -100,7 +111,17 @@ def load_pooler(options: ModelConfig, folder: Path) -> Pooler:
     if options.convert == "embed":
         return Pooler("embed", hf["hidden_size"], "normalize", use_activation, matryoshka_sizes(hf))
     labels = label_names(hf)
-    return Pooler("classify", len(labels), classifier_activation(hf, len(labels)), use_activation, labels=labels)
+    activation = classifier_activation(hf, len(labels))
+    stride = hf["vocab_size"] if gives_types(tokenizer_config) and hf.get("type_vocab_size", 1) > 1 else 0
+    return Pooler("classify", len(labels), activation, use_activation, labels=labels, type_stride=stride)
+
+
+def gives_types(tokenizer_config: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer says of which text of a pair a token is, as transformers reads its tokenizer_config.json."""
+    names = tokenizer_config.get("model_input_names")
+    if isinstance(names, list):
+        return TYPES in names
+    return not str(tokenizer_config.get("tokenizer_class")).startswith(WITHOUT_TYPES)
 
 
 def matryoshka_sizes(hf: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -167,16 +188,29 @@ def load_pooler_defaults(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} has a module {kind}; supported are {', '.join(KNOWN_MODULES)}. Use another model."
             )
-    if read_json(folder / "sentence_bert_config.json").get("do_lower_case"):
+    if read_json(folder / TEXTS).get("do_lower_case") and not writes_small(read_json(folder / "tokenizer.json")):
         raise CheckpointError(
-            f"{folder / 'sentence_bert_config.json'} has do_lower_case: texts would have to be written in small "
-            "letters first, which is not done. Use another model."
+            f"{folder / TEXTS} has do_lower_case, and the tokenizer does not do so: texts would have to be written in "
+            "small letters first, which is not done. Use another model."
         )
     kinds = dict(modules)
     if "Pooling" not in kinds:
         return {}
     mode = pooling_mode(folder / Path(kinds["Pooling"]).name / "config.json")  # a folder beside it, and no other
     return {"pooling_type": mode, "use_activation": "Normalize" in kinds}
+
+
+def writes_small(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json makes small letters of capitals."""
+    normalizer = tokenizer.get("normalizer") or {}
+    steps = normalizer.get("normalizers") or [normalizer]
+    return any(step.get("type") == "Lowercase" or step.get("lowercase") for step in steps)
+
+
+def load_text_length(folder: Path, most: int) -> int | None:
+    """How many tokens of a text sentence-transformers reads, at most `most`; None where nothing says so."""
+    length = read_json(folder / TEXTS).get("max_seq_length")
+    return min(length, most) if type(length) is int and length > 0 else None
 
 
 def pooling_mode(path: Path) -> str:

@@ -7,7 +7,10 @@ text goes, as transformers does it. This module knows no requests.
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import Encoding
+
 from jaxpaged.engine.input.tokenizer import Tokenizer, enough_text
+from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.errors import RequestError
 
 
@@ -37,7 +40,30 @@ def text_ids(
     add_special_tokens: bool = True,
     from_left: bool = False,
 ) -> list[int]:
-    """The ids of a text, or of a pair of texts, of which at most `keep` are left, special tokens included.
+    """The ids of `encoded_texts`."""
+    return encoded_texts(tokenizer, texts, keep, add_special_tokens, from_left).ids
+
+
+def pair_prompt(tokenizer: Tokenizer, pooler: Pooler, pair: tuple[str, str], keep: int | None) -> dict[str, Any]:
+    """A pair of texts as a prompt, which says of each token of which text it is, if the model is told. Raises what
+    `encoded_texts` does."""
+    encoding = encoded_texts(tokenizer, pair, keep)
+    return {"prompt_token_ids": encoding.ids, "token_type_ids": told_types(pooler, encoding)}
+
+
+def told_types(pooler: Pooler, encoding: Encoding) -> list[int] | None:
+    """Of which text each token is, where the model is told and there are two."""
+    return encoding.type_ids if pooler.type_stride and any(encoding.type_ids) else None
+
+
+def encoded_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    keep: int | None,
+    add_special_tokens: bool = True,
+    from_left: bool = False,
+) -> Encoding:
+    """A text, or a pair of texts, as tokens, of which at most `keep` are left, special tokens included.
 
     Of a pair the longer one is cut first. Only what may be left is tokenised. Raises RequestError when nothing is left,
     or when the text has no tokens.
@@ -52,10 +78,29 @@ def text_ids(
         for encoding, length in zip(plain, lengths_within([len(each) for each in plain], keep - num_special)):
             encoding.truncate(length, direction=direction)
     pair = plain[1] if len(plain) == 2 else None
-    ids = backend.post_process(plain[0], pair, add_special_tokens).ids
-    if not ids:
+    encoding = backend.post_process(plain[0], pair, add_special_tokens)
+    if not encoding.ids:
         raise RequestError("the text has no tokens, or none is left. Give it at least one.", "prompt")
-    return ids
+    return encoding
+
+
+def with_types(token_ids: list[int], types: Any, num_given: int, pooler: Pooler | None) -> list[int]:
+    """Ids with those of a second text moved up, as a model finds them that is told of which text a token is.
+
+    `types` has 0 or 1 for each of the `num_given` ids, of which the first ones are left. Raises RequestError for other
+    ones, and where the model is not told.
+    """
+    if pooler is None or not pooler.type_stride:
+        raise RequestError("token_type_ids is given, but this model is told of no second text. Leave it out.", "prompt")
+    if (
+        not isinstance(types, list)
+        or len(types) != num_given
+        or any(type(t) is not int or t not in (0, 1) for t in types)
+    ):
+        raise RequestError(
+            f"token_type_ids must be a list of 0 and 1, one for each of the {num_given} prompt_token_ids.", "prompt"
+        )
+    return [token_id + kind * pooler.type_stride for token_id, kind in zip(token_ids, types)]
 
 
 def lengths_within(lengths: Sequence[int], total: int) -> list[int]:

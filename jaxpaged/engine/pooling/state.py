@@ -47,6 +47,7 @@ class PooledPrompt(PromptState):
             pooled = self._pooler.finish(pooled, request.pooling_params)
         elif error is None:
             error = f"it ended before it was computed: {sequence.finish_reason}"
+        token_ids = self._pooler.token_ids(request.prompt_token_ids)
         return PoolingRequestOutput(
-            self.request_id, PoolingOutput(pooled), request.prompt_token_ids, self.num_cached_tokens or 0, True, error
+            self.request_id, PoolingOutput(pooled), token_ids, self.num_cached_tokens or 0, True, error
         )

@@ -5,14 +5,14 @@ from typing import Any
 
 from jaxpaged.models.known import FORMATS, KNOWN, LANGUAGE_MODEL_ONLY, PICTURES, Known
 
-GENERATES = "ForCausalLM"
+GENERATES, CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 MARK = "text *"
 NOTES = (
     (MARK, LANGUAGE_MODEL_ONLY),
     ("weights", f"safetensors in 16 or 32 bits, or quantised: {', '.join(FORMATS)}; of GPT-OSS mxfp4, too"),
     ("GGUF", "general.architecture of files *.gguf that are read"),
     ("pooling", "NAMEModel embeds and NAMEForSequenceClassification classifies for each NAMEForCausalLM;"),
-    ("", "with --runner pooling every one embeds"),
+    ("", "with --runner pooling every one embeds; NAMEForMaskedLM is taken as the NAMEModel of an encoder"),
     ("checked", "tests compare logits with those of transformers, on tiny random checkpoints (tests/golden)"),
 )
 """What holds for all."""
@@ -39,6 +39,13 @@ def row(known: Known) -> tuple[str, ...]:
     return known.architecture, reads, known.gguf or "-", ", ".join(known.models)
 
 
+def serves(known: Known) -> list[str]:
+    """What an architecture, or its form for pooling, can be used for."""
+    if known.pools_only:
+        return ["classify" if known.architecture.endswith(CLASSIFIES) else "embed"]
+    return ["generate", "embed", *(["classify"] if known.architecture.endswith(GENERATES) else [])]
+
+
 def facts(known: Known) -> dict[str, Any]:
     """What a program may ask of an architecture."""
     return {
@@ -46,7 +53,7 @@ def facts(known: Known) -> dict[str, Any]:
         "models": known.models,
         "reads": ["text", "pictures"] if known.reads == PICTURES else ["text"],
         "language_model_only": known.reads == LANGUAGE_MODEL_ONLY,
-        "serves": ["generate", "embed", *(["classify"] if known.architecture.endswith(GENERATES) else [])],
+        "serves": serves(known),
         "weights": ["safetensors", *known.formats, *(["gguf"] if known.gguf else [])],
         "gguf_architecture": known.gguf,
     }

@@ -1,4 +1,4 @@
-"""What towers are made of: pixels as numbers, patches, norms with a bias, blocks of two products, specs.
+"""What towers are made of: pixels as numbers, patches, blocks of two products, specs.
 
 Letters: I items, H rows and W columns of pixels, C channels, V values of a pixel; P patches, X numbers of a vector.
 """
@@ -15,19 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import ACTIVATIONS
-from jaxpaged.layers.norm import NormConfig, normalised
+from jaxpaged.layers.norm import LayerNorm
 from jaxpaged.models.config import HfFields, short
 from jaxpaged.models.vision.interface import VisionConfig
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.params.spec import Spec
-
-
-@struct.dataclass
-class LayerNorm:
-    """`weight` and `bias` have the width of the normalised axis."""
-
-    weight: jax.Array
-    bias: jax.Array
 
 
 @struct.dataclass
@@ -56,12 +48,6 @@ def vision_fields(hf: dict[str, Any]) -> HfFields | None:
     if not isinstance(vision, dict):
         raise CheckpointError(f"config.json: vision_config is {short(vision)}; it must be an object.")
     return HfFields(vision)
-
-
-def layer_norm(x_PX: jax.Array, p: LayerNorm, eps: float) -> jax.Array:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, computed in float32 and rounded once (arXiv 1607.06450)."""
-    unit = normalised(x_PX, NormConfig(eps, is_centred=True))
-    return (unit * p.weight.astype(jnp.float32) + p.bias.astype(jnp.float32)).astype(x_PX.dtype)
 
 
 def block(x_PX: jax.Array, p: Block, activation: str) -> jax.Array:

@@ -21,11 +21,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Mlp, gated_mlp
-from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
+from jaxpaged.layers.norm import LayerNorm, Norm, NormConfig, layer_norm, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, inverse_frequencies
 from jaxpaged.models.vision.attention import attend_patches
 from jaxpaged.models.vision.interface import EncoderBatch
-from jaxpaged.models.vision.parts import Block, Heads, LayerNorm, block, layer_norm, numbers, on_devices
+from jaxpaged.models.vision.parts import Block, Heads, block, numbers, on_devices
 from jaxpaged.models.vision.qwen_config import QwenVisionConfig
 from jaxpaged.models.vision.qwen_packing import ORDER, PICTURES, PLACES, POSITIONS, SHARES, WINDOWS
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.mlp import Mlp
-from jaxpaged.layers.norm import Norm
+from jaxpaged.layers.norm import LayerNorm, Norm
 from jaxpaged.models.vision.interface import Vision
-from jaxpaged.models.vision.parts import Block, Heads, LayerNorm, linear_specs, placed
+from jaxpaged.models.vision.parts import Block, Heads, linear_specs, placed
 from jaxpaged.models.vision.qwen_config import QwenVisionConfig, qwen2_5_vl, qwen2_vl, qwen3_vl
 from jaxpaged.models.vision.qwen_packing import pack, shapes
 from jaxpaged.models.vision.qwen_tower import Layer, Merger, Tower, encode

@@ -16,15 +16,14 @@ from flax import struct
 from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.linear import Linear, apply_linear, matrix_product
 from jaxpaged.layers.mlp import ACTIVATIONS
+from jaxpaged.layers.norm import LayerNorm, layer_norm
 from jaxpaged.models.config import HfFields
 from jaxpaged.models.vision.attention import attend_patches
 from jaxpaged.models.vision.interface import VisionConfig
 from jaxpaged.models.vision.parts import (
     Block,
     Heads,
-    LayerNorm,
     block,
-    layer_norm,
     layer_norm_specs,
     linear_specs,
     square_patches,

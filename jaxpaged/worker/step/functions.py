@@ -197,7 +197,8 @@ class StepFunctions:
         self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool
     ) -> tuple[AttentionBatch | StateBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
-
+        if self.config.sees_both_ways:
+            return self.whole_texts(layout, parts, tables_GRM)
         shared_G6R = layout.shared_of_groups(parts) if layout.shared_work and layout.reads_shared else None
         visible = {}
         if layout.has_visible_ends and not decodes_only:
@@ -216,6 +217,18 @@ class StepFunctions:
                 **visible,
             )
             return batch if spec.scales != "head" else batch.replace(scales_row=self.kv_cache.place_in_pool(g))
+
+        return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
+
+    def whole_texts(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionBatch, ...]:
+        """The same of an encoder: each token sees all of its text, or where layers have a window, as far behind itself
+        as before."""
+        _, positions_T, _ = locate_places(layout, parts)
+
+        def of_group(g: int, spec: CacheSpec) -> AttentionBatch:
+            end_T = positions_T + (spec.window or layout.num_tokens)  # ends of texts are before that
+            table_RM, settings = tables_GRM[g, parts.rows_R], {"num_tokens": layout.num_tokens, "visible_end_T": end_T}
+            return kind_of(spec).step_batch(self.attention, spec, parts, table_RM, **settings)
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 

@@ -69,7 +69,7 @@ def test_the_full_size_may_always_be_asked_for():
 
 def pooler_for(tmp_path, convert, **fields):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 16, **fields}))
-    return load_pooler(ModelConfig(convert=convert, pooler_config={"pooling_type": "LAST"}), tmp_path)
+    return load_pooler(ModelConfig(convert=convert, pooler_config={"pooling_type": "LAST"}), tmp_path, {})
 
 
 def test_an_embedding_model_says_whether_its_vectors_may_be_cut(tmp_path):

@@ -1,0 +1,54 @@
+"""Encoders through the whole engine: what transformers computes, alone, in a batch and on several devices.
+
+The goldens are those of `scripts/update_golden.py encoders`. Nothing may be compiled outside of the program table.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxpaged import LLM, PoolingParams
+from tests.models.encoder_checkpoints import PAIRS, TEXTS, write
+from tests.models.paged import GOLDEN
+
+OPTIONS = {"max_num_seqs": 4, "token_buckets": (64,), "block_size": 8}
+
+
+def golden_of(name, key):
+    return np.array([each[key] for each in json.loads((GOLDEN / "encoders.json").read_text())[name]], np.float32)
+
+
+def encode(llm, prompts):
+    outputs = llm.encode(prompts, PoolingParams(use_activation=False), use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+    return np.array([output.outputs.data for output in outputs])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "num_devices"),
+    [
+        ("bert_embed", "MEAN", 1),
+        ("xlm_roberta_embed", "CLS", 2),
+        ("modernbert_embed", "CLS", 1),
+        ("modernbert_classify", "logits", 2),
+    ],
+)
+def test_vectors_are_those_of_transformers_alone_and_in_a_batch(name, key, num_devices, tmp_path):
+    golden, pooler = golden_of(name, key), {"pooling_type": key} if key == "MEAN" else {}
+    options = {**OPTIONS, "tensor_parallel_size": num_devices, "pooler_config": pooler}
+    with LLM(str(write(name, tmp_path)), **options) as llm:
+        together = encode(llm, [*TEXTS, *reversed(TEXTS)])
+        np.testing.assert_allclose(together, [*golden, *reversed(golden)], rtol=2e-4, atol=2e-4)
+        alone = [encode(llm, [text])[0] for text in TEXTS]
+        np.testing.assert_allclose(alone, together[:3], rtol=1e-5, atol=1e-6)
+        assert llm.llm_engine.executor_stats()["recompiles"] == 0
+
+
+@pytest.mark.parametrize("name", ["bert_score", "xlm_roberta_score"])
+def test_a_reranker_reads_pairs_as_transformers_does(name, tmp_path):
+    golden = golden_of(name, "logits")[:, 0]
+    with LLM(str(write(name, tmp_path)), **OPTIONS) as llm:
+        outputs = llm.score(PAIRS[0][0], [second for _, second in PAIRS], use_tqdm=False)
+    scores = [output.outputs.score for output in outputs]
+    np.testing.assert_allclose(scores, 1 / (1 + np.exp(-golden)), rtol=1e-3)
