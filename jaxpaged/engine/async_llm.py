@@ -20,7 +20,7 @@ from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import CHILDREN_AT_ONCE, CoreClient, CoreClients
 from jaxpaged.engine.early_leases import lease_kept_meanwhile, let_go
-from jaxpaged.engine.front_end import front_end
+from jaxpaged.engine.front_end import front_end_with_loggers
 from jaxpaged.engine.input.grammar_checker import MOST_CHILDREN
 from jaxpaged.engine.input.picture_parts import has_pictures
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
@@ -28,6 +28,7 @@ from jaxpaged.engine.input.prompts import carries_pictures, takes_long
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
 from jaxpaged.engine.input.tokenizer import Truncation
 from jaxpaged.engine.observability.metrics import Metric
+from jaxpaged.engine.observability.stat_loggers import StatLoggers
 from jaxpaged.engine.observability.throughput_log import log_arrival
 from jaxpaged.engine.observability.tracing import request_tracer
 from jaxpaged.engine.output.logprobs import LatePromptLogprobs
@@ -65,8 +66,9 @@ class AsyncLLM(AsyncEngineControl):
         input_processor: InputProcessor,
         clients: Sequence[ZmqClient],
         supervisors: Sequence[CoreSupervisor | None] = (None,),
+        loggers: Sequence[StatLoggers] = (),
     ):
-        """`clients` are those of all cores, and `supervisors`, if this front end has them."""
+        """`clients` are those of all cores, and `supervisors`, if this front end has them; so are `loggers`."""
         self.config = config
         self.input_processor = input_processor
         self.adapters = AsyncAdapters(config.lora.enable_lora, self.call)
@@ -76,6 +78,8 @@ class AsyncLLM(AsyncEngineControl):
             [CoreClient(number, config, input_processor, *pair, self._tracer) for number, pair in enumerate(pairs)],
             settled(config.cache.block_size) if config.cache.enable_prefix_caching else 0,
         )
+        for core, each in zip(self._cores.all, loggers):
+            core.throughput.also = lambda core=core, each=each: each.tell(core.read_metrics())
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(NUM_THREADS, "prompts")
         self._grammar_threads = ThreadPoolExecutor(MOST_CHILDREN, "grammars")
@@ -97,11 +101,16 @@ class AsyncLLM(AsyncEngineControl):
         and the process is replaced. `max_restarts`: how often within an hour it is before the engine is dead.
         `factory`: see `core_process.Factory`. Raises ConfigError, CheckpointError, CapacityError or EngineDeadError.
         """
-        supervisors, (resolved, input_processor) = core_launcher.started(
-            config, progress, front_end, step_timeout=step_timeout, max_restarts=max_restarts, factory=factory
+        supervisors, (resolved, input_processor, loggers) = core_launcher.started(
+            config,
+            progress,
+            front_end_with_loggers,
+            step_timeout=step_timeout,
+            max_restarts=max_restarts,
+            factory=factory,
         )
         clients = [ZmqClient(supervisor.address, watch_connection=False) for supervisor in supervisors]
-        return cls(core_launcher.config_of_all(resolved, config), input_processor, clients, supervisors)
+        return cls(core_launcher.config_of_all(resolved, config), input_processor, clients, supervisors, loggers)
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, progress: Progress | None = None, **options: Any) -> "AsyncLLM":
@@ -116,13 +125,14 @@ class AsyncLLM(AsyncEngineControl):
         cores than there are.
         """
         addresses = address.split(",")
-        config, input_processor = front_end(ask_facts(addresses[0], timeout))
+        config, input_processor, loggers = front_end_with_loggers(ask_facts(addresses[0], timeout))
         if len(addresses) != config.parallel.num_cores:
             raise ConfigError(
                 f"the address has {len(addresses)} cores, and the engine {config.parallel.num_cores}. Give "
                 "the whole address."
             )
-        return cls(config, input_processor, [ZmqClient(each, watch_connection=True) for each in addresses])
+        clients = [ZmqClient(each, watch_connection=True) for each in addresses]
+        return cls(config, input_processor, clients, loggers=loggers)
 
     # ---- requests
 

@@ -13,10 +13,12 @@ from jaxpaged.engine.input.generation_config import load_generation_defaults
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer
 from jaxpaged.engine.input.processor import TEXT_ONLY, InputProcessor
 from jaxpaged.engine.input.tokenizer import check_vocabulary, load_tokenizer
+from jaxpaged.engine.observability.stat_loggers import StatLoggers, stat_loggers
 from jaxpaged.engine.pooling.pooler import load_pooler
 from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
 from jaxpaged.multimodal.checkpoint import model_identity, picture_configs
+from jaxpaged.plugins.loading import load_plugins
 
 if TYPE_CHECKING:
     from jaxpaged.engine.input.pictures import PictureIntake
@@ -27,6 +29,13 @@ def front_end(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor]:
     config = EngineConfig.from_options(**facts.options)
     folders = Path(facts.model_folder), Path(facts.tokenizer_folder)
     return config, load_input_processor(config, facts.vocab_size, *folders, embed_numbers=facts.embed_numbers)
+
+
+def front_end_with_loggers(facts: CoreFacts) -> tuple[EngineConfig, InputProcessor, list[StatLoggers]]:
+    """`front_end`, and the stat loggers of plugins. Raises ConfigError for a plugin that cannot be loaded."""
+    config, input_processor = front_end(facts)
+    plugins = load_plugins(config.plugins.plugin, config.plugins.plugins)
+    return config, input_processor, stat_loggers(plugins.added("stat_loggers"), config)
 
 
 def load_input_processor(

@@ -8,6 +8,7 @@ The same text cut in any way gives the same message; `parse` is a parser that ge
 
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxpaged.parsing.parameter_calls import deepseek_v32, glm45, minimax_m2, qw
 from jaxpaged.parsing.pythonic import llama4_pythonic, pythonic
 from jaxpaged.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from jaxpaged.parsing.source import Source, Steps
+from jaxpaged.parsing.watched import Watch
 
 ToolFormat = Callable[[Source, Output], Steps[None]]
 
@@ -60,6 +62,18 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat | Harmony] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True)
+class Formats:
+    """Formats that may be meant, by name. `watches`: of those that strangers have written."""
+
+    tools: Mapping[str, ToolFormat] = TOOL_FORMATS
+    reasoning: Mapping[str, ReasoningFormat | Harmony] = REASONING_PARSERS
+    watches: Mapping[str, Watch] = MappingProxyType({})
+
+
+BUILT_IN = Formats()
+
+
 class OutputParser:
     """Parses one answer. Its markers may be special tokens, so the text must come with these."""
 
@@ -82,6 +96,20 @@ class OutputParser:
         return self._out.take()
 
 
+class WatchedParser(OutputParser):
+    """One of whose formats a stranger has written."""
+
+    def __init__(self, watch: Watch, *parts: Any):
+        super().__init__(*parts)
+        self._watch = watch
+
+    def push(self, text: str) -> list[Delta]:
+        return self._watch.run(lambda: super(WatchedParser, self).push(text))
+
+    def finish(self) -> list[Delta]:
+        return self._watch.run(super().finish)
+
+
 def make_parser(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -90,17 +118,19 @@ def make_parser(
     ending: str = "",
     forced: str | None = None,
     new_id: Callable[[], str] | None = None,
+    formats: Formats = BUILT_IN,
 ) -> OutputParser:
     """A parser of one answer. None: that is not looked for. `ending` is what the chat template wrote behind the last
     message, which may open or close the model's thinking.
 
     `tools`: name -> JSON schema of the parameters. `forced`: the answer is the arguments of the tool of this name, or
-    with "*" a list of calls, as a grammar made the model write them. Raises ConfigError for unknown names.
+    with "*" a list of calls, as a grammar made the model write them. `formats`: those that the names may mean. Raises
+    ConfigError for unknown names.
     """
-    tool_format = tool_format_named(tool_parser) if tool_parser else None
+    tool_format = tool_format_named(tool_parser, formats) if tool_parser else None
     if forced is not None:
         tool_format = forced_list if forced == "*" else ForcedCall(forced)
-    reasoning = reasoning_format_named(reasoning_parser) if reasoning_parser else None
+    reasoning = reasoning_format_named(reasoning_parser, formats) if reasoning_parser else None
 
     def steps(source: Source, out: Output) -> Steps[None]:
         if reasoning is not None:
@@ -109,7 +139,9 @@ def make_parser(
             yield from tool_format(source, out)
         yield from source.rest(out.content)
 
-    return OutputParser(steps, tools, new_id or (id_of_mistral if tool_parser == "mistral" else id_of_call))
+    parts = steps, tools, new_id or (id_of_mistral if tool_parser == "mistral" else id_of_call)
+    watch = formats.watches.get(tool_parser or "") or formats.watches.get(reasoning_parser or "")
+    return OutputParser(*parts) if watch is None else WatchedParser(watch, *parts)
 
 
 def parse(
@@ -120,14 +152,14 @@ def parse(
     return joined(parser.push(text) + parser.finish())
 
 
-def tool_format_named(name: str) -> ToolFormat:
+def tool_format_named(name: str, formats: Formats = BUILT_IN) -> ToolFormat:
     """Raises ConfigError."""
-    return find("tool parser", name, TOOL_FORMATS)
+    return find("tool parser", name, formats.tools)
 
 
-def reasoning_format_named(name: str) -> ReasoningFormat | Harmony:
+def reasoning_format_named(name: str, formats: Formats = BUILT_IN) -> ReasoningFormat | Harmony:
     """Raises ConfigError."""
-    return find("reasoning parser", name, REASONING_PARSERS)
+    return find("reasoning parser", name, formats.reasoning)
 
 
 def find[T](kind: str, name: str, known: Mapping[str, T]) -> T:

@@ -9,6 +9,10 @@ from jaxpaged.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from jaxpaged.models.interface import Model
+    from jaxpaged.parsing.parser import ToolFormat
+    from jaxpaged.parsing.reasoning import ReasoningFormat
+    from jaxpaged.plugins.protocols import EndpointPlugin, StatLogger
+    from jaxpaged.serving.adapter_resolvers import LoRAResolver
 
 
 def seam(what: str, default: Any = dict) -> Any:
@@ -25,6 +29,11 @@ class Plugin:
     """
 
     models: Iterable["Model"] = seam("model", tuple)
+    tool_parsers: Mapping[str, "ToolFormat"] = seam("tool parser")
+    reasoning_parsers: Mapping[str, "ReasoningFormat"] = seam("reasoning parser")
+    lora_resolvers: Mapping[str, "LoRAResolver"] = seam("LoRA resolver")
+    stat_loggers: Mapping[str, type["StatLogger"]] = seam("stat logger")
+    endpoints: Mapping[str, "EndpointPlugin"] = seam("endpoint")
     replaces: Iterable[str] = ()
 
     def __post_init__(self) -> None:

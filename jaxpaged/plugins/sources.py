@@ -31,7 +31,12 @@ class Group:
     shapes_programs: bool = False
 
 
-GROUPS = {GENERAL: Group(None, shapes_programs=True)}
+GROUPS = {
+    GENERAL: Group(None, shapes_programs=True),
+    "jaxpaged.stat_logger_plugins": Group("stat_loggers"),
+    "jaxpaged.endpoint_plugins": Group("endpoints", loads_unnamed=False),
+}
+"""By vLLM's names. What opens a door to clients loads only where an option names it."""
 OWN_NAMES = ("PLUGIN", "MODEL")
 """What a file calls its plugin, the first one that is there."""
 
@@ -44,6 +49,14 @@ class Source:
     place: str
     group: str
     origin: str
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.group}:{self.name}"
+
+    def is_called(self, name: str) -> bool:
+        """Whether an option means it: by its name, or by that and its group's."""
+        return name in (self.name, self.full_name)
 
     @property
     def is_file(self) -> bool:
@@ -149,16 +162,16 @@ def installed_sources() -> list[Source]:
 
 
 def chosen_names(plugins: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the installed plugins that load where the option `plugins` says so. Raises ConfigError for a name that
-    no package has."""
+    """The installed plugins that load where the option `plugins` says so: those that it names, or those that load
+    without it, as 'GROUP:NAME'. Raises ConfigError for a name that no package has."""
     if plugins is not None and not plugins:
         return ()
     installed = installed_sources()
     if plugins is None:
-        return tuple(dict.fromkeys(each.name for each in installed if GROUPS[each.group].loads_unnamed))
+        return tuple(dict.fromkeys(each.full_name for each in installed if GROUPS[each.group].loads_unnamed))
     known = [each.name for each in installed]
     for name in plugins:
-        if name not in known:
+        if not any(each.is_called(name) for each in installed):
             listed = ", ".join(known) or "none"
             raise ConfigError(
                 f"plugins names {name!r}, which no installed package has.{did_you_mean(name, known)} Installed: "
@@ -171,11 +184,10 @@ def sources_of(plugin: Sequence[str], plugins: Sequence[str] | None) -> list[Sou
     """All that load, by the options of these names. Raises ConfigError, also where two packages have one name."""
     sources, names = named_sources(plugin), chosen_names(plugins)
     for each in installed_sources() if names else ():
-        is_wanted = each.name in names and (plugins is not None or GROUPS[each.group].loads_unnamed)
-        if not is_wanted:
+        if not any(each.is_called(name) for name in names):
             continue
         for other in sources:
-            if (other.group, other.name) == (each.group, each.name):
+            if other.full_name == each.full_name:
                 raise ConfigError(
                     f"two packages have the plugin {each.name} in {each.group}: {other.origin} and {each.origin}. "
                     "Uninstall one."

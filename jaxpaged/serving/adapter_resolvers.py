@@ -5,9 +5,10 @@ A resolver may raise, or never answer: only the requests that ask for the name h
 
 import asyncio
 import contextlib
+import inspect
 import json
 import threading
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +23,15 @@ ANY_ID = 1
 class LoRAResolver(Protocol):
     """vLLM's protocol."""
 
-    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """Where the adapter of this name lies; None: there is none here."""
+    def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None | Awaitable[LoRARequest | None]:
+        """Where the adapter of this name lies; None: there is none here. It may be a coroutine."""
         ...
+
+
+async def asked(resolver: LoRAResolver, base_model_name: str, lora_name: str) -> LoRARequest | None:
+    """What a resolver finds, a coroutine or not."""
+    found = resolver.resolve_lora(base_model_name, lora_name)
+    return await found if inspect.isawaitable(found) else found
 
 
 class FolderResolver:

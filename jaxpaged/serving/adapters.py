@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from jaxpaged.engine.adapters import why_no_name
 from jaxpaged.errors import CapacityError, EngineError, JaxpagedError
 from jaxpaged.messages import LoRAInfo, LoRARequest
-from jaxpaged.serving.adapter_resolvers import ANY_ID, CONFIG, LoRAResolver, OwnThreads, below
+from jaxpaged.serving.adapter_resolvers import ANY_ID, CONFIG, LoRAResolver, OwnThreads, asked, below
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError, scrubbed
 from jaxpaged.serving.lora_modules import LoraModule
 
@@ -257,7 +257,7 @@ class ServedAdapters:
         """Raises ServingError for a resolver that raises, that does not answer, or that answers nonsense."""
         who = type(resolver).__name__
         try:
-            found = await self._threads.run(lambda: resolver.resolve_lora(self._model, name), RESOLVE_SECONDS)
+            found = await self._threads.run(lambda: asked(resolver, self._model, name), RESOLVE_SECONDS)
         except TimeoutError:
             logger.error("%s did not find adapter %r within %g s", who, name, RESOLVE_SECONDS)
             raise unresolved(name) from None

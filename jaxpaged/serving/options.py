@@ -4,7 +4,7 @@ Declared like engine options, so that flags are made from them. This module know
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxpaged.config.option_checks import checked, option
 from jaxpaged.config.vllm_options import without_neutral
 from jaxpaged.engine.observability.log_setup import FORMATS, LEVELS
 from jaxpaged.errors import ConfigError
-from jaxpaged.parsing.parser import reasoning_format_named, tool_format_named
+from jaxpaged.parsing.parser import BUILT_IN, Formats, reasoning_format_named, tool_format_named
 from jaxpaged.serving.foreign_options import FOREIGN_SERVER_OPTIONS
 
 
@@ -192,8 +192,11 @@ class ServerOptions:
     log_format: str = option("text", "write log lines as text or as JSON objects", choices=FORMATS)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> "ServerOptions":
-        """Raises ConfigError for values out of range and for unknown parsers."""
+    def from_options(
+        cls, options: Mapping[str, Any], load_formats: Callable[[], Formats] = lambda: BUILT_IN
+    ) -> "ServerOptions":
+        """`load_formats` is asked where a parser has a name that is not built in. Raises ConfigError for values out of
+        range and for unknown parsers."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
         own = without_neutral(options, FOREIGN_SERVER_OPTIONS)
         made = cls(**{name: checked(fields[name], value) for name, value in own.items()})
@@ -204,11 +207,17 @@ class ServerOptions:
             from jaxpaged.serving.lora_modules import lora_modules  # which --help need not wait for
 
             lora_modules(made.lora_modules)
-        if made.tool_call_parser is not None:
-            tool_format_named(made.tool_call_parser)
-        if made.reasoning_parser is not None:
-            reasoning_format_named(made.reasoning_parser)
+        pairs = (made.tool_call_parser, BUILT_IN.tools), (made.reasoning_parser, BUILT_IN.reasoning)
+        check_formats(made, BUILT_IN if all(name is None or name in names for name, names in pairs) else load_formats())
         return made
+
+
+def check_formats(options: ServerOptions, known: Formats) -> None:
+    """Raise ConfigError for a parser that nobody knows."""
+    if options.tool_call_parser is not None:
+        tool_format_named(options.tool_call_parser, known)
+    if options.reasoning_parser is not None:
+        reasoning_format_named(options.reasoning_parser, known)
 
 
 OF_ADAPTERS = ("lora_modules", "allowed_lora_dirs", "lora_resolver_dir", "lora_resolver_repos")

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from jaxpaged.messages import CompletionOutput, RequestOutput
 from jaxpaged.parsing.deltas import Delta, ParsedMessage, joined
 from jaxpaged.parsing.output import ToolSchemas
-from jaxpaged.parsing.parser import make_parser
+from jaxpaged.parsing.parser import BUILT_IN, Formats, make_parser
 
 ANY_CALLS = "*"
 """`Reading.forced` of an output that is a list of calls."""
@@ -24,7 +24,7 @@ class Reading:
     `tools`: name -> JSON schema of the parameters. `forced`: the output is the arguments of the tool of this name, or
     with "*" a list of calls, as a grammar makes the model write them. `parallel` False keeps only the first call,
     `include_reasoning` False leaves the thinking out. `shaped`: the content has a shape, to which white space after the
-    thinking does not belong.
+    thinking does not belong. `formats`: those that the parsers' names may mean.
     """
 
     tool_parser: str | None = None
@@ -34,6 +34,7 @@ class Reading:
     parallel: bool = True
     include_reasoning: bool = True
     shaped: bool = False
+    formats: Formats = BUILT_IN
 
     @property
     def finds_markers(self) -> bool:
@@ -77,6 +78,7 @@ class OutputReader:
                 tools=reading.tools,
                 ending=ending or "",
                 forced=reading.forced,
+                formats=reading.formats,
             )
 
     def read(self, completion: CompletionOutput) -> OutputPart:

@@ -20,12 +20,12 @@ from jaxpaged.errors import ConfigError, RequestError
 from jaxpaged.messages import MultiModalFeature
 from jaxpaged.multimodal.sources import KEYS, VIDEO_KEYS
 from jaxpaged.parsing.detect import tool_parser_of
-from jaxpaged.parsing.parser import TOOL_FORMATS, reasoning_format_named
+from jaxpaged.parsing.parser import BUILT_IN, Formats, reasoning_format_named
 from jaxpaged.parsing.reasoning import ReasoningFormat
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.structured_outputs import StructuredOutputsParams, Thinking
 from jaxpaged.serving.errors import ServingError
-from jaxpaged.serving.options import ServerOptions
+from jaxpaged.serving.options import ServerOptions, check_formats
 from jaxpaged.serving.output_reader import ANY_CALLS, Reading
 from jaxpaged.serving.requests import check_depth
 from jaxpaged.serving.tool_use import WRITTEN, ToolUse, shape_or_calls
@@ -166,10 +166,12 @@ class OutputFormats:
 
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    known: Formats = BUILT_IN
 
 
-def output_formats(options: ServerOptions, templates: ChatTemplates) -> OutputFormats:
-    """What the options say. Raises ConfigError when calls are to be found but no format is known."""
+def output_formats(options: ServerOptions, templates: ChatTemplates, known: Formats = BUILT_IN) -> OutputFormats:
+    """What the options say, of the formats that are `known`. Raises ConfigError when calls are to be found but no
+    format is known, and for a name that is not."""
     tool_parser = options.tool_call_parser
     if options.enable_auto_tool_choice and tool_parser is None:
         template = templates.sources.get("tool_use", templates.sources.get("default", ""))
@@ -177,9 +179,10 @@ def output_formats(options: ServerOptions, templates: ChatTemplates) -> OutputFo
         if tool_parser is None:
             raise ConfigError(
                 "--enable-auto-tool-choice is given, but the model's chat template does not show how it writes calls. "
-                f"Add --tool-call-parser with one of {', '.join(sorted(TOOL_FORMATS))}."
+                f"Add --tool-call-parser with one of {', '.join(sorted(known.tools))}."
             )
-    return OutputFormats(tool_parser, options.reasoning_parser)
+    check_formats(options, known)
+    return OutputFormats(tool_parser, options.reasoning_parser, known)
 
 
 @dataclass(frozen=True)
@@ -216,14 +219,14 @@ def read_conversation(
         conversation.truncation,
         conversation.add_special_tokens,
         conversation.cache_salt,
-        thinking_markers=thinking_markers(reading.reasoning_parser),
+        thinking_markers=thinking_markers(reading),
         **conversation.template,
     )
     params = params.clone()
     if reading.finds_markers:
         params.skip_special_tokens = False
     if shape is not None:
-        params.structured_outputs = after_thinking(shape, reading.reasoning_parser, prompt.ending or "")
+        params.structured_outputs = after_thinking(shape, reading, prompt.ending or "")
     return prompt, params, reading
 
 
@@ -250,6 +253,7 @@ def reading_of(conversation: Conversation, formats: OutputFormats) -> Reading:
         parallel=use is None or use.parallel,
         include_reasoning=conversation.include_reasoning,
         shaped=conversation.shape is not None,
+        formats=formats.known,
     )
 
 
@@ -271,29 +275,28 @@ def shape_of(conversation: Conversation, tool_parser: str | None) -> StructuredO
     return either
 
 
-def after_thinking(
-    shape: StructuredOutputsParams, reasoning_parser: str | None, ending: str
-) -> StructuredOutputsParams:
+def after_thinking(shape: StructuredOutputsParams, reading: Reading, ending: str) -> StructuredOutputsParams:
     """The shape of an output before which the model may think freely. `ending` is that of its prompt.
 
     Raises RequestError where that cannot be.
     """
-    if reasoning_parser is None:
+    if reading.reasoning_parser is None:
         return shape
-    thinking = reasoning_format_named(reasoning_parser)
+    thinking = reasoning_format_named(reading.reasoning_parser, reading.formats)
     if not isinstance(thinking, ReasoningFormat):
         raise RequestError(
-            f"structured_outputs cannot be used: thinking in the format {reasoning_parser!r}, which this server looks "
-            "for, has no one end after which an answer could begin. Leave it out.",
+            f"structured_outputs cannot be used: thinking in the format {reading.reasoning_parser!r}, which this "
+            "server looks for, has no one end after which an answer could begin. Leave it out.",
             "structured_outputs",
         )
     marks = Thinking(thinking.start, thinking.end, thinking.is_open_after(ending))
     return msgspec.structs.replace(shape, thinking=marks)
 
 
-def thinking_markers(reasoning_parser: str | None) -> tuple[str, ...]:
+def thinking_markers(reading: Reading) -> tuple[str, ...]:
     """The texts between which the model thinks, as far as a prompt may hold them."""
-    found = None if reasoning_parser is None else reasoning_format_named(reasoning_parser)
+    name = reading.reasoning_parser
+    found = None if name is None else reasoning_format_named(name, reading.formats)
     return (found.start, found.end) if isinstance(found, ReasoningFormat) else ()
 
 

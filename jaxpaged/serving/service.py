@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,13 @@ from jaxpaged.engine.early_leases import let_go
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.errors import ConfigError
 from jaxpaged.messages import LoRAInfo
+from jaxpaged.plugins.loading import load_plugins
 from jaxpaged.serving.adapter_resolvers import FolderResolver, HubResolver, LoRAResolver
 from jaxpaged.serving.adapters import ServedAdapters
 from jaxpaged.serving.admission import Pace, Traffic
 from jaxpaged.serving.engine_client import Engine
 from jaxpaged.serving.errors import ErrorKind, ServingError
+from jaxpaged.serving.formats import formats_of
 from jaxpaged.serving.grammar_checks import GrammarChecks
 from jaxpaged.serving.lora_modules import lora_modules
 from jaxpaged.serving.options import ServerOptions, check_adapters
@@ -62,8 +64,11 @@ def served_model(config: EngineConfig, names: tuple[str, ...] | None) -> ServedM
     )
 
 
-def served_adapters(engine: Engine, model: ServedModel, options: ServerOptions) -> ServedAdapters | None:
-    """The adapters of a server, none of which is loaded yet; None where the engine takes none. Raises ConfigError."""
+def served_adapters(
+    engine: Engine, model: ServedModel, options: ServerOptions, further: Iterable[LoRAResolver] = ()
+) -> ServedAdapters | None:
+    """The adapters of a server, none of which is loaded yet; None where the engine takes none. `further`: resolvers
+    that are asked after those of the options. Raises ConfigError."""
     check_adapters(options, engine.config.lora.enable_lora)
     if not engine.config.lora.enable_lora:
         return None
@@ -82,7 +87,7 @@ def served_adapters(engine: Engine, model: ServedModel, options: ServerOptions) 
         base,
         names,
         modules=modules,
-        resolvers=resolvers,
+        resolvers=[*resolvers, *further],
         folders=options.allowed_lora_dirs,
         repos=options.lora_resolver_repos,
     )
@@ -104,7 +109,8 @@ class Service:
         self.model = model
         self.options = options
         self.prompts = PromptReader(engine.input_processor, options.default_chat_template_kwargs)
-        self.formats = output_formats(options, engine.input_processor.chat_templates)
+        self.plugins = load_plugins(engine.config.plugins.plugin, engine.config.plugins.plugins)
+        self.formats = output_formats(options, engine.input_processor.chat_templates, formats_of(self.plugins))
         self.most_counted = COUNTED_CONTEXTS * model.max_model_len
         self.takes_pictures = engine.input_processor.pictures is not None
         self.max_body_bytes = options.max_body_bytes or (
@@ -113,7 +119,7 @@ class Service:
         self.pace = Pace()
         self.grammars = GrammarChecks(engine.input_processor.grammar_checker)
         self.has_been_ready = False  # at some time since the start
-        self.adapters = served_adapters(engine, model, options)
+        self.adapters = served_adapters(engine, model, options, self.plugins.added("lora_resolvers").values())
         self.sources: list[Callable[[], list[Metric]]] = []  # of metrics, besides the engine
         self.traffic = Traffic(
             model.max_num_seqs,

@@ -81,6 +81,11 @@ def test_installed_general_plugins_load_unless_others_are_named(written, install
     assert set(load_plugins([], None).added("models")) == {"AForCausalLM", "BForCausalLM"}
     assert set(load_plugins([], ["b"]).added("models")) == {"BForCausalLM"}
     assert load_plugins([], []) == NO_PLUGINS
+    # A front end is told the names that its core has found: they open no door that was not named.
+    install((GENERAL, "b", "other:MODEL"), ("jaxpaged.endpoint_plugins", "b", "no.such.module:make"))
+    names = sources.chosen_names(None)
+    assert [each.group for each in sources.sources_of([], names)] == [GENERAL]
+    assert [each.group for each in sources.sources_of([], ["b"])] == [GENERAL, "jaxpaged.endpoint_plugins"]
     with pytest.raises(ConfigError, match="plugins names 'bb', which no installed package has. Did you mean 'b'"):
         load_plugins([], ["bb"])
 

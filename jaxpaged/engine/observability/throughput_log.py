@@ -18,10 +18,12 @@ INTERVAL = 10.0
 
 
 class ThroughputLog:
-    """For one event loop at a time. `is_busy`: whether requests are under way. `whose` begins every line."""
+    """For one event loop at a time. `is_busy`: whether requests are under way. `whose` begins every line. `also` is
+    called at the end of every interval, those in which nothing happened included, where there is a line or not."""
 
     def __init__(self, metrics: EngineMetrics, is_busy: Callable[[], bool], whose: str = ""):
         self._whose = whose
+        self.also: Callable[[], None] | None = None
         self._metrics = metrics
         self._is_busy = is_busy
         self._loop: asyncio.AbstractEventLoop | None = None  # in which the timer runs
@@ -31,7 +33,7 @@ class ThroughputLog:
     def wake(self) -> None:
         """A request came."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop and logger.isEnabledFor(logging.INFO):
+        if self._loop is not loop and (logger.isEnabledFor(logging.INFO) or self.also is not None):
             self._loop = loop
             self._begin(loop)
 
@@ -44,6 +46,8 @@ class ThroughputLog:
         if loop is not self._loop:  # the engine is used in another one now
             return
         metrics, seconds = self._metrics, loop.time() - self._since
+        if self.also is not None:
+            self.also()
         if metrics.prompt_tokens + metrics.generation_tokens > sum(self._before) or self._is_busy():
             write_line(metrics, *self._before, seconds, self._whose)
             self._begin(loop)

@@ -25,6 +25,7 @@ from jaxpaged.errors import UsageError, how_to_install, is_installed
 
 if TYPE_CHECKING:
     from jaxpaged.entrypoints.http.server import Sockets
+    from jaxpaged.parsing.parser import Formats
     from jaxpaged.serving.service import Service
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.serving.service import Service, served_model
 
     given, of_engine = split_options(args)
-    options = ServerOptions.from_options(given)
+    options = ServerOptions.from_options(given, functools.partial(known_formats, of_engine))
     check_adapters(options, bool(of_engine.get("enable_lora")))
     set_up_logging("debug" if args.debug else options.log_level, options.log_format)
     if of_engine.get("node_rank"):
@@ -118,6 +119,16 @@ def run(args: argparse.Namespace) -> int:
         finally:
             engine.shutdown()
     return 0
+
+
+def known_formats(of_engine: Mapping[str, Any]) -> "Formats":
+    """The formats that parsers may have, those of plugins among them. Raises ConfigError."""
+    from jaxpaged.config import EngineConfig
+    from jaxpaged.plugins.loading import load_plugins
+    from jaxpaged.serving.formats import formats_of
+
+    options = EngineConfig.from_options(**of_engine).plugins
+    return formats_of(load_plugins(options.plugin, options.plugins))
 
 
 def check_extra(extra: str, *modules: str) -> None:

@@ -53,6 +53,7 @@ from jaxpaged.entrypoints.http.openai.tokens import Tokens
 from jaxpaged.entrypoints.http.openapi import description
 from jaxpaged.entrypoints.http.page.files import page_routes
 from jaxpaged.entrypoints.http.page.live import PATHS, Live
+from jaxpaged.entrypoints.http.plugin_endpoints import plugin_endpoints
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
     ClassifyResponse,
@@ -196,8 +197,10 @@ def create_app(service: Service, keys: Sequence[str] = (), counts: RequestCounts
     live = Live(service).endpoints() if options.page else []
     pages = page_routes(options.root_path) if options.page else []
     local = options.host in LOOPBACK_NAMES and not (keys or options.uds or options.root_path)
+    endpoints = [*public_endpoints(service), *live]
+    endpoints += plugin_endpoints(service, [each.path for each in (*endpoints, *pages)])
     return application(
-        [*public_endpoints(service), *live],
+        endpoints,
         service,
         keys,
         counts,
