@@ -104,7 +104,7 @@ def test_random_traffic_gets_the_bits_of_single_steps(headed):
         check_random_traffic((config, executor), seed=1, asynchronous=True, num_steps=5)
 
 
-@asked_of("eagle3", "eagle3 on 4 devices")
+@asked_of("eagle3")
 def test_a_grammar_holds_for_drafts_beside_those_of_others(headed):
     """With two steps in flight; on several devices nobody promises the same text."""
     config, executor, _ = headed

@@ -125,9 +125,22 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
+# Scales of heads lie where heads do, and those of tokens where contexts do.
+SPLIT = {
+    ("two devices", "int8"): (),
+    ("two devices", "int8_per_token_head"): (),
+    ("copies of heads", "int8"): pytest.mark.slow,
+    ("stages", "int8"): pytest.mark.slow,
+    ("parts of contexts", "int8_per_token_head"): pytest.mark.slow,
+}
+
+
 @pytest.mark.parametrize(
-    "devices", [key if i == 0 else pytest.param(key, marks=pytest.mark.slow) for i, key in enumerate(DEVICES)]
+    ("devices", "name"),
+    [
+        pytest.param(*case, marks=SPLIT.get(case, pytest.mark.exhaustive))
+        for case in itertools.product(DEVICES, ("int8", "int8_per_token_head"))
+    ],
 )
 def test_scales_lie_on_devices_as_heads_and_tokens_do(folder, scales, devices, name):
     options = {"kv_cache_dtype": name, **({"kv_cache_scales": scales[0]} if name == "int8" else {}), **OPTIONS}
@@ -203,7 +216,7 @@ def test_layers_of_which_none_would_have_8_bits_are_refused(folder):
         LLM(folder, kv_cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skipped, **OPTIONS)
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_latents_have_a_scale_of_their_own_and_one_of_their_rope_key(name, tmp_path, monkeypatch):
     """Answers are those of a cache of what 8 bits mean; what a disk keeps comes back as it was, and on two devices."""
     (tmp_path / "model").mkdir()
