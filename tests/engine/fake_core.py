@@ -22,9 +22,9 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.process.core_server import CoreServer
 from jaxpaged.engine.process.heartbeat import Heartbeat
 from jaxpaged.engine.process.wire import CoreFacts, Reports
-from jaxpaged.errors import CapacityError, ConflictError
+from jaxpaged.errors import CapacityError, CheckpointError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
-from jaxpaged.messages import ModelRunnerOutput, Progress, SchedulerOutput
+from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, Progress, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra
 
 DEMO = Path(__file__).parents[2] / "jaxpaged" / "assets" / "demo"
@@ -67,11 +67,16 @@ class CountingExecutor:
         self.progress: Progress = lambda *told: None
         self.asleep: set[str] = set()
         self.profiling = False
+        self.host: dict[int, int] = {}  # adapters by number: what each adds to tokens, which is the name of its folder
+        self.slots: dict[int, int] = {0: 0}
+        self.changes: dict[str, int] = {}  # of requests with adapters
 
     def execute_model(self, scheduled: SchedulerOutput) -> Done:
         assert not self.asleep
         self.steps += 1
+        self.slots |= {slot: self.host[number] for slot, number in scheduled.lora_loads}
         for new in scheduled.new_requests:
+            self.changes[new.request_id] = self.slots[new.lora_slot]
             self._obey((new.sampling_params.extra_args or {}).get("fake"))
         if self.slow:
             time.sleep(0.02)
@@ -80,7 +85,7 @@ class CountingExecutor:
         for (request_id, computed, count), most in zip(rows, scheduled.max_sampled_tokens):
             if most:
                 output.request_ids.append(request_id)
-                output.sampled_token_ids.append([token_at(computed + count)])
+                output.sampled_token_ids.append([token_at(computed + count) + self.changes[request_id]])
         return Done(output)
 
     def _obey(self, order: str | None) -> None:
@@ -125,6 +130,16 @@ class CountingExecutor:
             time.sleep(0.3 if self.waking == "slow to wake" else 3600)
             self.progress("weights", done, 8)
         self.asleep.remove(part)
+
+    def read_lora(self, request: LoRARequest) -> LoRAInfo:
+        name = Path(request.lora_path).name
+        if not name.isdigit():
+            raise CheckpointError(f"{request.lora_path} has no adapter_config.json.")
+        self.host[request.lora_int_id] = int(name)
+        return LoRAInfo(request.lora_name, request.lora_int_id, request.lora_path, f"adds {name}")
+
+    def drop_lora(self, lora_int_id: int) -> None:
+        del self.host[lora_int_id]
 
     def start_profile(self, folder: str | None) -> None:
         if self.profiling:
