@@ -4,11 +4,11 @@
     python scripts/mutate.py [--only PATH] [--list]
 
 The mistakes are in lists beside the tests: those in kernels, those in pages, tiers, and what travels between them and
-the device, those in groups of processes and attention ranks, in what is compiled when, in decoders, and in what becomes
-of quantised weights. Each lives in a copy of the repository in a temporary folder. It is killed if a test fails, or
-takes two minutes: first the tests that are expected to notice, then all of its part, slow ones left out. Prints
-"killed", "SURVIVED", or "HANGS" where tests did not end in time; the exit status is 1 if one survived, or if one no
-longer applies to the source.
+the device, those in groups of processes and attention ranks, in what is compiled when, in decoders, in what becomes of
+quantised weights, and in adapters. Each lives in a copy of the repository in a temporary folder. It is killed if a test
+fails, or takes two minutes: first the tests that are expected to notice, then all of its part, slow ones left out.
+Prints "killed", "SURVIVED", or "HANGS" where tests did not end in time; the exit status is 1 if one survived, or if one
+no longer applies to the source.
 """
 
 import argparse

@@ -149,8 +149,8 @@ def write(folder: Path, lora: Lora) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=ASSETS / "demo-pirate")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rows", type=int, default=12, help="of 128 tokens, in a step")
+    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--rows", type=int, default=10, help="of 128 tokens, in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, default=200, help="per task, in the table")
     arguments = parser.parse_args()

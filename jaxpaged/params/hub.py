@@ -21,6 +21,8 @@ ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
 EMBEDDED_SEEING = "demo-vision"
 """The embedded model with a tower, through which it sees. Its index takes the text weights from the other's folder."""
+EMBEDDED_ADAPTER = "demo-pirate"
+"""A LoRA adapter for the embedded model, with which it answers as a pirate would."""
 EMBEDDED_FOLDERS = {name: ASSETS / name for name in (EMBEDDED_MODEL, EMBEDDED_SEEING, *OWN_DRAFT_MODELS.values())}
 
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
@@ -82,10 +84,15 @@ def folder_of(file: Path) -> Path:
     return make_folder(file)
 
 
+def adapter_folder(name: str) -> Path:
+    """Of an embedded adapter's name, or of a path."""
+    return ASSETS / name if name == EMBEDDED_ADAPTER else Path(name).expanduser()
+
+
 def resolve_adapter_folder(name: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The folder of an adapter: an existing folder, or a hub id. What is in it is not looked at. Raises CheckpointError
-    when there is no such folder and the hub cannot give it."""
-    folder = Path(name).expanduser()
+    """The folder of an adapter: the embedded one, an existing folder, or a hub id. What is in it is not looked at.
+    Raises CheckpointError when there is no such folder and the hub cannot give it."""
+    folder = adapter_folder(name)
     if folder.is_dir():
         return folder
     if not looks_like_hub_id(name):

@@ -18,6 +18,7 @@ from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramK
 from jaxpaged.params.adapters.adapter import Adapter
 from jaxpaged.params.adapters.base import BaseWeights
 from jaxpaged.params.adapters.reading import read_adapter
+from jaxpaged.params.hub import adapter_folder
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.lora_stacks import LoraSpec
@@ -160,7 +161,7 @@ def reader_of(spec: EngineSpec, folder: Path | None) -> Callable[[LoRARequest], 
 
     def read(request: LoRARequest) -> Adapter:
         return read_adapter(
-            Path(request.lora_path),
+            adapter_folder(request.lora_path),
             spec.whole_specs,
             spec.whole,
             dtype=lora.dtype,

@@ -60,7 +60,10 @@ def part_name(name: str) -> PartName | None:
     else:
         return None
     given = found["module"]
-    return PartName(given, canonical_name(f"{given}.").removesuffix("."), part)
+    name, before = f"{given}.", ""
+    while name != before:  # a tower's names have had several beginnings, one inside of the other
+        name, before = canonical_name(name), name
+    return PartName(given, name.removesuffix("."), part)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from jaxpaged.entrypoints.cli import main
 from jaxpaged.params.adapters.targets import targets_of
 from tests.models.adapted import GOLDEN, changed, read, specs_of, write_base
 from tests.models.checkpoints import make_tensors
+from tests.models.seeing_checkpoints import write_seeing_checkpoint
 from tests.params.adapters.test_reading import parts_of, write
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -56,6 +57,41 @@ def test_any_module_may_be_there_as_a_whole(tmp_path):
     np.testing.assert_array_equal(found["model.norm.weight"], whole["norm"])
     np.testing.assert_array_equal(found["lm_head.weight"], whole["lm_head"])
     assert not np.array_equal(found[NAME], make_tensors("llama")[NAME])
+
+
+TOWER_MODULES = {
+    "qwen3_vl": (
+        ("model.", "visual.blocks.1.attn.qkv"),
+        ("model.", "visual.merger.linear_fc2"),
+        ("model.language_model.", "layers.0.mlp.up_proj"),
+    ),
+    "gemma3_seeing": (
+        ("model.vision_tower.vision_model.", "encoder.layers.1.mlp.fc1"),
+        ("model.language_model.", "layers.2.self_attn.v_proj"),
+    ),
+}
+"""Beginnings and ends of modules' names; the checkpoint may have another beginning."""
+
+
+@pytest.mark.parametrize("name", TOWER_MODULES)
+def test_towers_and_connectors_are_adapted_too(name, tmp_path):
+    base = write_seeing_checkpoint(name, tmp_path / "base")
+    tensors, rng = load_file(base / "model.safetensors"), np.random.default_rng(0)
+    stored = {
+        beginning + end: next(key for key in tensors if key.endswith(f"{end}.weight"))
+        for beginning, end in TOWER_MODULES[name]
+    }
+    config, of_adapter, expected = parts_of("plain")[0], {}, {}
+    for module, key in stored.items():
+        outputs, inputs = tensors[key].shape
+        a, b = rng.standard_normal((4, inputs), np.float32), rng.standard_normal((outputs, 4), np.float32)
+        of_adapter |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+        expected[key] = tensors[key] + 1.5 * b @ a
+    adapter = write(tmp_path / "adapter", config, of_adapter)
+    assert main(["merge", str(base), str(adapter), "-o", str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for key, tensor in tensors.items():
+        np.testing.assert_allclose(found[key], expected.get(key, tensor), rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
