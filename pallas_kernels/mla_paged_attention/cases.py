@@ -69,15 +69,17 @@ CASES = (
     Case("nothing at all", (), padding=8),
     Case("several tokens a row", ((300, 2), (7, 2), (140, 2), (60, 4)), num_heads=32),
     Case("int8, scales of tokens", _MIXED, kv_dtype="int8", kv_scales="token", block_size=32),
-    Case("int8, scales of heads", ((130, 1), (9, 4)), kv_dtype="int8", kv_scales="head", dtype="float32"),
+    Case("int8, scales of heads", ((130, 1), (9, 4)), kv_dtype="int8", kv_scales="head"),
+    Case("float8, scales of heads, float32", ((20, 1),), kv_dtype="float8_e4m3fn", kv_scales="head", dtype="float32"),
     Case("float8, scales of tokens", ((20, 1), (9, 30)), kv_dtype="float8_e4m3fn", kv_scales="token"),
     Case("float8", ((20, 1), (9, 4)), kv_dtype="float8_e5m2"),
 )
 
 
-def _serving(name: str, rows: tuple[tuple[int, int], ...], num_heads: int = 128) -> Case:
-    """DeepSeek-V3's attention, without padding."""
-    return Case(name, rows, num_heads, latent_dim=512, rope_dim=64, block_size=64, padding=0, empty_rows=0)
+def _serving(name: str, rows: tuple[tuple[int, int], ...], num_heads: int = 128, kv_dtype: str | None = None) -> Case:
+    """DeepSeek-V3's attention, without padding; 8 bits have scales of tokens."""
+    more = {"kv_dtype": kv_dtype, "kv_scales": "token" if kv_dtype else "none"}
+    return Case(name, rows, num_heads, latent_dim=512, rope_dim=64, block_size=64, padding=0, empty_rows=0, **more)
 
 
 SERVING_CASES = (
@@ -85,6 +87,8 @@ SERVING_CASES = (
     _serving("decodes and chunks, 128 heads", (*((511, 1),) * 127, (0, 1921))),
     _serving("one decode, 16 heads", ((131071, 1),), num_heads=16),
     _serving("prompt of 2,048, 128 heads", ((0, 2048),)),
+    _serving("decodes, 128 heads, int8", ((2047, 1),) * 64, kv_dtype="int8"),
+    _serving("decodes, 16 heads, float8", ((2047, 1),) * 64, num_heads=16, kv_dtype="float8_e4m3fn"),
 )
 # For machines without an accelerator: that the benchmark runs, and ratios.
 TINY_CASES = (

@@ -8,12 +8,14 @@ into equal parts, whose results XLA merges.
 
 Skipping: context behind the token, at the grain of one iteration. Programs without context write zeros.
 
-Requires: bfloat16 or float16 queries and cache of the same type; latent and rope of a power of two, 16 or more.
+Requires: bfloat16 or float16 queries, and a cache of the same type or of 8 bits; latent and rope of a power of two, 16
+or more.
 
 Padding: padding tokens have no context and give zeros. Heads beyond the last are masked.
 
 Numerics: scores, softmax state, accumulators and partial results are float32; probabilities enter the second product
-in the cache's type. Slots that the token may not see are not read, so they may hold NaN.
+in the cache's type. Numbers of 8 bits are exact in that of queries; scales of slots multiply scores, and probabilities
+before they enter. Slots that the token may not see are not read, so they may hold NaN.
 
 Cost: a decode reads each slot once for each tile of heads, the second time from the second-level cache; a prompt as
 often for each of its tokens. XLA would write a copy of the context first. In a step of many tokens a context is not
@@ -32,6 +34,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.ragged_paged_attention.gpu.kernels import as_operand
+from pallas_kernels.ragged_paged_attention.gpu.tiles import device_kind, reads_float8
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, kind_of
 from pallas_kernels.shapes import ceil_div
 
 HEADS = 64  # rows of a tile, at most: a matrix instruction of Hopper takes no fewer
@@ -44,10 +49,12 @@ LOG2_E = math.log2(math.e)
 
 
 def cannot_take(q_TNC: Any, q_rope_TNP: Any, cache: Any) -> str | None:
-    """Two-byte types, and sizes that Triton has."""
+    """Two-byte types, a cache of these or of 8 bits, and sizes that Triton has."""
     cache_BSW = cache.arrays[0]
-    if str(q_TNC.dtype) not in ("bfloat16", "float16") or q_TNC.dtype != cache_BSW.dtype:
-        return f"queries are {q_TNC.dtype} and the cache {cache_BSW.dtype}; accepted are bfloat16 or float16 for both"
+    is_like = q_TNC.dtype == cache_BSW.dtype or is_quantized(cache_BSW.dtype)
+    if str(q_TNC.dtype) not in ("bfloat16", "float16") or not is_like:
+        accepted = "accepted are bfloat16 or float16 for both, or 8 bits for the cache"
+        return f"queries are {q_TNC.dtype} and the cache {cache_BSW.dtype}; {accepted}"
     for name, size in (("latents", q_TNC.shape[2]), ("rope keys", q_rope_TNP.shape[2])):
         if size < 16 or size & (size - 1):
             return f"{name} have {size} numbers; accepted are powers of two from 16 on"
@@ -72,7 +79,14 @@ def attend(
     parts = num_parts(T * num_tiles, metadata.block_tables_RM.shape[1] * cache_BSW.shape[1])
     out_type = q_TNC.dtype if parts == 1 and not undivided else jnp.float32
     out_TUNC, weight_TUN = pl.pallas_call(
-        functools.partial(_kernel, heads=heads, parts=parts, scale=scale * LOG2_E),
+        functools.partial(
+            _kernel,
+            heads=heads,
+            parts=parts,
+            scale=scale * LOG2_E,
+            scaled_by=kind_of(cache.scales),
+            reads_float8=reads_float8(device_kind(bool(interpret))),
+        ),
         out_shape=(
             jax.ShapeDtypeStruct((T, parts, N, C), out_type),
             jax.ShapeDtypeStruct((T, parts, N), jnp.float32),
@@ -81,7 +95,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(num_warps=8 if heads == HEADS else 4, num_stages=2),
         interpret=interpret,
         name="mla_paged_attention",
-    )(metadata.row_T, metadata.position_T, metadata.block_tables_RM, q_TNC, q_rope_TNP, cache_BSW)
+    )(metadata.row_T, metadata.position_T, metadata.block_tables_RM, q_TNC, q_rope_TNP, cache_BSW, *cache.scales)
     if undivided:
         top_T1N = jnp.max(weight_TUN, axis=1, keepdims=True)
         share_TUN = jnp.exp2(weight_TUN - top_T1N)
@@ -105,14 +119,16 @@ def _kernel(
     q_TNC,
     q_rope_TNP,
     cache_BSW,
-    out_TUNC,
-    weight_TUN,
-    *,
+    *refs,
     heads: int,
     parts: int,
     scale: float,
+    scaled_by: str,
+    reads_float8: bool,
 ):
-    """Write one part's output, and the logarithm to the base of 2 of its weight."""
+    """Write one part's output, and the logarithm to the base of 2 of its weight. `scaled_by`: which scales there are
+    (`quantized.py`), behind the cache."""
+    *scales, out_TUNC, weight_TUN = refs
     token, part = pl.program_id(0), pl.program_id(2)
     tile_x = pl.ds(pl.program_id(1) * heads, heads)
     mine_x = pl.program_id(1) * heads + jnp.arange(heads) < q_TNC.shape[1]
@@ -123,7 +139,17 @@ def _kernel(
     def load(first: int, size: int, block_s, offset_s, visible_s):
         column_1c = first + lax.broadcasted_iota(jnp.int32, (1, size), 1)
         where = block_s[:, None], offset_s[:, None], column_1c
-        return plgpu.load(cache_BSW.at[where], mask=jnp.broadcast_to(visible_s[:, None], (SLOTS, size)), other=0)
+        nothing = 0.0 if jnp.issubdtype(cache_BSW.dtype, jnp.floating) else 0
+        visible_sc = jnp.broadcast_to(visible_s[:, None], (SLOTS, size))
+        found = plgpu.load(cache_BSW.at[where], mask=visible_sc, other=nothing)
+        return as_operand(reads_float8, found, q_TNC.dtype)
+
+    def scale_of(which: int, block_s, offset_s, visible_s):
+        """Of latents (0) or rope keys (1), in each slot [1, s]."""
+        if scaled_by == "head":
+            return scales[which][0]
+        where = block_s, jnp.full((SLOTS,), which, jnp.int32), offset_s
+        return plgpu.load(scales[0].at[where], mask=visible_s, other=0.0)[None, :]
 
     def add_slots(i, state):
         top_x1, total_x1, out_xC = state
@@ -132,11 +158,15 @@ def _kernel(
         column_s, offset_s = (op(position_s, jnp.int32(cache_BSW.shape[1])) for op in (lax.div, lax.rem))
         block_s = plgpu.load(tables_RM.at[row, column_s], mask=visible_s, other=0)
         latent_sC, rope_sP = (load(*size, block_s, offset_s, visible_s) for size in ((0, C), (C, P)))
-        score_xs = plgpu.dot(q_xC, latent_sC, trans_b=True) + plgpu.dot(q_xP, rope_sP, trans_b=True)
-        score_xs = jnp.where(visible_s[None, :], score_xs * scale, -jnp.inf)
+        score_xs, of_rope_xs = plgpu.dot(q_xC, latent_sC, trans_b=True), plgpu.dot(q_xP, rope_sP, trans_b=True)
+        if scales:
+            of_latent, of_rope = (scale_of(which, block_s, offset_s, visible_s) for which in (0, 1))
+            score_xs, of_rope_xs = score_xs * of_latent, of_rope_xs * of_rope
+        score_xs = jnp.where(visible_s[None, :], (score_xs + of_rope_xs) * scale, -jnp.inf)
         highest_x1 = jnp.maximum(top_x1, jnp.max(score_xs, axis=1)[:, None])
         weight_xs, fade_x1 = jnp.exp2(score_xs - highest_x1), jnp.exp2(top_x1 - highest_x1)
-        out_xC = out_xC * fade_x1 + plgpu.dot(weight_xs.astype(latent_sC.dtype), latent_sC)
+        scaled_xs = weight_xs * of_latent if scales else weight_xs
+        out_xC = out_xC * fade_x1 + plgpu.dot(scaled_xs.astype(latent_sC.dtype), latent_sC)
         return highest_x1, total_x1 * fade_x1 + jnp.sum(weight_xs, axis=1)[:, None], out_xC
 
     num_steps = ceil_div(position + 1, SLOTS)

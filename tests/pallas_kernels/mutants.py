@@ -252,7 +252,9 @@ MUTANTS = (
         "pallas_kernels/mla_paged_attention/gpu.py",
         "gpu",
         ("the last part is forgotten", "ceil_div(num_steps, parts)", "lax.div(num_steps, parts)"),
-        ("rope keys are not looked at", " + plgpu.dot(q_xP, rope_sP, trans_b=True)", ""),
+        ("rope keys are not looked at", "(score_xs + of_rope_xs) * scale", "score_xs * scale"),
+        ("rope keys have the scales of latents", "jnp.full((SLOTS,), which, jnp.int32)", "jnp.full((SLOTS,), 0)"),
+        ("what is added has no scales", "weight_xs * of_latent if scales else weight_xs", "weight_xs"),
         ("parts weigh the same", "weight_TUN * (1 / LOG2_E)", "weight_TUN * 0"),
         (
             "tokens see one position ahead",

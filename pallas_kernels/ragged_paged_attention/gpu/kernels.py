@@ -304,7 +304,7 @@ def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | N
     """The softmax state with C more slots."""
     top_X1, total_X1, *out_XP = state
     dtype = operand_dtype(q_XP[0].dtype, slots.k_CP[0].dtype)
-    k_CP, v_CP = ([as_operand(layer, x, dtype) for x in pieces] for pieces in (slots.k_CP, slots.v_CP))
+    k_CP, v_CP = ([as_operand(layer.reads_float8, x, dtype) for x in pieces] for pieces in (slots.k_CP, slots.v_CP))
     score_XC = sum(dot(layer, q.astype(dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
     if slots.k_scale is not None:
         score_XC *= slots.k_scale
@@ -350,10 +350,10 @@ def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
     return q_dtype if is_quantized(kv_dtype) else kv_dtype
 
 
-def as_operand(layer: Layer, x: jax.Array, dtype: Any) -> jax.Array:
+def as_operand(reads_float8: bool, x: jax.Array, dtype: Any) -> jax.Array:
     """`x` in the type of the products. Of 8 bits this is most of what decodes issue, which bounds them at half of the
     bandwidth (counted by SASS)."""
-    if x.dtype != jnp.float8_e4m3fn or layer.reads_float8:
+    if x.dtype != jnp.float8_e4m3fn or reads_float8:
         return x.astype(dtype)
     # The bits of a float16 whose exponent is too small by 8: its bias is 15, not 7. Holds for subnormal numbers too.
     bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
