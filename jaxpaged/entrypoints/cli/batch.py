@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from jaxpaged.engine.input.picture_parts import has_pictures
 from jaxpaged.engine.input.prompts import ChatWithPictures
+from jaxpaged.entrypoints.cli.adapters import chosen_adapter, with_adapter
 from jaxpaged.entrypoints.cli.engine import Engine, default_max_tokens, has_chat_template
 from jaxpaged.entrypoints.cli.flags import sampling_options
 from jaxpaged.entrypoints.cli.images import url_of, with_pictures
@@ -53,6 +54,7 @@ class Batch:
         self.sources = sources
         chat = has_chat_template(self.engine) and not args.raw
         given = sampling_options(args)
+        adapter = with_adapter(chosen_adapter(args))
         is_limited = "max_tokens" not in {**self.engine.input_processor.defaults.sampling, **given}
         for index, source in enumerate(sources):
             try:
@@ -61,7 +63,7 @@ class Batch:
                 params = self.params_of(given, is_chat)
                 if is_limited:
                     self.limits[index] = default_max_tokens(is_chat)
-                self.engine.add_request(str(index), prompt, params)
+                self.engine.add_request(str(index), prompt, params, **adapter)
             except RequestError as error:
                 self._fail(index, str(error))
 

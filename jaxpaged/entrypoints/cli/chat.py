@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.adapters import add_lora_flag, chosen_adapter
 from jaxpaged.entrypoints.cli.conversation import Conversation
 from jaxpaged.entrypoints.cli.flags import add_model_argument, add_sampling_flags, chosen_model, sampling_options
 from jaxpaged.entrypoints.cli.images import picture_part
@@ -59,6 +60,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message for the conversation")
+    add_lora_flag(parser)
     parser.add_argument(
         "--url",
         metavar="URL",
@@ -114,7 +116,7 @@ def local_answers(args: argparse.Namespace) -> Iterator[Any]:
         progress.close()
         if not has_chat_template(engine):
             raise UsageError("the model has no chat template. Give one with --chat-template, or use generate.")
-        yield LocalAnswers(engine)
+        yield LocalAnswers(engine, chosen_adapter(args))
     finally:
         engine.shutdown()
 
@@ -124,14 +126,14 @@ def server_answers(args: argparse.Namespace) -> Iterator[Any]:
     """A server. Raises UsageError for options of an engine, of which there is none."""
     from jaxpaged.entrypoints.cli.server_answers import ServerAnswers
 
-    refuse_engine_options(args, "--url")
+    refuse_engine_options(args, "--url", "lora")
     yield ServerAnswers(args.url, chosen_model(args), args.api_key or os.environ.get("OPENAI_API_KEY"))
 
 
 @contextlib.contextmanager
 def remote_answers(args: argparse.Namespace) -> Iterator[Any]:
     """A server over gRPC. Raises UsageError as `server_answers` does, and for a model that cannot chat."""
-    refuse_engine_options(args, "--server")
+    refuse_engine_options(args, "--server", "lora")
     with asking(args) as (client, model):
         from jaxpaged.entrypoints.cli.remote_engine import RemoteAnswers  # it imports grpcio
 

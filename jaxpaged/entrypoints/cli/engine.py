@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxpaged.entrypoints.cli.adapters import chosen_adapter, options_for
 from jaxpaged.entrypoints.cli.flags import engine_options, sampling_options
 from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.messages import Progress, RequestOutput, StepRecord
@@ -25,7 +26,7 @@ class Engine(Protocol):
 
     input_processor: Any  # defaults, chat_templates, chat_prompt
 
-    def add_request(self, request_id: str, prompt: Any, sampling_params: SamplingParams) -> None: ...
+    def add_request(self, request_id: str, prompt: Any, sampling_params: SamplingParams, **more: Any) -> None: ...
     def step(self) -> list[RequestOutput]: ...
     def abort_request(self, request_ids: Sequence[str]) -> None: ...
     def has_unfinished_requests(self) -> bool: ...
@@ -44,7 +45,7 @@ def open_engine(options: Mapping[str, Any], progress: Progress) -> Engine:
 
 def start(args: argparse.Namespace) -> tuple[Engine, ProgressLine]:
     """An engine from a command's flags. The progress line is still open: programs may be compiling."""
-    options = engine_options(args)
+    options = options_for(chosen_adapter(args), engine_options(args))
     SamplingParams(**sampling_options(args))  # wrong values are found before any weight is read
     line = ProgressLine()
     try:

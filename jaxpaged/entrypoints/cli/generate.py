@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.entrypoints.argument_parser import Parser
+from jaxpaged.entrypoints.cli.adapters import add_lora_flag
 from jaxpaged.entrypoints.cli.flags import add_sampling_flags, chosen_model, sampling_options
 from jaxpaged.entrypoints.cli.remote import (
     add_server_flags,
@@ -44,6 +45,7 @@ examples:
   jaxpaged generate --json-schema person.json "Invent a person."
   jaxpaged generate -m google/gemma-3-4b-it --image cat.jpg "What is in the picture?"
   jaxpaged generate --model Qwen/Qwen3-0.6B --max-model-len 4K --raw "Once upon a time"
+  jaxpaged generate --lora sql=/adapters/sql "How many users are there?"
   jaxpaged generate --server localhost:50051 "What is 27 + 45?"
 """
 
@@ -73,6 +75,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         help="a picture that every prompt is about, for a model that sees; may be repeated",
     )
+    add_lora_flag(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for every answer")
     parser.add_argument("--raw", action="store_true", help="continue the text, without the model's chat template")
     parser.add_argument("--json-schema", metavar="FILE", help="file with a JSON schema that every answer follows")
@@ -121,7 +124,7 @@ def run_remotely(args: argparse.Namespace, sources: Sequence["PromptSource"]) ->
     from jaxpaged.entrypoints.terminal import ProgressLine
     from jaxpaged.sampling_params import SamplingParams
 
-    refuse_engine_options(args, "--server", "stats", "timeline", "trace", "step_log")
+    refuse_engine_options(args, "--server", "lora", "stats", "timeline", "trace", "step_log")
     SamplingParams(**sampling_options(args))  # wrong values are found before anybody is asked
     with asking(args) as (client, model):
         from jaxpaged.entrypoints.cli.remote_engine import RemoteEngine, request_values  # it imports grpcio

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from jaxpaged.engine.observability.step_times import ProgramWaits
+from jaxpaged.entrypoints.cli.adapters import with_adapter
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.entrypoints.cli.engine import CHAT_MAX_TOKENS, Engine, request_params
 from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import EngineError
-from jaxpaged.messages import RequestOutput
+from jaxpaged.messages import LoRARequest, RequestOutput
 
 SECONDS = 0.5
 """Before it is said for the first time, and between two looks."""
@@ -21,8 +22,9 @@ class LocalAnswers:
 
     default_max_tokens: int | None
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, adapter: LoRARequest | None = None):
         self.engine = engine
+        self._adapter = with_adapter(adapter)
         # A model's own limit, if it brings one, is not ours to explain.
         self.default_max_tokens = None if "max_tokens" in engine.input_processor.defaults.sampling else CHAT_MAX_TOKENS
         self._numbers = itertools.count()
@@ -30,7 +32,7 @@ class LocalAnswers:
     def ask(self, messages: list[dict[str, Any]], given: Mapping[str, Any], show: Callable[[str], None]) -> Answer:
         request_id = f"turn-{next(self._numbers)}"
         prompt = self.engine.input_processor.chat_prompt(messages)
-        self.engine.add_request(request_id, prompt, request_params(self.engine, given, chat=True))
+        self.engine.add_request(request_id, prompt, request_params(self.engine, given, chat=True), **self._adapter)
         num_shown, last = 0, None
         with CompileNotice(self.engine.executor_stats) as notice:
             try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # --help must not wait for grpcio
     from jaxpaged.proto import jaxpaged_pb2 as pb
 
 OPENING_RETRIES, RETRIES = 1, 4
+MOST_NAMED = 20
+"""Models of a server that a person is told."""
 SERVER_FLAGS = ("api_key_file", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "timeout")
 
 
@@ -86,8 +88,9 @@ def asking(args: argparse.Namespace) -> Iterator[tuple["Client", "pb.GetModelInf
         with Client(args.server, retries=OPENING_RETRIES, **settings) as client:
             model = client.model_info()
             name = chosen_model(args)
-            if name is not None and name not in model.names:
-                raise UsageError(f"the server has no model {name!r}. It has {', '.join(model.names)}.")
+            known = [*model.names, *(each.name for each in model.lora_adapters)]
+            if name is not None and name not in known:
+                raise UsageError(f"the server has no model {name!r}. It has {', '.join(known[:MOST_NAMED])}.")
         with Client(args.server, retries=RETRIES, **settings) as client:
             yield client, model
     except OSError as error:

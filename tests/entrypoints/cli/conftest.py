@@ -47,16 +47,18 @@ class EchoEngine:
     def __init__(self, inputs):
         self.input_processor = inputs
         self.running = []
+        self.loras = []  # the adapter of each prompt
         self.prompts = []
         self.params = []
         self.aborted = []
         self.records = []
         self.is_shut_down = False
 
-    def add_request(self, request_id, prompt, params):
+    def add_request(self, request_id, prompt, params, lora_request=None):
         text = prompt if isinstance(prompt, str) else prompt.get("prompt", prompt)
         if not text or "refuse" in str(text):
             raise RequestError(f"the prompt {text!r} is refused.")
+        self.loras.append(lora_request)
         self.prompts.append(prompt)
         self.params.append(params)
         self.running.append(Running(request_id, str(text), params))
