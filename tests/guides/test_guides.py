@@ -7,6 +7,7 @@ import pytest
 
 from jaxpaged.entrypoints.http import app
 from jaxpaged.models.known import KNOWN
+from tests.engine.fake_adapters import FakeBook
 from tests.entrypoints.http.live_server import make_service
 from tests.guides import model_tables, option_tables
 from tests.guides.guide_blocks import FOLDER, GUIDES, ROOT, blocks_of, commands_of
@@ -88,7 +89,8 @@ def rows_of(text, heading):
     ],
 )
 def test_the_guide_to_migrating_is_right_about_endpoints(here, made, there):
-    known = {endpoint.path for endpoint in made(make_service())}
+    service = make_service({"allowed_lora_dirs": ("/adapters",)}, book=FakeBook())
+    known = {endpoint.path for endpoint in made(service)}
     rows = rows_of(option_tables.GUIDE.read_text(encoding="utf-8"), "Endpoints")
     named = {path for names, what in rows if here in what for path in re.findall(r"`(/\S+)`", names)}
     assert named and (named <= known if there else not named & known), (named, known)

@@ -180,6 +180,7 @@ class PromptState:
             self.metrics,
             self.num_cached_tokens,
             self.error,
+            lora_request=self.request.lora,
             kv_transfer_params=self.kv_transfer_params,
         )
 

@@ -27,7 +27,7 @@ from jaxpaged.serving.requests import MAX_DEPTH
 MESSAGE = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 """Values that ask for nothing, and so does 0."""
-ADAPTER = "Adapters are not served: merge it into the model"
+ADAPTER = "An adapter is named as the model"
 SHAPE = "What an answer must look like says structured_outputs or response_format"
 ADVICE = {
     "lora_request": ADAPTER,

@@ -28,7 +28,7 @@ LINES = [
     "serve MODEL --served-model-name my-model my-alias --generation-config vllm",
     "serve MODEL --enable-auto-tool-choice --tool-call-parser hermes --chat-template ./tool_chat_template.jinja",
     "serve MODEL --reasoning-parser deepseek_r1 --enable-chunked-prefill --no-enable-prefix-caching",
-    """serve MODEL --max-loras 4 --lora-modules a=/x '{"name": "b", "path": "/y"}' c=/z""",
+    """serve MODEL --enable-lora --max-loras 4 --lora-modules a=/x '{"name": "b", "path": "/y"}' c=/z""",
     """serve MODEL --override-generation-config '{"temperature": 0.5}' --limit-mm-per-prompt '{"image": 0}'""",
     """serve MODEL --allowed-origins '["https://a.example", "*"]' --hf-overrides '{}' --root-path ''""",
     "serve MODEL --load-format safetensors --download-dir /models --revision main --tokenizer MODEL",
@@ -57,7 +57,6 @@ REFUSED = {
     "serve MODEL --quantization bitsandbytes": "quantization is 'bitsandbytes', but checkpoints in this format are not",
     "serve MODEL --kv-cache-dtype nvfp4": "kv_cache_dtype is 'nvfp4', but keys and values are cached in 8 bits or more",
     "serve MODEL --lora-modules a b=/y": "lora_modules has 'a'; give NAME=PATH",
-    "serve MODEL --enable-lora": "LoRA adapters are not supported yet. Merge the adapter into its model",
     "serve MODEL --max-lora-rank 20": "max_lora_rank is 20; it must be one of 1, 8, 16",
     """serve MODEL --default-mm-loras '{"image": "/x"}'""": "default_mm_loras",
     "serve MODEL --kv-offloading-backend lmcache": "Give kv_offload 'host=4G,lmcache=lm://HOST:PORT'",
@@ -92,7 +91,7 @@ def test_what_it_asks_for_and_is_not_there_is_named(line, capsys):
 
 def test_adapters_are_words_or_json():
     server, engine = options_of(
-        """serve M --lora-modules a=/x '{"name": "b", "path": "/y", "base_model_name": "c"}' """
+        """serve M --enable-lora --lora-modules a=/x '{"name": "b", "path": "/y", "base_model_name": "c"}' """
         """--lora-modules '[{"name": "d", "path": "/z"}]' --lora-target-modules q_proj k_proj"""
     )
     b, d = {"name": "b", "path": "/y", "base_model_name": "c"}, {"name": "d", "path": "/z"}
