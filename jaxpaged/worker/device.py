@@ -12,6 +12,7 @@ import jax
 from jaxpaged.messages import ProgramKey
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.worker.programs.compiled import CompiledPrograms
+from jaxpaged.worker.programs.declare import BASE_KINDS
 from jaxpaged.worker.step.adapters import AdaptedParams
 
 
@@ -60,8 +61,16 @@ class Device:
     @property
     def token_params(self) -> Any:
         """The parameters of programs of tokens: all but the tower's, and the stacks of adapters."""
-        params = self.params if self.table_CV is None else without_tower(self.params)
-        return params if self.stacks is None else with_stacks(params, self.stacks)
+        return self.base_params if self.stacks is None else with_stacks(self.base_params, self.stacks)
+
+    @property
+    def base_params(self) -> Any:
+        """The same without stacks."""
+        return self.params if self.table_CV is None else without_tower(self.params)
+
+    def params_for(self, key: ProgramKey) -> Any:
+        """The parameters of a program of tokens: steps without adapters do without the stacks."""
+        return self.base_params if key.kind in BASE_KINDS else self.token_params
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Call a program. Its numpy arguments are what the step moves to the device on purpose: a compiled program

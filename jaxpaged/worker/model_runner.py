@@ -242,7 +242,7 @@ class ModelRunner:
     def _forward(self, program: ProgramKey, packed: np.ndarray) -> Any:
         """Dispatch a forward pass; returns the hidden states of the tokens that sample."""
         device, state = self.device, self.device.state
-        arguments = device.token_params, state.kv, state.tables, state.rows, state.hidden, packed
+        arguments = device.params_for(program), state.kv, state.tables, state.rows, state.hidden, packed
         if self.encoder is not None:
             arguments = *arguments, None, state.encoded
         state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(program, *arguments)

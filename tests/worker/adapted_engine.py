@@ -33,9 +33,14 @@ OPTIONS: dict[str, Any] = {
 def adapted_executor(model: Path, max_loras: int = 3, max_lora_rank: int = 8, **options: Any) -> UniProcExecutor:
     """An executor of an engine that takes adapters; `options` are others than `OPTIONS`."""
     config = EngineConfig.from_options(model=str(model), **{**OPTIONS, **options})
-    lora = replace(config.lora, enable_lora=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
-    folder, functions, decoder, config = resolve_model(replace(config, lora=lora))
+    folder, functions, decoder, config = resolve_model(with_lora(config, max_loras, max_lora_rank))
     return UniProcExecutor(config, functions, decoder, folder)
+
+
+def with_lora(config: EngineConfig, max_loras: int, max_lora_rank: int) -> EngineConfig:
+    """The options of an engine that takes adapters."""
+    lora = replace(config.lora, enable_lora=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
+    return replace(config, lora=lora)
 
 
 class Adapters:

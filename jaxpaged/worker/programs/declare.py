@@ -118,6 +118,9 @@ LORA_KINDS = {
 }
 """In an engine with adapters, the kinds for steps without any, and with small ones alone, by those for all."""
 
+BASE_KINDS = frozenset(base for base, _ in LORA_KINDS.values())
+"""Those for steps without adapters, which take the parameters without stacks."""
+
 
 class Axis(Enum):
     """Along which sizes a kind has programs, and what its function is told of a size."""
@@ -316,6 +319,19 @@ FULL, MASKS, SCORES = Extra.FULL_SAMPLER, Extra.MASKS, Extra.PROMPT_LOGPROBS
 PICTURES, VIDEOS = Extra.PICTURES, Extra.VIDEOS
 with_layers, simple = partial(Program, options=LAYERS), partial(Program, options=None, by_rank=False)
 
+
+def lighter(
+    kind: Kind, axis: Axis, function: Callable[..., Any], signature: str, where: Callable[[EngineSpec], bool]
+) -> tuple[Program, ...]:
+    """A kind's programs for steps without adapters, and with small ones alone."""
+    base, small = LORA_KINDS[kind]
+    without_stacks = signature.replace("params", "base_params", 1)
+    return (
+        with_layers(base, axis, at_level(0, function), without_stacks, both(has_base_steps, where), ON_DEMAND),
+        with_layers(small, axis, at_level(1, function), signature, both(has_small_steps, where), ON_DEMAND),
+    )
+
+
 PROGRAMS = (
     # The device state of an engine that has computed nothing, for `Worker.new_state`.
     simple(Kind.ZEROS, Axis.STATE, zeros, "-> state", everywhere),
@@ -371,37 +387,8 @@ PROGRAMS = (
     simple(Kind.LORA_ZEROS, Axis.ONE, no_adapters, "-> lora", adapts),
     simple(Kind.LOAD_LORA, Axis.ONE, put_adapter, "*lora lora_upload lora_slot -> lora", adapts),
     # The same programs for steps without an adapter, and with none but small ones: taken by the model runner.
-    *[
-        program
-        for i, where in enumerate((has_base_steps, has_small_steps))
-        for program in (
-            with_layers(
-                LORA_KINDS[Kind.FORWARD][i],
-                Axis.TOKENS,
-                at_level(i, forward),
-                STEP,
-                both(where, sees_nothing),
-                ON_DEMAND,
-            ),
-            with_layers(
-                LORA_KINDS[Kind.FORWARD][i],
-                Axis.TOKENS,
-                at_level(i, forward),
-                SEEING_STEP,
-                both(where, sees),
-                ON_DEMAND,
-            ),
-            with_layers(
-                LORA_KINDS[Kind.DECODE][i], Axis.MULTI_STEPS, at_level(i, decode), STEPS, both(where, draws), ON_DEMAND
-            ),
-            with_layers(
-                LORA_KINDS[Kind.DECODE_FULL][i],
-                Axis.FULL_MULTI_STEPS,
-                at_level(i, decode),
-                FULL_STEPS,
-                both(where, draws),
-                ON_DEMAND,
-            ),
-        )
-    ],
+    *lighter(Kind.FORWARD, Axis.TOKENS, forward, STEP, sees_nothing),
+    *lighter(Kind.FORWARD, Axis.TOKENS, forward, SEEING_STEP, sees),
+    *lighter(Kind.DECODE, Axis.MULTI_STEPS, decode, STEPS, draws),
+    *lighter(Kind.DECODE_FULL, Axis.FULL_MULTI_STEPS, decode, FULL_STEPS, draws),
 )

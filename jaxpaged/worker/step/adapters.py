@@ -32,8 +32,6 @@ def without_adapters(params: Any) -> Any:
 
 def bound_params(adapted: AdaptedParams, spec: LoraSpec, slot_T: jax.Array, level: int) -> Any:
     """The parameters of the model, whose linear layers add what the adapters in these slots make of tokens."""
-    if level == 0:
-        return adapted.params
     slots = token_slots(slot_T, spec.max_loras)
 
     def of_node(path: Any, node: Any) -> Any:

@@ -171,7 +171,7 @@ class StepFunctions:
         """
         parts, rows = place_rows(parts, rows)
         tokens_T, positions_T = locate_tokens(layout, parts, rows)
-        if layout.has_lora:
+        if layout.has_lora and layout.lora_level:
             params = self.with_adapters(layout, params, parts)
         attention = self.attention_batches(layout, parts, tables_GRM, decodes_only)
         caches = self.kv_cache.layer_caches()[self.first_layer :]

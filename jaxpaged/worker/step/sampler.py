@@ -123,7 +123,7 @@ class Sampler:
         is_full = key.kind not in PLAIN_KINDS
         donated = state.kv, state.tables, state.rows, state.row_state if is_full else None
         state.kv, state.tables, state.rows, kept, tokens, logprobs = device.call(
-            step.program, device.token_params, device.head, *donated, step.packed, lines_SC
+            step.program, device.params_for(step.program), device.head, *donated, step.packed, lines_SC
         )
         if is_full:
             state.row_state = kept

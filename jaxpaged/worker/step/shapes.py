@@ -47,9 +47,9 @@ class Shapes:
     ):
         encoder = functions.encoder
         self.functions, self.kv, self._row_layout = functions, kv, row_state
-        self.params = params if encoder is None else without_tower(params)
+        self.params = self.base_params = params if encoder is None else without_tower(params)
         if functions.lora is not None:
-            self.params = AdaptedParams(self.params, functions.lora.shapes)
+            self.params = AdaptedParams(self.base_params, functions.lora.shapes)
         self.num_ranks = num_ranks(functions.attention.mesh)
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
