@@ -259,10 +259,12 @@ class Piece:
 
 
 def of_stage(whole: Mapping[str, Target], own: Mapping[str, Target]) -> dict[str, Target]:
-    """The targets of a stage by their paths in it; each has its own path in the whole model."""
+    """The targets of a stage by their paths in it; each has its own path in the whole model. A stage without the head
+    looks as if its table were the head, too."""
     of_parameter = lambda target: (target.spec.hf_name, target.spec.part, target.is_tied)
     paths = {of_parameter(target): target.path for target in whole.values()}
-    return {path: replace(target, path=paths[of_parameter(target)]) for path, target in own.items()}
+    there = {path: target for path, target in own.items() if of_parameter(target) in paths}
+    return {path: replace(target, path=paths[of_parameter(target)]) for path, target in there.items()}
 
 
 def lora_spec(
