@@ -20,3 +20,8 @@ class PluginConfig:
         "jaxpaged.stat_logger_plugins); an empty text means none",
         several=True,
     )
+    worker_extension_cls: str | None = option(
+        None,
+        "class whose methods collective_rpc calls in every process that computes, as 'module:Class'",
+        aliases={"": None},
+    )

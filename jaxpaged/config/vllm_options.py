@@ -104,6 +104,7 @@ def device_kind() -> str:
 
 
 OWN_WORKERS = "workers are the engine's own"
+SEE_PLUGINS = "a file says what it adds by a jaxpaged.Plugin (guides/extending.md)"
 SEE_PARALLEL = "See tensor_parallel_size, distributed_executor_backend and nnodes."
 NO_MEDIA = "models take text only"
 NO_CODE = "code from a model's repository is never run"
@@ -225,7 +226,6 @@ DEVICES = (
     absent("prefill_context_parallel_size", 1, why="the tokens of a prompt are not split over devices",
            do="Give tensor_parallel_size."),
     absent("worker_cls", "auto", why=OWN_WORKERS, do=SEE_PARALLEL),
-    absent("worker_extension_cls", "", why=OWN_WORKERS, do=SEE_PARALLEL),
     absent("worker_use_ray", False, why=OWN_WORKERS, do="Give distributed_executor_backend 'ray'."),
     pointless("max_parallel_loading_workers", None, int),
     absent("ray_workers_use_nsight", False, why=OWN_WORKERS, do=RECORD),
@@ -352,7 +352,7 @@ OUTPUTS = (
     absent("guided_decoding_disable_additional_properties", False, why="objects are as their schema says",
            do="Write \"additionalProperties\": false into it."),
     absent("reasoning_parser", None, "", why=OF_SERVER),
-    absent("reasoning_parser_plugin", None, "", why=NO_CODE),
+    absent("reasoning_parser_plugin", None, "", why=SEE_PLUGINS, do="Give the file as plugin."),
     absent("reasoning_config", {}, why="how thinking is marked is an option of `jaxpaged serve`",
            do="Give reasoning_parser there."),
     absent("tokens_only", False, why="there is no such server"),

@@ -5,7 +5,9 @@ and `AsyncEngineControl` for `AsyncLLM` and the servers' engines, whose results 
 is not known here.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from jaxpaged.engine import core_calls
@@ -120,6 +122,15 @@ class EngineControl(Protocol):
             raise UsageError(f"timeout is {timeout!r}, but the worker answers in the caller's thread. Leave it out.")
         return self.call(core_calls.CollectiveRpc(method, args, kwargs or {}))
 
+    def call_extension(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[Any]:
+        """Call a method that the worker extension declares (option `worker_extension_cls`); plain data of each worker.
+
+        Raises UsageError for a name that it does not declare.
+        """
+        return self.call(core_calls.CallExtension(method, list(args), dict(kwargs)))
+
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the model's parameters, a tree of dataclasses with arrays of JAX; a list of one result.
 
@@ -210,3 +221,30 @@ class AsyncEngineControl(Protocol):
     async def wait_for_programs(self) -> None:
         """Wait until every program is compiled: for tests and benchmarks; serving does not need it."""
         await self.call(core_calls.WaitForPrograms())
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method that the worker extension declares (option `worker_extension_cls`), in every process that
+        computes; a result of each. Arguments and results are plain data: nothing is pickled.
+
+        Raises UsageError for a function, and for what the extension does not declare; TimeoutError after `timeout`
+        seconds, though the workers go on.
+        """
+        if not isinstance(method, str):
+            raise UsageError(
+                f"collective_rpc was given {method!r}, but a function does not go to another process. Put a method "
+                "into a class, and name that as worker_extension_cls."
+            )
+        async with asyncio.timeout(timeout):
+            return await self.call_extension(method, args, kwargs or {})
+
+    async def call_extension(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[Any]:
+        """Call what the worker extension declares; see `EngineControl.call_extension`."""
+        return await self.call(core_calls.CallExtension(method, list(args), dict(kwargs)))

@@ -473,23 +473,24 @@ class EngineCore(EngineCoreClient):
         self.executor.workers.stop_profile()
 
     def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
-        """Call a method of every worker, or a function with it; a result of each. Raises UsageError for an unknown
-        name."""
+        """Call a method of every worker, or a function with it; a result of each. Raises UsageError for no method."""
         try:
             return self.executor.collective_rpc(method, args, kwargs)
         finally:
             self.note_weight_update()
 
+    def call_extension(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Call what a worker extension declares in every worker; plain data of each. Raises UsageError."""
+        return self.collective_rpc("call_extension", (method, args, kwargs), {})
+
     def keep_lease(self, params: Mapping[str, Any], is_needed: bool) -> None:
-        """A request may come with these `kv_transfer_params`; not `is_needed`: it will not come after all. Raises
-        RequestError for params that cannot be."""
+        """A request may come with these `kv_transfer_params`, or will not if not `is_needed`. Raises RequestError."""
         source_of(transfer_params({PARAMS: params}))
         if self.transfers is not None:
             self.transfers.connector.expect_request(params, is_needed)
 
     def save_prefix(self, path: str, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
-        """Write what the prefix cache has of these tokens, all that fill blocks and pages, to a file. Raises
-        UsageError."""
+        """Write what the prefix cache has of these tokens, as far as they fill blocks, to a file. Raises UsageError."""
         if self.transfers is None or self._kv_transfer is None:
             raise UsageError(NO_FILES)
         self._exchange_kv()  # what has come is written

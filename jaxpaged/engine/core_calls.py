@@ -244,9 +244,20 @@ class RestoreLoras(CoreCall[None]):
     infos: Sequence[LoRAInfo]
 
 
+class CallExtension(CoreCall[list[Any]]):
+    """See `EngineCore.call_extension`; of several cores, the results of one after the other."""
+
+    method: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def merged(self, results: Sequence[list[Any]]) -> list[Any]:
+        return [each for result in results for each in result]
+
+
 class CollectiveRpc(CoreCall[list[Any]]):
     """Call a method of every worker, or a function with it; a result of each. It holds a function, so it is not sent
-    to another process. UsageError for an unknown name."""
+    to another process: see `CallExtension`. UsageError for an unknown name."""
 
     method: str | Callable[..., Any]
     args: Sequence[Any] = ()
@@ -263,6 +274,7 @@ CALLS: dict[str, type[CoreCall[Any]]] = {
     for call in (
         AddLora,
         BlockMap,
+        CallExtension,
         ExecutorStats,
         IsSleeping,
         KeepLease,

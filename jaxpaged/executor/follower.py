@@ -154,12 +154,12 @@ class Follower:
         while self._pending:
             self._pending.popleft().result()
         try:
-            getattr(self._executor.worker, ask.method)(*ask.arguments)
+            result = getattr(self._executor.worker, ask.method)(*ask.arguments)
         except Exception as error:
             if not isinstance(error, JaxpagedError):
                 logger.exception("%s failed", ask.method)
             return Reply(self._post.rank, ask.call_id, (type(error).__name__, str(error)))
-        return Reply(self._post.rank, ask.call_id)
+        return Reply(self._post.rank, ask.call_id, result=result if ask.returns else None)
 
 
 def leave_late(post: Post, error: EngineError) -> None:

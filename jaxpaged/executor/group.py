@@ -151,19 +151,21 @@ class Group:
         self.check()
         self._send(self.ranks, command)
 
-    def ask(self, method: str, arguments: Iterable[Any], own: Callable[[], None]) -> None:
-        """Call a method of every worker; `own` is that of this process. Raises what one of them raised."""
+    def ask[R](self, method: str, arguments: Iterable[Any], own: Callable[[], R], *, returns: bool = False) -> list[R]:
+        """Call a method of every worker; `own` is that of this process. The results, by rank, if others are to say
+        theirs (`returns`). Raises what one of them raised."""
         self._num_calls += 1
         call_id = self._num_calls
-        self.tell(Ask(call_id, method, list(arguments)))
+        self.tell(Ask(call_id, method, list(arguments), returns))
         try:
-            own()
+            result = own()
         finally:
             self._wait_for_all(f"end {method}", lambda rank: (rank, call_id) in self._replies)
             replies = [self._replies.pop((rank, call_id)) for rank in self.ranks]
         for reply in replies:
             if reply.error is not None:
                 raise error_named(*reply.error)
+        return [result, *(reply.result for reply in replies)] if returns else [result]
 
     def is_ready(self, key: ProgramKey) -> bool:
         """Whether the others have a program."""

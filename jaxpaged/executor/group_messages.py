@@ -44,11 +44,12 @@ class Want(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ask(msgspec.Struct, tag=True, array_like=True):
-    """Call a method of the worker."""
+    """Call a method of the worker. `returns`: tell what it returned, which is plain data."""
 
     call_id: int
     method: str
     arguments: list[Any]
+    returns: bool = False
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -96,6 +97,7 @@ class Reply(msgspec.Struct, tag=True, array_like=True):
     rank: int
     call_id: int
     error: tuple[str, str] | None = None
+    result: Any = None
 
 
 class Broken(msgspec.Struct, tag=True, array_like=True):

@@ -155,8 +155,14 @@ class MultiProcExecutor:
         self._group.check()
 
     def collective_rpc(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list:
-        """Raises UsageError: whoever could ask is in another process, and so are most workers."""
-        raise UsageError("what several processes compute with cannot be called. Let one process compute.")
+        """Call a method of the worker extension in every process; their results, by rank. Raises UsageError for
+        anything else: functions do not go to other processes."""
+        if method != "call_extension":
+            raise UsageError(
+                "several processes compute, and functions do not go from one to another. Call a method that a class "
+                "declares: worker_extension_cls."
+            )
+        return self._group.ask(method, args, lambda: self._own.collective_rpc(method, args, kwargs)[0], returns=True)
 
     def shutdown(self) -> None:
         self._group.close()

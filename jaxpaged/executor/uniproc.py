@@ -19,6 +19,7 @@ from jaxpaged.messages import Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Model
 from jaxpaged.multimodal.embeds_folder import EmbedsFolder
+from jaxpaged.worker.extension import worker_class
 from jaxpaged.worker.programs.choose import ProgramChoice, Readiness, sizes_of
 from jaxpaged.worker.weights import WeightsSeen
 from jaxpaged.worker.worker import Worker
@@ -55,7 +56,8 @@ class UniProcExecutor:
     ):
         """What several processes agree on: `settle_blocks`, how many KV blocks there are if so many fit here;
         `readiness`, which programs are ready, from what is ready here."""
-        self.worker = Worker(config, model, decoder, folder, progress, settle_blocks)
+        make_worker = worker_class(config.plugins.worker_extension_cls)
+        self.worker = make_worker(config, model, decoder, folder, progress, settle_blocks)
         self.kv_cache_config = self.worker.kv_cache_config
         encoder = self.worker.engine_spec.encoder
         self.encoder_cache_config: EncoderCacheConfig | None = encoder and encoder.cache

@@ -3,7 +3,7 @@
 The counterpart of `jaxpaged.config.vllm_options`, which has those of the engine and the rule.
 """
 
-from jaxpaged.config.vllm_options import NO_CODE, NUMBER, ForeignOption, absent, pointless, renamed
+from jaxpaged.config.vllm_options import NUMBER, SEE_PLUGINS, ForeignOption, absent, pointless, renamed
 
 ONE_PROCESS = "one process serves"
 BEHIND_PROXY = "Start several servers behind a proxy (`jaxpaged proxy`, nginx), or give data_parallel_size."
@@ -28,7 +28,7 @@ FOREIGN_SERVER_OPTIONS: dict[str, ForeignOption] = {
         absent("grpc", False, why="gRPC has a port of its own, beside HTTP", do="Give grpc_port, and no_http with it."),
         # ---- code
         absent("middleware", [], why="the server runs no code that an option names", do="Put a proxy before it."),
-        absent("tool_parser_plugin", "", why=NO_CODE, do="Give tool_call_parser the name of one that is built in."),
+        absent("tool_parser_plugin", "", why=SEE_PLUGINS, do="Give the file as plugin."),
         absent("tool_server", None, why="the server calls no tools", do="Let the client call them."),
         # ---- chats
         absent("chat_template_content_format", "auto", "string", why="a template gets contents as text"),

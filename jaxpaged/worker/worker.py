@@ -7,7 +7,7 @@ the weights load; the engine is ready when the weights are, and a step waits for
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +307,10 @@ class Worker:
         self.device.state = self.new_state()
         if self.balancer is not None:
             self.balancer.forget()  # counts are zero again
+
+    def call_extension(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """See `extension.py`. Raises UsageError: there is none."""
+        raise UsageError(f"there is no worker extension to call {method!r} of. Give one as worker_extension_cls.")
 
     def recover(self) -> None:
         """After a failed step: forget every request and every block, keep weights and programs.

@@ -11,6 +11,7 @@ from jaxpaged.engine.core import EngineCore
 from jaxpaged.engine.core_calls import (
     CALLS,
     AddLora,
+    CallExtension,
     CollectiveRpc,
     KeepLease,
     LoadPrefix,
@@ -31,6 +32,7 @@ from jaxpaged.messages import LoRAInfo, LoRARequest
 KEEP = KeepLease({"do_remote_prefill": True, "remote_port": 1}, is_needed=False)
 ABOUT_SOMETHING = {
     AddLora: AddLora(LoRARequest("a", 3, "/adapters/a", "base", load_inplace=True)),
+    CallExtension: CallExtension("norm", [1, "a"], {"b": [2.5]}),
     PinLora: PinLora(3),
     RemoveLora: RemoveLora(3),
     RestoreLoras: RestoreLoras([LoRAInfo("a", 3, "/adapters/a", "of a", rank=8)]),

@@ -52,6 +52,16 @@ def test_a_question_is_answered_by_all_before_it_is_over(members):
     assert calls == ["own"]
 
 
+def test_a_question_may_ask_for_results(members):
+    members.arrive()
+    asked = in_thread(lambda: members.group.ask("call_extension", ["norm", [], {}], lambda: 1.5, returns=True))
+    for post in members.posts:
+        question = hear(post)
+        assert question.returns
+        post.say(Reply(post.rank, question.call_id, result={"rank": post.rank}))
+    assert asked() == [1.5, {"rank": 1}, {"rank": 2}]
+
+
 def test_what_a_question_raises_elsewhere_is_raised_here(members):
     members.arrive()
     asked = in_thread(members.group.ask, "wake_up", ["weights"], lambda: None)

@@ -14,7 +14,7 @@ from jaxpaged import LLM, AsyncLLM, SamplingParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.engine.build import facts_of, read_wanted, with_plugins_named
-from jaxpaged.errors import CheckpointError, ConfigError
+from jaxpaged.errors import CheckpointError, ConfigError, UsageError
 from jaxpaged.models.registry import MODELS
 from jaxpaged.tools.planning.plan_engine import plan_engine
 from jaxpaged.worker.engine_spec import EngineSpec
@@ -102,6 +102,13 @@ def answers_here(options):
     return outputs, llm.llm_engine.executor_stats()
 
 
+class Extension:
+    """Of the worker."""
+
+    def layers_and(self, number):
+        return self.engine_spec.decoder.num_layers, number
+
+
 def answers_of_a_process(options):
     """Those of an engine core in a process of its own."""
 
@@ -110,8 +117,14 @@ def answers_of_a_process(options):
             return [each async for each in engine.generate({"prompt_token_ids": prompt}, GREEDY, str(number))][-1]
 
         outputs = await asyncio.gather(*(answer(*each) for each in enumerate(PROMPTS)))
+        assert await engine.collective_rpc("layers_and", args=[3]) == [[2, 3]]
+        with pytest.raises(UsageError, match="declares no 'sleep'"):
+            await engine.collective_rpc("sleep")
+        with pytest.raises(UsageError, match="a function does not go to another process"):
+            await engine.collective_rpc(lambda worker: 1)
         return outputs, await engine.executor_stats()
 
+    options = {**options, "worker_extension_cls": f"{__name__}:Extension"}
     engine = AsyncLLM.from_config(EngineConfig.from_options(**options))
     try:
         return asyncio.run(run(engine))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from jaxpaged import __version__
 from jaxpaged.engine.observability.log_setup import set_up_logging
 from jaxpaged.entrypoints.argument_parser import Parser
-from jaxpaged.entrypoints.cli import chat, convert, generate, kv, merge, models, proxy, serve
+from jaxpaged.entrypoints.cli import chat, convert, generate, kv, merge, models, plugins, proxy, serve
 from jaxpaged.entrypoints.cli import compile as compile_command
 from jaxpaged.entrypoints.terminal import complain
 from jaxpaged.errors import JaxpagedError, UsageError
@@ -29,6 +29,7 @@ OWN_COMMANDS = {
     "merge": merge,
     "kv": kv,
     "models": models,
+    "plugins": plugins,
 }
 """Those that need no tools."""
 FIRST_COMMANDS = ("generate", "chat", "serve", "models", "bench")
@@ -97,7 +98,7 @@ def all_commands() -> Sequence[Any]:
     from jaxpaged.tools.planning import command as plan
 
     tools = (bench, compile_command, plan, convert, merge, calibrate, buckets)
-    return (generate, chat, serve, proxy, *tools, kv, models, collect_env)
+    return (generate, chat, serve, proxy, *tools, kv, models, plugins, collect_env)
 
 
 def overview(commands: Mapping[str, str]) -> str:
