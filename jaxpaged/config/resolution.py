@@ -167,27 +167,28 @@ def with_whole_prompts(given: SchedulerConfig, facts: ModelFacts) -> SchedulerCo
 
 
 def for_encoder(
-    given: CacheConfig, cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, facts: ModelFacts
+    cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, facts: ModelFacts, takes_adapters: bool
 ) -> CacheConfig:
-    """What follows from an encoder, of which `given` says what was asked for: nothing is read from the cache in a later
-    step, so it has room for two steps, of which one is scheduled while the other runs, and no more.
+    """What follows from an encoder: nothing is read from the cache in a later step, so it has room for two steps, of
+    which one is scheduled while the other runs, and no more.
 
     Raises ConfigError for options that it cannot honour.
     """
     if not facts.num_encoder_caches:
         return cache
-    if parallel.decode_context_parallel_size > 1:
-        raise ConfigError(
-            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, but the model is an encoder, "
-            "whose tokens see those behind them and need whole contexts. Leave it out."
-        )
-    if CACHE_TYPES[settled(cache.kv_cache_dtype)].is_scaled:
-        raise ConfigError(
-            f"kv_cache_dtype is {given.kv_cache_dtype!r}, but the model is an encoder, which keeps no keys and values. "
-            "Leave it out."
-        )
-    num_blocks = given.num_gpu_blocks_override
-    if num_blocks is None and given.kv_cache_memory_bytes is None:
+    given = {
+        f"decode_context_parallel_size is {parallel.decode_context_parallel_size}, and tokens that see those behind "
+        "them need whole contexts": parallel.decode_context_parallel_size > 1,
+        f"kv_cache_dtype is {cache.kv_cache_dtype!r}, and no keys and values are kept": CACHE_TYPES[
+            settled(cache.kv_cache_dtype)
+        ].is_scaled,
+        "enable_lora is True, and its layers take no adapters": takes_adapters,
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"the model is an encoder, but {what}. Leave it out.")
+    num_blocks = cache.num_gpu_blocks_override
+    if num_blocks is None and cache.kv_cache_memory_bytes is None:
         tokens, rows = settled(scheduler.max_num_batched_tokens), settled(scheduler.max_num_seqs)
         num_blocks = 2 * facts.num_encoder_caches * (-(-tokens // settled(cache.block_size)) + rows) + 1
     return dataclasses.replace(cache, enable_prefix_caching=False, num_gpu_blocks_override=num_blocks)

@@ -39,6 +39,7 @@ IGNORED = (
     "output_past",
     "directionality",
     "position_embedding_type",
+    *(f"pooler_{part}" for part in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")),
 )
 """Fields of config.json that change nothing here; positions that are not absolute have tensors of their own."""
 

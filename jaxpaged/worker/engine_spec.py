@@ -481,7 +481,7 @@ def engine_specs(
     """One for each stage; of an engine without stages one for all layers. Raises ConfigError."""
     if len(meshes) > 1 and not decoder.splits_into_stages:
         raise ConfigError(
-            f"pipeline_parallel_size is {len(meshes)}, but layers of {decoder.architecture} read what earlier ones "
+            f"pipeline_parallel_size is {len(meshes)}, but layers of {decoder.architecture} read or write what others "
             "have cached, so they cannot be cut into stages. Leave the option out."
         )
     stages = deal_layers(decoder.num_layers, len(meshes)) if len(meshes) > 1 else (None,)

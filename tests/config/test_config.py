@@ -207,6 +207,35 @@ def test_options_that_contradict_each_other_are_refused_with_both_values(options
     assert said in conflict(**options)
 
 
+ENCODER = dataclasses.replace(FACTS, task="embed", num_encoder_caches=2, text_len=512, pooler={"pooling_type": "CLS"})
+
+
+def test_prompts_of_an_encoder_take_one_step_each_and_nothing_is_kept():
+    config = resolved(facts=ENCODER, max_num_seqs=8)
+    assert (config.model.runner, config.max_model_len) == ("pooling", 512)
+    assert not (config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching)
+    assert config.cache.num_gpu_blocks_override == 2 * 2 * (512 // 32 + 8) + 1
+    long = resolved(facts=ENCODER, max_model_len=2048)
+    assert long.scheduler.max_num_batched_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"runner": "generate"}, "the checkpoint is made to embed: it has no table of logits. Use runner='pooling'"),
+        ({"max_num_batched_tokens": 64}, "Raise it, or lower the second."),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8_e4m3', and no keys and values are kept"),
+        ({"deterministic": True}, "deterministic was asked for, but encoders"),
+        ({"kv_offload": "host=1G"}, "runner is 'pooling'"),
+    ],
+)
+def test_an_encoder_refuses_what_it_cannot_honour(options, said):
+    with pytest.raises(ConfigError) as error:
+        resolved(facts=ENCODER, **options)
+    assert said in str(error.value)
+
+
 def test_a_divisor_is_suggested_for_the_number_of_devices():
     assert "Choose one of [1, 2, 4, 8]." in conflict(tensor_parallel_size=5)
 

@@ -4,12 +4,15 @@ The goldens are those of `scripts/update_golden.py encoders`. Nothing may be com
 """
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxpaged import LLM, PoolingParams
-from tests.models.encoder_checkpoints import PAIRS, TEXTS, write
+from jaxpaged.errors import RequestError
+from jaxpaged.serving.pooling import PoolRequest, read_inputs
+from tests.models.encoder_checkpoints import CHECKPOINTS, PAIRS, TEXTS, tokens_of, write
 from tests.models.paged import GOLDEN
 
 OPTIONS = {"max_num_seqs": 4, "token_buckets": (64,), "block_size": 8}
@@ -50,5 +53,18 @@ def test_a_reranker_reads_pairs_as_transformers_does(name, tmp_path):
     golden = golden_of(name, "logits")[:, 0]
     with LLM(str(write(name, tmp_path)), **OPTIONS) as llm:
         outputs = llm.score(PAIRS[0][0], [second for _, second in PAIRS], use_tqdm=False)
+        served = SimpleNamespace(engine=SimpleNamespace(input_processor=llm.llm_engine.input_processor))
+        prompts = [prompt.for_engine() for prompt in read_inputs(served, PAIRS, PoolRequest(field="documents"))]
+        np.testing.assert_allclose(encode(llm, prompts)[:, 0], golden, rtol=2e-4, atol=2e-4)
+        with pytest.raises(RequestError, match="67 tokens"):
+            llm.classify(" ".join(["w5"] * 65), use_tqdm=False)
     scores = [output.outputs.score for output in outputs]
     np.testing.assert_allclose(scores, 1 / (1 + np.exp(-golden)), rtol=1e-3)
+    assert outputs[1].prompt_token_ids == tokens_of(CHECKPOINTS[name], *PAIRS[1])[0]
+
+
+def test_int8_weights_change_the_result_by_their_rounding_only(tmp_path):
+    golden = golden_of("xlm_roberta_score", "logits")
+    with LLM(str(write("xlm_roberta_score", tmp_path)), quantization="int8", **OPTIONS) as llm:
+        found = encode(llm, [{"prompt_token_ids": tokens_of(CHECKPOINTS["xlm_roberta_score"], *p)[0]} for p in PAIRS])
+    assert 0 < np.abs(found - golden).max() < 0.1 * np.abs(golden).max()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.engine.pooling.pooler import Pooler, load_pooler, load_pooler_defaults
+from jaxpaged.engine.pooling.pooler import Pooler, gives_types, load_pooler, load_pooler_defaults, load_text_length
 from jaxpaged.errors import CheckpointError, RequestError
 from jaxpaged.pooling import PoolingParams
 
@@ -128,6 +128,36 @@ def test_texts_that_would_have_to_be_lowered_are_refused(tmp_path):
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": true}')
     with pytest.raises(CheckpointError, match="do_lower_case"):
         load_pooler_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [{"type": "BertNormalizer", "lowercase": True}, {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}],
+)
+def test_texts_that_the_tokenizer_lowers_are_taken(normalizer, tmp_path):
+    write_modules(tmp_path, ["Transformer", "Pooling"], pooling_mode_mean_tokens=True)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 64, "do_lower_case": true}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": normalizer}))
+    assert load_pooler_defaults(tmp_path)["pooling_type"] == "MEAN"
+    assert (load_text_length(tmp_path, 512), load_text_length(tmp_path, 32)) == (64, 32)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": {"type": "BertNormalizer", "lowercase": False}}))
+    with pytest.raises(CheckpointError, match="the tokenizer does not do so"):
+        load_pooler_defaults(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "gives"),
+    [
+        ({}, True),
+        ({"tokenizer_class": "BertTokenizer"}, True),
+        ({"tokenizer_class": "XLMRobertaTokenizerFast"}, False),
+        ({"tokenizer_class": "RobertaTokenizer"}, False),
+        ({"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}, False),
+        ({"tokenizer_class": "XLMRobertaTokenizer", "model_input_names": ["input_ids", "token_type_ids"]}, True),
+    ],
+)
+def test_a_tokenizer_says_whether_it_tells_the_texts_of_a_pair_apart(config, gives):
+    assert gives_types(config) == gives
 
 
 def write_modules(folder, kinds, **modes):

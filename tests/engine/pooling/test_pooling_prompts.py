@@ -4,7 +4,8 @@ import pytest
 from tokenizers import processors
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, lengths_within, text_ids
+from jaxpaged.engine.pooling.pooler import Pooler
+from jaxpaged.engine.pooling.prompts import check_keep, cut_ids, lengths_within, pair_prompt, text_ids, with_types
 from jaxpaged.errors import RequestError
 from tests.engine.small_tokenizer import CONFIG, make_backend
 
@@ -35,6 +36,34 @@ def test_a_pair_is_joined_as_the_tokenizer_says_and_the_longer_is_cut_first(toke
     first, second = (tokenizer.encode(text, False) for text in ("the cat", "the dog sat on the log"))
     assert text_ids(tokenizer, ["the cat", "the dog sat on the log"], None) == [1, *first, 4, *second, 2]
     assert text_ids(tokenizer, ["the cat", "the dog sat on the log"], 7) == [1, *first, 4, *second[:2], 2]
+
+
+TOLD, UNTOLD = (Pooler("classify", 1, "sigmoid", labels=("fits",), type_stride=stride) for stride in (500, 0))
+
+
+def test_a_model_that_is_told_of_a_second_text_finds_its_ids_moved_up(tokenizer):
+    ids, types = [1, 7, 2, 8, 2], [0, 0, 0, 1, 1]
+    moved = with_types(ids, types, 5, TOLD)
+    assert moved == [1, 7, 2, 508, 502] and TOLD.token_ids(moved) == ids
+    assert with_types(ids[:4], types, 5, TOLD) == moved[:4]  # a prompt that was cut
+    assert pair_prompt(tokenizer, UNTOLD, ("the cat", "the dog"), None)["token_type_ids"] is None
+    assert UNTOLD.token_ids(ids) is ids
+
+
+@pytest.mark.parametrize(
+    ("types", "pooler", "message"),
+    [
+        ([0, 1], UNTOLD, "is told of no second text"),
+        ([0, 1], None, "is told of no second text"),
+        ([0], TOLD, "one for each of the 2 prompt_token_ids"),
+        ([0, 2], TOLD, "a list of 0 and 1"),
+        ([0, True], TOLD, "a list of 0 and 1"),
+        ("01", TOLD, "a list of 0 and 1"),
+    ],
+)
+def test_other_types_of_tokens_are_refused(types, pooler, message):
+    with pytest.raises(RequestError, match=message):
+        with_types([5, 6], types, 2, pooler)
 
 
 def test_a_text_without_tokens_is_refused(tokenizer):
