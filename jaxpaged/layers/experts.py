@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.linear import Linear, apply_linear, lora_parts
+from jaxpaged.layers.lora import TokenSlots, on_one_device, own_ranks
 from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import QuantizedArray, Stored, StoredArray
@@ -121,6 +122,7 @@ def mixture_of_experts(
     def on_device(
         x_TD: jax.Array, p: Experts, num_tokens: jax.Array, judged_TD: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
+        p = on_one_device(p)
         expert_TJ, weight_TJ = route(x_TD if judged_TD is None else judged_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
         routed = x_TD, expert_TJ, weight_TJ, real_T1
@@ -217,6 +219,8 @@ def routed_sum(
     place_P = place_TJ.reshape(-1)
     order_P, rank_P = sort_by_group(place_P, num_here, backend=choose_sort("auto", platform))
     down_proj = on_first_device(p.down_proj)
+    bound = [each.lora for each in (p.gate_proj, p.up_proj, p.down_proj) if each.lora is not None]
+    own_TS = slots_of_all_ranks(bound[0].slots.own_TS, len(x_TD)) if bound else None
 
     def of_pairs(pair_C: jax.Array, place_C: jax.Array) -> jax.Array:
         """[C, D] float32 of pairs that are sorted by place."""
@@ -225,6 +229,8 @@ def routed_sum(
         x_CD = x_TD[pair_C // num_experts_per_token]
         if weighs_inputs:
             x_CD = (x_CD * weight_TJ.reshape(-1)[pair_C][:, None]).astype(x_TD.dtype)
+        if own_TS is not None:
+            product = partial(product, own_CS=own_TS[pair_C // num_experts_per_token])
         gate_CQ, up_CQ = (product(x_CD, each) for each in (p.gate_proj, p.up_proj))
         return product(gated(gate_CQ, up_CQ, activation).astype(x_TD.dtype), down_proj)
 
@@ -275,10 +281,22 @@ def on_first_device(p: Linear) -> Linear:
     return p.replace(bias=jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, p.bias, 0))
 
 
-def group_product(x_CD: jax.Array, p: Linear, place_C: jax.Array, sizes_e: jax.Array, platform: str) -> jax.Array:
+def slots_of_all_ranks(own_TS: jax.Array, num_tokens: int) -> jax.Array:
+    """The slots of so many tokens: those of this attention rank, or of all."""
+    return own_TS if len(own_TS) == num_tokens else of_all_ranks(own_TS)
+
+
+def group_product(
+    x_CD: jax.Array,
+    p: Linear,
+    place_C: jax.Array,
+    sizes_e: jax.Array,
+    platform: str,
+    own_CS: jax.Array | None = None,
+) -> jax.Array:
     """Each pair times the weight of its expert, rounded to the type of x, and its bias, if there is one, in float32.
 
-    Pairs are sorted by place; those without one, place e, get neither.
+    Pairs are sorted by place; those without one, place e, get neither. `own_CS`: which slots of adapters pairs have.
     """
     weights = ExpertWeights(p.weight)
     if isinstance(p.weight, QuantizedArray):
@@ -287,7 +305,23 @@ def group_product(x_CD: jax.Array, p: Linear, place_C: jax.Array, sizes_e: jax.A
         weights = ExpertWeights(p.weight.values, p.weight.scales)
     backend = choose_backend("auto", platform, x_CD, weights)
     y = grouped_matmul(x_CD, weights, sizes_e, backend=backend).astype(jnp.float32)
+    if own_CS is not None and p.lora is not None:
+        y += adapters_of_pairs(x_CD, p, sizes_e, platform, own_CS)
     return y if p.bias is None else y + p.bias.at[place_C].get(mode="fill", fill_value=0)
+
+
+def adapters_of_pairs(x_CD: jax.Array, p: Linear, sizes_e: jax.Array, platform: str, own_CS: jax.Array) -> jax.Array:
+    """Float32 [C, outputs]: what the adapter of each pair's token adds to its expert."""
+    assert p.lora is not None, "it has stacks"
+    product, added = partial(grouped_matmul, group_sizes_E=sizes_e), jnp.zeros((), jnp.float32)
+    for part in p.lora.stacks.parts:
+        a_eKD = ExpertWeights(part.a.reshape(len(part.a), -1, x_CD.shape[1]))
+        b_eFK = ExpertWeights(part.b.reshape(*part.b.shape[:2], -1))
+        x = x_CD.astype(part.a.dtype)
+        u_CK = product(x, a_eKD, backend=choose_backend("auto", platform, x, a_eKD))
+        u_CK = own_ranks(u_CK.astype(jnp.float32), TokenSlots(own_CS), part.b.dtype)
+        added += product(u_CK, b_eFK, backend=choose_backend("auto", platform, u_CK, b_eFK)).astype(jnp.float32)
+    return added
 
 
 def gate_of_shared(x_TD: jax.Array, gate_D: jax.Array) -> jax.Array:
@@ -305,11 +339,21 @@ def partitions(p: Experts) -> Any:
     )
     outputs, inputs = PartitionSpec(EXPERT_AXIS, TENSOR_AXIS), PartitionSpec(EXPERT_AXIS, None, TENSOR_AXIS)
     return whole.replace(
-        gate_proj=split(p.gate_proj, outputs),
-        up_proj=split(p.up_proj, outputs),
-        down_proj=split(p.down_proj, inputs),
+        gate_proj=with_expert_stacks(split(p.gate_proj, outputs), None, TENSOR_AXIS),
+        up_proj=with_expert_stacks(split(p.up_proj, outputs), None, TENSOR_AXIS),
+        down_proj=with_expert_stacks(split(p.down_proj, inputs), TENSOR_AXIS, None),
         shared=shared,
     )
+
+
+def with_expert_stacks(parts: Linear, inputs: str | None, outputs: str | None) -> Linear:
+    """How the arrays of experts lie, with their stacks: those of whole experts where these are."""
+    if (lora := parts.lora) is None:
+        return parts
+    a, b = PartitionSpec(EXPERT_AXIS, None, None, inputs), PartitionSpec(EXPERT_AXIS, outputs)
+    stacks = lora.stacks.replace(parts=tuple(part.replace(a=a, b=b) for part in lora.stacks.parts))
+    slots = lora.slots.replace(own_TS=PartitionSpec())
+    return parts.replace(lora=lora.replace(stacks=stacks, slots=slots))
 
 
 def expert_weights(params: Any) -> list[Any]:
@@ -340,6 +384,8 @@ def split(p: Linear, axes: PartitionSpec) -> Any:
     """How its arrays lie where its weight lies like `axes`: scales and biases have no input axis, the last one; scales
     of groups of inputs have it before that of outputs."""
     parts = jax.tree.map(lambda x: PartitionSpec(*axes[: x.ndim]), p)
+    if p.lora is not None and p.lora.split is not None:
+        parts = parts.replace(lora=lora_parts(p.lora, p.lora.split))
     if not isinstance(p.weight, StoredArray):
         return parts
     *experts, outputs, inputs = (*axes, *[None] * (p.weight.values.ndim - len(axes)))

@@ -32,11 +32,20 @@ class LoraStack:
 
 
 @struct.dataclass
+class ExpertStack:
+    """The same of the experts of a block, e: `a` is [e, S, r, inputs...] and `b` [e, outputs..., S, r], as
+    `grouped_matmul` takes both."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+@struct.dataclass
 class LoraStacks:
     """What the slots add to one linear layer. `growth` [S, outputs...], float32: by how much more than itself W x is
     counted (DoRA); zero for others, and None where no adapter of a step has one."""
 
-    parts: tuple[LoraStack, ...]
+    parts: tuple[LoraStack | ExpertStack, ...]
     growth: jax.Array | None = None
 
 
@@ -61,6 +70,12 @@ def token_slots(slot_T: jax.Array, num_slots: int) -> TokenSlots:
     """Of int32 [T] with 0 for no adapter, and numbers from 1 on."""
     own_TS = slot_T[:, None] == jnp.arange(1, num_slots + 1)
     return TokenSlots(jax.lax.optimization_barrier(own_TS.astype(jnp.float32)))
+
+
+def on_one_device(p: Any) -> Any:
+    """Parameters within a function of one device, which has its part of all stacks."""
+    is_bound = lambda node: isinstance(node, BoundLora)
+    return jax.tree.map(lambda node: node.replace(split=None) if is_bound(node) else node, p, is_leaf=is_bound)
 
 
 def own_ranks(u_TK: jax.Array, slots: TokenSlots, dtype: Any) -> jax.Array:

@@ -90,6 +90,7 @@ class AdapterSlots:
         """Read an adapter into host memory, in place of one of this number. May run beside steps."""
         adapter, last = self._read(request), self._specs[-1]
         check_targets(self._specs, adapter, request.lora_path)
+        check_magnitudes(self._specs, adapter, request.lora_path)
         grows = any(each.magnitude is not None for each in adapter.weights.values())
         info = LoRAInfo(
             lora_name=request.lora_name,
@@ -180,6 +181,17 @@ def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> Non
             f"{path}: the adapter changes {len(others)} matrices of which the engine keeps no adapters, the first of "
             f"them {others[0].removeprefix('.')}. Leave lora_target_modules out, or name what the adapter has in it."
         )
+
+
+def check_magnitudes(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> None:
+    """CheckpointError for magnitudes of what has stacks without."""
+    of_experts = frozenset().union(*(spec.experts for spec in specs))
+    for name in sorted(of_experts & adapter.weights.keys()):
+        if adapter.weights[name].magnitude is not None:
+            raise CheckpointError(
+                f"{path}: the adapter has magnitudes (DoRA) of experts, {name.removeprefix('.')}, which the engine "
+                "does not scale. Train it without use_dora, or merge it into its model (jaxpaged merge)."
+            )
 
 
 def uploads_of(spec: LoraSpec, lines: tuple[Mapping[int, np.ndarray], ...]) -> tuple[Any, ...]:

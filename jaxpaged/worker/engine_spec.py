@@ -400,6 +400,10 @@ class EngineSpec:
         options = self.config.lora
         if not options.enable_lora:
             return None
+        if self.config.parallel.expert_balance is not None:
+            raise ConfigError(
+                "enable_lora and eplb_config are given, but adapters do not move with experts. Leave one out."
+            )
         targets = targets_of(self.whole_specs)
         if self.stage is not None:
             targets = of_stage(targets, targets_of(self.specs))

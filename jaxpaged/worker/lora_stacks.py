@@ -19,18 +19,21 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.layers.lora import LoraStack, LoraStacks
+from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks
 from jaxpaged.params.adapters.adapter import AdapterWeights
-from jaxpaged.params.adapters.targets import LINEAR, Target
+from jaxpaged.params.adapters.targets import EXPERTS, LINEAR, ROUTER, Target
 from jaxpaged.params.placing import cut
 from jaxpaged.params.sharding import (
     MESH_AXES_OF,
     Split,
     bytes_on_device,
+    num_ranks,
     partition_spec,
     sizes_on,
 )
 
+KINDS = frozenset((LINEAR, ROUTER, EXPERTS))
+"""Of targets that have stacks."""
 SMALL_RANK = 16
 """Ranks of the first part of stacks: adapters of at most so many pay for no more."""
 
@@ -79,8 +82,29 @@ class Stacked:
 
     # ---- an adapter's own part -------------------------------------------------------------------
 
+    @property
+    def is_experts(self) -> bool:
+        return self.targets[0].kind == EXPERTS
+
+    def slot_axes(self) -> tuple[int, int]:
+        """Which axes of `a` and of `b` are the slots."""
+        return (1, 1 + len(self.outputs)) if self.is_experts else (0, 0)
+
+    def part_of_experts(self, weights: Mapping[str, AdapterWeights], ranks: range) -> tuple[np.ndarray, np.ndarray]:
+        """(a [e, r, inputs...], b [e, outputs..., r]) of some ranks; zeros where none are."""
+        (target,), num_places = self.targets, self.sizes["e"]
+        a = np.zeros((num_places, len(ranks), *self.inputs), np.float32)
+        b = np.zeros((num_places, *self.outputs, len(ranks)), np.float32)
+        if (own := weights.get(target.path)) is not None:
+            own_a, own_b = own.a[:, ranks.start : ranks.stop], own.b[..., ranks.start : ranks.stop]
+            expert_e = np.arange(num_places) % len(own_a)
+            a[:, : own_a.shape[1]], b[..., : own_b.shape[-1]] = own_a[expert_e], own_b[expert_e]
+        return a, b
+
     def part_of(self, weights: Mapping[str, AdapterWeights], ranks: range) -> tuple[np.ndarray, np.ndarray]:
         """(a [r, inputs...], b [r, outputs...]) of some ranks, in the sizes of devices, zeros where none are."""
+        if self.is_experts:
+            return self.part_of_experts(weights, ranks)
         count, group = len(ranks), self._outputs_of(self.targets[-1])[0]
         a = np.zeros((len(self.targets), count, *self.inputs), np.float32)
         parts_b = []
@@ -127,7 +151,7 @@ def side_by_side(parts: Sequence[np.ndarray], axis: int, groups: int) -> np.ndar
 
 def is_wanted(target: Target, modules: Sequence[str] | None) -> bool:
     """Whether a target has stacks: those of linear layers, or of these modules alone."""
-    if target.kind != LINEAR:
+    if target.kind not in KINDS or not target.outputs:  # a vector is no linear layer
         return False
     return modules is None or target.module.rpartition(".")[2] in modules or target.attribute in modules
 
@@ -161,13 +185,29 @@ class LoraSpec:
             return jax.ShapeDtypeStruct((self.max_loras, *ranks, *sizes), dtype, sharding=sharding)
 
         def part(ranks: range) -> LoraStack:
+            if linear.is_experts:
+                return self._stack_of_experts(linear, len(ranks))
             count = len(linear.targets) * len(ranks)
             return LoraStack(
                 shape(linear.inputs, linear.in_axes, self.dtype, count),
                 shape(linear.outputs, linear.out_axes, self.dtype, count),
             )
 
-        return LoraStacks(tuple(map(part, self.ranks)), shape(linear.outputs, linear.out_axes, jnp.float32))
+        growth = None if linear.is_experts else shape(linear.outputs, linear.out_axes, jnp.float32)
+        return LoraStacks(tuple(map(part, self.ranks)), growth)
+
+    def _stack_of_experts(self, linear: Stacked, count: int) -> ExpertStack:
+        (places,) = partition_spec("e", num_ranks(self.mesh))
+
+        def shape(axes: PartitionSpec, *sizes: int) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, PartitionSpec(places, *axes))
+            return jax.ShapeDtypeStruct((linear.sizes["e"], *sizes), self.dtype, sharding=sharding)
+
+        a_axes = PartitionSpec(None, None, *linear.in_axes)
+        return ExpertStack(
+            shape(a_axes, self.max_loras, count, *linear.inputs),
+            shape(linear.out_axes, *linear.outputs, self.max_loras, count),
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -194,18 +234,24 @@ class LoraSpec:
         """The targets that have stacks here, by their paths in the whole model."""
         return frozenset(target.path for linear in self.linears.values() for target in linear.targets)
 
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """Those of them that are experts."""
+        targets = (target for linear in self.linears.values() for target in linear.targets)
+        return frozenset(target.path for target in targets if target.kind == EXPERTS)
+
     # ---- what moves into a slot ------------------------------------------------------------------
 
     @cached_property
     def pieces(self) -> tuple["Piece", ...]:
         """Where each leaf of the stacks finds a slot's part in what travels."""
         ends, pieces = dict.fromkeys(self.dtypes, 0), []
-        for leaf in jax.tree.leaves(self.shapes):
+        for leaf, axis in zip(jax.tree.leaves(self.shapes), self._slot_axes(), strict=True):
             name = jnp.dtype(leaf.dtype).name
-            shape = leaf.sharding.shard_shape(leaf.shape)[1:]
+            shape = without(axis, leaf.sharding.shard_shape(leaf.shape))
             begin = ends[name]
             ends[name] = end = begin + math.prod(shape)
-            pieces.append(Piece(name, slice(begin, end), shape))
+            pieces.append(Piece(name, slice(begin, end), shape, axis))
         return tuple(pieces)
 
     @cached_property
@@ -234,7 +280,8 @@ class LoraSpec:
         )
         leaves = jax.tree.leaves(self.shapes)
         for piece, leaf, array in zip(self.pieces, leaves, self._arrays(weights), strict=True):
-            own = NamedSharding(self.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+            axes = (*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec)))
+            own = NamedSharding(self.mesh, PartitionSpec(*without(piece.axis, axes)))
             indices = own.devices_indices_map(array.shape)
             for device in local:
                 line = lines[self.dtypes.index(piece.dtype)][places[device]]
@@ -246,16 +293,31 @@ class LoraSpec:
         for path in sorted(self.linears):
             for ranks in self.ranks:
                 yield from self.linears[path].part_of(weights, ranks)
-            yield self.linears[path].growth_of(weights)
+            if not self.linears[path].is_experts:
+                yield self.linears[path].growth_of(weights)
+
+    def _slot_axes(self) -> Iterator[int]:
+        """Which axis of every leaf is the slots, in the same order."""
+        for path in sorted(self.linears):
+            for _ in self.ranks:
+                yield from self.linears[path].slot_axes()
+            if not self.linears[path].is_experts:
+                yield 0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part of a stack is in the array of its type, and its shape on one device."""
+    """Where a part of a stack is in the array of its type, its shape on one device, and which axis of the stack is the
+    slots."""
 
     dtype: str
     place: slice
     shape: tuple[int, ...]
+    axis: int
+
+
+def without(axis: int, sizes: Sequence[Any]) -> tuple[Any, ...]:
+    return (*sizes[:axis], *sizes[axis + 1 :])
 
 
 def of_stage(whole: Mapping[str, Target], own: Mapping[str, Target]) -> dict[str, Target]:

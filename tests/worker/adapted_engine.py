@@ -60,8 +60,9 @@ class Adapters:
         for path in sorted(self._paths):
             target = self._targets[path]
             inputs, outputs = ([self._sizes[x] for x in letters] for letters in (target.inputs, target.outputs))
-            a = draw.normal(size=(rank, *inputs)).astype(np.float32) / np.sqrt(np.prod(inputs))
-            b = draw.normal(size=(*outputs, rank)).astype(np.float32) * scale / np.sqrt(rank)
+            experts = [self._sizes["E"]] if target.is_experts else []
+            a = draw.normal(size=(*experts, rank, *inputs)).astype(np.float32) / np.sqrt(np.prod(inputs))
+            b = draw.normal(size=(*experts, *outputs, rank)).astype(np.float32) * scale / np.sqrt(rank)
             magnitude = 1 + draw.normal(size=outputs).astype(np.float32) / 4 if dora else None
             weights[path] = AdapterWeights(a, b, magnitude)
         self.made[number] = Adapter(f"digest {number}", rank, 2 * len(weights), weights)
@@ -81,7 +82,9 @@ def merged(params: Any, weights: Mapping[str, AdapterWeights]) -> Any:
                 *leaf.scales.shape, *[1] * (whole.ndim - leaf.scales.ndim)
             )
         if (own := weights.get(jax.tree_util.keystr(path).removesuffix(".weight"))) is not None and whole.ndim > 1:
-            whole = whole + np.tensordot(own.b.astype(np.float64), own.a.astype(np.float64), 1)
+            a, b = own.a.astype(np.float64), own.b.astype(np.float64)
+            are_experts = a.ndim == b.ndim == whole.ndim == 3
+            whole = whole + (np.einsum("eor,eri->eoi", b, a) if are_experts else np.tensordot(b, a, 1))
             if own.magnitude is not None:
                 whole = whole * own.magnitude.reshape(*own.magnitude.shape, *[1] * (whole.ndim - own.magnitude.ndim))
         return jax.device_put(whole.astype(np.float32), jax.devices()[0])

@@ -1,12 +1,14 @@
 """Requests with adapters get what a model with the adapter merged into it gives, whatever shares their steps."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxpaged.errors import CheckpointError
 from jaxpaged.messages import LoRAInfo, LoRARequest
 from jaxpaged.models import joined
 from tests.models.checkpoints import write_checkpoint
@@ -103,3 +105,24 @@ def test_an_adapter_that_left_its_slot_comes_back_to_any(engine):
     assert engine.executor.worker.drop_lora(11) and not engine.executor.worker.drop_lora(11)
     np.testing.assert_allclose(engine.steps.answers(PROMPTS[:1], [1])[0][1], lines, atol=1e-4)
     assert engine.executor.worker.stats()["recompiles"] == 0
+
+
+def test_experts_their_router_and_the_shared_ones_have_adapters(tmp_path):
+    model = write_checkpoint("qwen2_moe", tmp_path)
+    with contextmanager(started)(model) as reference:
+        weights = reference.read(1, rank=3) and reference.adapters.made[1].weights
+        assert {"mlp.router", "mlp.down_proj", "mlp.shared.up_proj"} <= {path.partition("].")[2] for path in weights}
+        reference.read(2, rank=2)
+        mixed = reference.steps.answers(PROMPTS, [0, 1, 2, 1], loads=[(1, 1), (2, 2)])
+        for number, prompt, (tokens, lines) in zip([1, 2, 1], PROMPTS[1:], mixed[1:]):
+            merged_tokens, merged_lines = answer_of_merged(reference, reference, number, prompt)
+            assert tokens == merged_tokens
+            np.testing.assert_allclose(lines, merged_lines, atol=5e-3)
+        with pytest.raises(CheckpointError, match="DoRA"):
+            reference.read(3, dora=True)
+    with contextmanager(started)(model, tensor_parallel_size=2, enable_expert_parallel=True) as engine:
+        for number, rank in ((1, 3), (2, 2)):
+            engine.read(number, rank=rank)
+        split = engine.steps.answers(PROMPTS, [0, 1, 2, 1], loads=[(1, 1), (2, 2)])
+        for (_, lines), (_, expected) in zip(split, mixed):
+            np.testing.assert_allclose(lines, expected, atol=5e-3)

@@ -55,8 +55,8 @@ def load_adapter(spec: LoraSpec, stacks: Any, uploads: tuple[jax.Array, ...], sl
         lines = {name: upload[0] for name, upload in zip(spec.dtypes, uploads, strict=True)}
         parts = [lines[piece.dtype][piece.place].reshape(piece.shape) for piece in spec.pieces]
         return [
-            jax.lax.dynamic_update_index_in_dim(leaf, part, slot - 1, 0)
-            for leaf, part in zip(leaves, parts, strict=True)
+            jax.lax.dynamic_update_index_in_dim(leaf, part, slot - 1, piece.axis)
+            for leaf, part, piece in zip(leaves, parts, spec.pieces, strict=True)
         ]
 
     if spec.mesh.size > 1:
