@@ -14,6 +14,7 @@ knows neither models nor requests, nor how adapters are read.
 Letters: S slots, r ranks, I inputs and O outputs of a product, each all of its axes in one.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -100,3 +101,33 @@ def grown_TO(base_TO: jax.Array, growth: jax.Array | None, slots: TokenSlots) ->
     growth_SO = growth.reshape(len(growth), -1)
     more_TO = jnp.einsum("TS,SO->TO", slots.own_TS, growth_SO, precision=jax.lax.Precision.HIGHEST)
     return base_TO * (1 + more_TO)
+
+
+# ---- of matrices that latent attention absorbs, head by head: letters as in `models/deepseek.py` ----
+
+
+def grown_heads(x_TNv: jax.Array, lora: BoundLora) -> jax.Array:
+    """Of every head what its rows are counted by, in the type of x."""
+    if lora.stacks.growth is None:
+        return x_TNv
+    exact = jax.lax.Precision.HIGHEST
+    more_TNv = jnp.einsum("TS,SNv->TNv", lora.slots.own_TS, lora.stacks.growth, precision=exact)
+    return (x_TNv * (1 + more_TNv)).astype(x_TNv.dtype)
+
+
+def into_latents(q_TNk: jax.Array, lora: BoundLora) -> jax.Array:
+    """Float32 [T, N, C]: what adapters add to queries that meet latents, of a [S, r, C] and b [S, r, N, k]."""
+    return sum(_through(q_TNk, part.b, part.a, "TNk,SrNk->TNSr", "TNSr,SrC->TNC", lora) for part in lora.stacks.parts)
+
+
+def out_of_latents(x_TNC: jax.Array, lora: BoundLora) -> jax.Array:
+    """Float32 [T, N, v]: what adapters add to values, of a [S, r, C] and b [S, r, N, v]."""
+    return sum(_through(x_TNC, part.a, part.b, "TNC,SrC->TNSr", "TNSr,SrNv->TNv", lora) for part in lora.stacks.parts)
+
+
+def _through(x: jax.Array, into: jax.Array, out: jax.Array, first: str, second: str, lora: BoundLora) -> jax.Array:
+    """Both products of each head, of which the first gives what all slots make, and the second takes a token's own."""
+    precision = jax.lax.Precision.HIGHEST if into.dtype == jnp.float32 else None
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    u_TNSr = product(first, x.astype(into.dtype), into) * lora.slots.own_TS[:, None, :, None]
+    return product(second, u_TNSr.astype(out.dtype), out)

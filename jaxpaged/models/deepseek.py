@@ -23,6 +23,7 @@ from jaxpaged.kv_cache_spec import LatentSpec
 from jaxpaged.layers.experts import RouterConfig
 from jaxpaged.layers.latent_attention import attend_latents
 from jaxpaged.layers.linear import Linear, apply_linear
+from jaxpaged.layers.lora import grown_heads, into_latents, out_of_latents
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
@@ -194,11 +195,11 @@ def latent_attention(
     rotate = lambda x_TNP: apply_rope(x_TNP, *context.cos_sin, config.interleaved_rope)
     q_rope_TNP = rotate(q_TNH[..., sizes.plain_dim :])
     rope_TP = rotate(kv_TW[:, None, sizes.rank :])[:, 0]
-    q_TNC = absorbed(q_TNH[..., : sizes.plain_dim], p.k_up.weight)
+    q_TNC = absorbed(q_TNH[..., : sizes.plain_dim], p.k_up)
     out_TNC, cache = attend_latents(
         context.attention, q_TNC, q_rope_TNP, latent_TC, rope_TP, cache, scale=config.query_scale
     )
-    return apply_linear("TNv,DNv->TD", values(out_TNC, p.v_up.weight), p.o_proj), cache
+    return apply_linear("TNv,DNv->TD", values(out_TNC, p.v_up), p.o_proj), cache
 
 
 def queries(p: LatentAttention, x_TD: jax.Array, latent_norm: NormConfig) -> jax.Array:
@@ -209,16 +210,24 @@ def queries(p: LatentAttention, x_TD: jax.Array, latent_norm: NormConfig) -> jax
     return apply_linear("Ta,NHa->TNH", latent, p.q_proj)
 
 
-def absorbed(q_TNk: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
+def absorbed(q_TNk: jax.Array, p: Linear) -> jax.Array:
     """[T, N, C]: queries that meet latents in place of the keys [N, k, C] would make of them."""
+    if p.lora is not None:
+        base_TNC = absorbed(grown_heads(q_TNk, p.lora), p.replace(lora=None))
+        return (base_TNC + into_latents(q_TNk, p.lora)).astype(q_TNk.dtype)
+    weight = p.weight
     if isinstance(weight, QuantizedArray):
         q_TNk = (q_TNk.astype(jnp.float32) * weight.scales).astype(q_TNk.dtype)
         weight = weight.values.astype(q_TNk.dtype)
     return product_of_heads("NTk,Nkc->NTc", q_TNk, weight).astype(q_TNk.dtype)
 
 
-def values(x_TNC: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
+def values(x_TNC: jax.Array, p: Linear) -> jax.Array:
     """[T, N, v]: what values would have been weighed to, of latents that were."""
+    if p.lora is not None:
+        base_TNv = values(x_TNC, p.replace(lora=None))
+        return (grown_heads(base_TNv, p.lora) + out_of_latents(x_TNC, p.lora)).astype(x_TNC.dtype)
+    weight = p.weight
     if not isinstance(weight, QuantizedArray):
         return product_of_heads("NTc,Nvc->NTv", x_TNC, weight).astype(x_TNC.dtype)
     whole = product_of_heads("NTc,Nvc->NTv", x_TNC, weight.values.astype(x_TNC.dtype))

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks
 from jaxpaged.params.adapters.adapter import AdapterWeights
-from jaxpaged.params.adapters.targets import EXPERTS, LINEAR, ROUTER, Target
+from jaxpaged.params.adapters.targets import ABSORBED, EXPERTS, LINEAR, ROUTER, Target
 from jaxpaged.params.placing import cut
 from jaxpaged.params.sharding import (
     MESH_AXES_OF,
@@ -32,7 +32,7 @@ from jaxpaged.params.sharding import (
     sizes_on,
 )
 
-KINDS = frozenset((LINEAR, ROUTER, EXPERTS))
+KINDS = frozenset((LINEAR, ROUTER, EXPERTS, ABSORBED))
 """Of targets that have stacks."""
 SMALL_RANK = 16
 """Ranks of the first part of stacks: adapters of at most so many pay for no more."""

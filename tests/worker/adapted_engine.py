@@ -30,17 +30,19 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def adapted_executor(model: Path, max_loras: int = 3, max_lora_rank: int = 8, **options: Any) -> UniProcExecutor:
-    """An executor of an engine that takes adapters; `options` are others than `OPTIONS`."""
+def adapted_executor(
+    model: Path, max_loras: int = 3, max_lora_rank: int = 8, modules: tuple[str, ...] = (), **options: Any
+) -> UniProcExecutor:
+    """An executor of an engine that takes adapters of some modules, or of all; `options` are others than `OPTIONS`."""
     config = EngineConfig.from_options(model=str(model), **{**OPTIONS, **options})
-    folder, functions, decoder, config = resolve_model(with_lora(config, max_loras, max_lora_rank))
+    folder, functions, decoder, config = resolve_model(with_lora(config, max_loras, max_lora_rank, modules))
     return UniProcExecutor(config, functions, decoder, folder)
 
 
-def with_lora(config: EngineConfig, max_loras: int, max_lora_rank: int) -> EngineConfig:
+def with_lora(config: EngineConfig, max_loras: int, max_lora_rank: int, modules: tuple[str, ...] = ()) -> EngineConfig:
     """The options of an engine that takes adapters."""
-    lora = replace(config.lora, enable_lora=True, max_loras=max_loras, max_lora_rank=max_lora_rank)
-    return replace(config, lora=lora)
+    sizes = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "lora_target_modules": modules}
+    return replace(config, lora=replace(config.lora, enable_lora=True, **sizes))
 
 
 class Adapters:

@@ -107,22 +107,36 @@ def test_an_adapter_that_left_its_slot_comes_back_to_any(engine):
     assert engine.executor.worker.stats()["recompiles"] == 0
 
 
+def check_merged(engine: Engine, weights_of: dict[int, dict[str, Any]]) -> list[Any]:
+    """A batch of two adapters against the model with each merged into it; the batch's answers."""
+    for number, of_adapter in weights_of.items():
+        engine.read(number, **of_adapter)
+    mixed = engine.steps.answers(PROMPTS, [0, 1, 2, 1], loads=[(1, 1), (2, 2)])
+    for number, prompt, (tokens, lines) in zip([1, 2, 1], PROMPTS[1:], mixed[1:]):
+        merged_tokens, merged_lines = answer_of_merged(engine, engine, number, prompt)
+        assert tokens == merged_tokens
+        np.testing.assert_allclose(lines, merged_lines, atol=5e-3)
+    return mixed
+
+
 def test_experts_their_router_and_the_shared_ones_have_adapters(tmp_path):
-    model = write_checkpoint("qwen2_moe", tmp_path)
-    with contextmanager(started)(model) as reference:
-        weights = reference.read(1, rank=3) and reference.adapters.made[1].weights
-        assert {"mlp.router", "mlp.down_proj", "mlp.shared.up_proj"} <= {path.partition("].")[2] for path in weights}
-        reference.read(2, rank=2)
-        mixed = reference.steps.answers(PROMPTS, [0, 1, 2, 1], loads=[(1, 1), (2, 2)])
-        for number, prompt, (tokens, lines) in zip([1, 2, 1], PROMPTS[1:], mixed[1:]):
-            merged_tokens, merged_lines = answer_of_merged(reference, reference, number, prompt)
-            assert tokens == merged_tokens
-            np.testing.assert_allclose(lines, merged_lines, atol=5e-3)
+    model, adapters = write_checkpoint("qwen2_moe", tmp_path), {1: {"rank": 3}, 2: {"rank": 2}}
+    with contextmanager(started)(model) as engine:
+        mixed = check_merged(engine, adapters)
+        changed = {path.partition("].")[2] for path in engine.adapters.made[1].weights}
+        assert {"mlp.router", "mlp.down_proj", "mlp.shared.up_proj"} <= changed
         with pytest.raises(CheckpointError, match="DoRA"):
-            reference.read(3, dora=True)
+            engine.read(3, dora=True)
     with contextmanager(started)(model, tensor_parallel_size=2, enable_expert_parallel=True) as engine:
-        for number, rank in ((1, 3), (2, 2)):
-            engine.read(number, rank=rank)
+        for number, of_adapter in adapters.items():
+            engine.read(number, **of_adapter)
         split = engine.steps.answers(PROMPTS, [0, 1, 2, 1], loads=[(1, 1), (2, 2)])
         for (_, lines), (_, expected) in zip(split, mixed):
             np.testing.assert_allclose(lines, expected, atol=5e-3)
+
+
+def test_what_latent_attention_absorbs_has_adapters(tmp_path):
+    modules = ("kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    with contextmanager(started)(write_checkpoint("deepseek_v3", tmp_path), modules=modules) as engine:
+        check_merged(engine, {1: {"dora": True}, 2: {"rank": 2}})
+        assert any(path.endswith("v_up") for path in engine.adapters.made[1].weights)
