@@ -18,7 +18,7 @@ from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramK
 from jaxpaged.params.adapters.adapter import Adapter
 from jaxpaged.params.adapters.base import BaseWeights
 from jaxpaged.params.adapters.reading import read_adapter
-from jaxpaged.params.hub import adapter_folder
+from jaxpaged.params.hub import resolve_adapter_folder
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.lora_stacks import LoraSpec
@@ -154,15 +154,18 @@ class AdapterSlots:
         return lighter if lighter in programs.builders and programs.is_ready(lighter) else key
 
 
-def reader_of(spec: EngineSpec, folder: Path | None) -> Callable[[LoRARequest], Adapter]:
-    """What reads adapters of the model in a folder; None: there are no files of its weights."""
+def reader_of(
+    spec: EngineSpec, folder: Path | None, download_dir: str | None = None
+) -> Callable[[LoRARequest], Adapter]:
+    """What reads adapters of the model in a folder; None: there are no files of its weights. Those of the hub come to
+    `download_dir`."""
     lora = spec.lora
     assert lora is not None, "the engine takes adapters"
     base_weight = None if folder is None else BaseWeights(folder, spec.whole_specs, spec.whole)
 
     def read(request: LoRARequest) -> Adapter:
         return read_adapter(
-            adapter_folder(request.lora_path),
+            resolve_adapter_folder(request.lora_path, download_dir=download_dir),
             spec.whole_specs,
             spec.whole,
             dtype=lora.dtype,

@@ -257,8 +257,9 @@ class Worker:
         specs = [stage.lora for stage in self.stages if stage.lora is not None]
         if not specs:
             return None
-        has_files = folder is not None and self.config.load.load_format != "dummy"
-        adapters = AdapterSlots(specs, reader_of(self.engine_spec, folder if has_files else None))
+        load = self.config.load
+        has_files = folder is not None and load.load_format != "dummy"
+        adapters = AdapterSlots(specs, reader_of(self.engine_spec, folder if has_files else None, load.download_dir))
         adapters.begin_anew(self.device)
         return adapters
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.hub import resolve_model_folder
+from jaxpaged.params.hub import resolve_adapter_folder, resolve_model_folder
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-vision", "demo-draft", "demo-eagle3"])
@@ -42,3 +42,6 @@ def test_a_cached_hub_model_needs_no_network(tmp_path):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(snapshot.name)
     assert resolve_model_folder("somebody/something", download_dir=str(tmp_path)) == snapshot
+    assert resolve_adapter_folder("somebody/something", download_dir=str(tmp_path)) == snapshot
+    with pytest.raises(CheckpointError, match="hub cannot be reached"):
+        resolve_adapter_folder("somebody/other", download_dir=str(tmp_path))

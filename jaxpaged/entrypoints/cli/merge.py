@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.params.hub import resolve_adapter_folder, resolve_model_folder
 
     folder = resolve_model_folder(args.base, args.revision, args.download_dir)
-    adapter = resolve_adapter_folder(args.adapter, args.download_dir)
+    adapter = resolve_adapter_folder(args.adapter, download_dir=args.download_dir)
     hf = load_hf_config(folder)
     model, task = model_for(hf), task_of(architecture_of(hf))
     config = model.config_from_hf(hf)
