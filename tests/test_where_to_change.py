@@ -36,6 +36,8 @@ PROBES = [
     Probe("a sampling parameter", "thinking_token_budget", 6),
     Probe("an engine option", "num_short_request_rows", 4),
     Probe("an HTTP endpoint", "ClassifyRequest", 5),
+    Probe("a way to find LoRA adapters", "HubResolver", 2),
+    Probe("a way to find LoRA adapters", "lora_resolver_repos", 2),
     Probe("a KV connector", "MultiConnector", 6),
     Probe("a KV connector", "PeersConnector", 3),
 ]

@@ -1,5 +1,6 @@
 """`lora_request` of `LLM`: one for all prompts or one for each, in every method that takes it."""
 
+import msgspec
 import pytest
 
 from jaxpaged.engine.adapters import Adapters
@@ -29,9 +30,7 @@ class Served:
 
         def noted(requests):
             self.names += [request.lora and request.lora.lora_name for request in requests]
-            for request in requests:
-                request.lora = None  # this engine computes without
-            add(requests)
+            add([msgspec.structs.replace(request, lora=None) for request in requests])  # it computes without
 
         engine._core.add_requests = noted
         self.llm = LLM.from_engine(engine)
@@ -46,7 +45,8 @@ def served():
     ("given", "names"), [(None, [None, None]), (A, ["a", "a"]), ([A, None], ["a", None]), ((B, A), ["b", "a"])]
 )
 def test_one_for_all_or_one_for_each(served, given, names):
-    served.llm.generate(["the cat", "sat"], GREEDY, lora_request=given)
+    outputs = served.llm.generate(["the cat", "sat"], GREEDY, lora_request=given)
+    assert [output.lora_request and output.lora_request.lora_name for output in outputs] == names
     served.llm.chat([CHAT, CHAT], GREEDY, lora_request=given)
     served.llm.enqueue(["the cat", "sat"], GREEDY, given)
     served.llm.wait_for_completion()

@@ -1,13 +1,19 @@
 """Adapters over HTTP: as the model of every endpoint, among the models, and loaded and forgotten by the operator."""
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 
 import openai
 import pytest
 
+from jaxpaged.entrypoints.http import server
 from jaxpaged.entrypoints.http.app import create_admin_app
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import CheckpointError, ConfigError
+from jaxpaged.messages import LoRARequest
+from jaxpaged.serving.options import ServerOptions
 from tests.engine.fake_adapters import FakeBook
 from tests.engine.fake_pooling import EMBEDS, FakePoolingExecutor
 from tests.entrypoints.http.live_server import live_server, make_service
@@ -41,8 +47,6 @@ def adapter(tmp_path):
 
 async def loaded(server, name="sql", path="/adapters/sql", base_model_name=None):
     """The adapter, which the operator's endpoint need not have loaded."""
-    from jaxpaged.messages import LoRARequest
-
     await server.service.adapters._read(LoRARequest(name, 7, path, base_model_name))
 
 
@@ -232,6 +236,32 @@ def test_openais_client_sees_vllms_answers(adapter, tmp_path):
         with pytest.raises(openai.BadRequestError, match="cannot be loaded"):
             post("load_lora_adapter", lora_name="bad", lora_path=path)
         assert "success" in post("unload_lora_adapter", lora_name="sql").lower()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_server_without_the_adapters_of_its_start_is_none(bad):
+    """It serves until it is told to stop, unless one of them cannot be read."""
+    book = FakeBook(bad={"/b"} if bad else set())
+    options = {"port": 0, "lora_modules": ("a=/a", {"name": "b", "path": "/b"}), "shutdown_timeout": 1}
+
+    async def run(sockets):
+        service = make_service(options, book=book)
+        serving = asyncio.ensure_future(server.serve(service, sockets))
+        while len(book.read) < 2:
+            await asyncio.sleep(0.01)
+        if not bad:
+            await asyncio.sleep(0.05)
+            assert not serving.done() and service.obstacle() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+    with contextlib.closing(server.Sockets(ServerOptions.from_options(options))) as sockets:
+        if bad:
+            with pytest.raises(CheckpointError, match="/b has no adapter"):
+                asyncio.run(run(sockets))
+        else:
+            asyncio.run(run(sockets))
+    assert [each.lora_name for each in book.read] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
