@@ -110,8 +110,9 @@ def _quantized(case: Any, backend: str) -> Program | None:
 
 def _grouped(case: Any, backend: str) -> Program | None:
     E, D, F = len(case.sizes), case.num_inputs, case.num_outputs
-    scale_ECF = None if case.weights == case.dtype else _struct((E, case.num_groups, F), "float32")
-    weights = gm.ExpertWeights(_struct((E, F, D), case.weights), scale_ECF, scale_ECF if case.zeros else None)
+    scale_ECF = None if case.weights == case.dtype else _struct((E, case.num_groups, F), case.scales)
+    zero_ECF = _struct((E, case.num_groups, F), "float32") if case.zeros else None
+    weights = gm.ExpertWeights(_struct((E, F, D), case.weights), scale_ECF, zero_ECF)
     x_TD = _struct((case.num_tokens, D), case.dtype)
     if gm.backends(backend, x_TD, weights)[backend] is not None:
         return None

@@ -400,6 +400,6 @@ def expert_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs:
     first."""
     struct = jax.ShapeDtypeStruct
     values = struct((1, outputs, inputs), jnp.dtype(form.values))
-    weights = ExpertWeights(values, struct((1, inputs // form.group, outputs), jnp.float32))
+    weights = ExpertWeights(values, struct((1, inputs // form.group, outputs), jnp.dtype(form.scales)))
     name = choose_backend("auto", platform, struct((LEAST_PAIRS, inputs), jnp.dtype(dtype)), weights)
     return None if name == "reference" else name

@@ -303,10 +303,9 @@ def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: st
 def stored_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:
     """The kernel that multiplies with a weight of a form; None: only XLA does, which writes it to memory first."""
     struct = jax.ShapeDtypeStruct
-    of_groups = struct((inputs // form.group, outputs), jnp.float32)
-    weight = QuantizedWeight(
-        struct((outputs, inputs), jnp.dtype(form.values)), of_groups, of_groups if form.has_zeros else None
-    )
+    scales, zeros = (struct((inputs // form.group, outputs), jnp.dtype(kind)) for kind in (form.scales, "float32"))
+    values = struct((outputs, inputs), jnp.dtype(form.values))
+    weight = QuantizedWeight(values, scales, zeros if form.has_zeros else None)
     name = choose_stored("auto", platform, struct((LEAST_ROWS, inputs), jnp.dtype(dtype)), weight)
     return None if name == XLA else name
 

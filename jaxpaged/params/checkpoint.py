@@ -349,7 +349,7 @@ def random_param(key: jax.Array, like: Any, num_first: int) -> Any:
 def random_stored(key: jax.Array, like: StoredArray) -> StoredArray:
     """A random parameter in groups: whole numbers from -7 to 7, all types of which have these."""
     values = jax.random.randint(key, like.shape, -7, 8, jnp.int8).astype(like.values.dtype)
-    scales = jnp.full(like.scales.shape, 0.005, jnp.float32)
+    scales = jnp.full(like.scales.shape, 0.005, like.scales.dtype)
     zeros = None if like.zeros is None else jnp.zeros(like.zeros.shape, jnp.float32)
     order = None if like.order is None else jnp.arange(like.order.shape[0], dtype=jnp.int32)
     return like.replace(values=values, scales=scales, zeros=zeros, order=order)

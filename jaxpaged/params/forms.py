@@ -4,6 +4,9 @@ One option says which, and what it wants is had where it can be (`formed_specs`)
 int8: its products of integers are the fastest that it has, and those of groups the slowest. Other devices get what was
 stored where a kernel multiplies it, and rows elsewhere: int8 of whole numbers, 8-bit floats of floats.
 
+Numbers of 4-bit floats have 4 bits only where `stored` is asked for: kernels look each one up, which takes a TPU
+several times as long as to read 8 bits.
+
 Tables of the vocabulary, and what queries absorb of latents, are never in groups: they are read in other ways than by
 one product. Experts have no zeros. Towers have 16 bits.
 """
@@ -16,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jaxpaged.params.formats.float4 import E2M1
 from jaxpaged.params.quantized import BLOCK, BLOCKS, OF_TOWERS, REFERENCE, Stored, in_words
 from jaxpaged.params.schemes.floats4 import Mxfp4
 from jaxpaged.params.schemes.scheme import Numbers
@@ -24,6 +28,9 @@ from jaxpaged.params.spec import Spec
 
 AUTO, STORED, ROWS, SIXTEEN = FORMS = ("auto", "stored", "rows", "16bit")
 """What the option may say."""
+
+POWERS = "bfloat16"
+"""A type that has all powers of two that scales are."""
 
 MXFP4 = Mxfp4().numbers
 """Rows of 8-bit floats have such numbers as they are, mostly, in fewer bytes than 8-bit floats in groups."""
@@ -70,7 +77,10 @@ def form_of(spec: Spec, numbers: Numbers, wish: str, sizes: Mapping[str, int], d
     rows = rows_type(numbers, device.platform)
     if wish == ROWS or (wish == AUTO and device.platform == "cpu"):
         return rows
-    form = with_kernel(stored_form(spec, numbers, sizes, device), spec, sizes, device)
+    form = stored_form(spec, numbers, sizes, device)
+    if form is not None and wish == STORED and numbers.values == E2M1:
+        form = replace(form, values=E2M1, scales=POWERS if numbers == MXFP4 else form.scales)
+    form = with_kernel(form, spec, sizes, device)
     if form is None or (wish == AUTO and (numbers == MXFP4 or form.kernel == REFERENCE)):
         return rows
     return form
@@ -110,7 +120,7 @@ def stored_form(spec: Spec, numbers: Numbers, sizes: Mapping[str, int], device: 
         return None
     if spec.dims.startswith("e") and (has_zeros or has_order):
         return None
-    values = "float8_e4m3fn" if numbers.values.startswith("float4") else numbers.values
+    values = "float8_e4m3fn" if numbers.values == E2M1 else numbers.values
     return Stored(values, group, has_zeros, has_order, REFERENCE)
 
 

@@ -138,15 +138,15 @@ def place_stored(
     array = partial(place_array, mesh=mesh, rooms=rooms)
     values_MOI, scales_MOC, zeros_MOC, order_MI = (np.stack(each) for each in zip(*parts, strict=True))
 
-    def of_inputs(of_group_MOC: np.ndarray) -> jax.Array:
+    def of_inputs(of_group_MOC: np.ndarray, dtype: Any) -> jax.Array:
         of_group = of_group_MOC.swapaxes(1, 2).reshape([groups[letter] for letter in of_groups.stored_dims])
-        return array(of_groups, of_group, sizes=groups, dtype=np.float32)
+        return array(of_groups, of_group, sizes=groups, dtype=dtype)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return StoredArray(
         array(spec, values_MOI.reshape([sizes[letter] for letter in spec.stored_dims]), sizes=sizes, dtype=form.values),
-        of_inputs(scales_MOC),
-        of_inputs(zeros_MOC) if form.has_zeros else None,
+        of_inputs(scales_MOC, form.scales),
+        of_inputs(zeros_MOC, np.float32) if form.has_zeros else None,
         jax.device_put(order_MI[0], everywhere) if form.has_order else None,
         name,
         form.kernel,

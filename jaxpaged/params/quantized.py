@@ -76,13 +76,15 @@ REFERENCE = "reference"
 @dataclass(frozen=True)
 class Stored:
     """What a weight is that a device has as it was stored: values of a type, `group` inputs of an output with a scale
-    in common, and with a zero. `has_order`: groups are of inputs from anywhere. `kernel` multiplies with it."""
+    in common, and with a zero. `has_order`: groups are of inputs from anywhere. `kernel` multiplies with it. `scales`
+    are of this type."""
 
     values: str
     group: int
     has_zeros: bool = False
     has_order: bool = False
     kernel: str = REFERENCE
+    scales: str = "float32"
 
 
 def in_words(form: Any) -> str:
@@ -94,7 +96,8 @@ def in_words(form: Any) -> str:
 
 @struct.dataclass
 class StoredArray:
-    """A matrix [out..., in...]: `values` in its shape, less `zeros`, times `scales`, both float32 [C, out...].
+    """A matrix [out..., in...]: `values` in its shape, less `zeros`, times `scales`, both [C, out...]; float32, or
+    bfloat16 for scales that are powers of two.
 
     `order` int32 [in]: which input each place of the values' last axes is of; None: they are in order. `dtype` is the
     name of the type of the weights that it stands for. `split` says over which devices it is (`sharding.Split`); None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.encoded import EncodedMatrix
+from jaxpaged.params.formats.float4 import E2M1, e2m1_of
 from jaxpaged.params.formats.stored_weight import StoredWeight
 from jaxpaged.params.quantized import LARGEST, Stored, float_rows, in_words, rounded_rows
 
@@ -86,11 +87,12 @@ def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[n
     not."""
     groups = matrix.inputs // form.group
     values_OI, scales_OC = np.empty(matrix.shape, form.values), np.empty((len(matrix.rows), groups), np.float32)
+    is_float4 = form.values == E2M1
     zeros_OC, order_I = np.zeros_like(scales_OC), np.arange(matrix.inputs, dtype=np.int32)
     orders = dict[int, np.ndarray]()
 
     def take(part: slice, stored: StoredWeight) -> None:
-        values_OI[part] = stored.values
+        values_OI[part] = e2m1_of(stored.values) if is_float4 else stored.values
         scales_OC[part] = np.repeat(stored.scales, groups // stored.scales.shape[1], axis=1)
         if stored.zeros is not None:
             zeros_OC[part] = np.repeat(stored.zeros, groups // stored.zeros.shape[1], axis=1)

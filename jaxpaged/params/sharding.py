@@ -192,13 +192,13 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
 
     def stored_shape(spec: Spec, name: str) -> StoredArray:
         form, (scales, groups) = spec.quantized, groups_spec(spec, on_devices)
-        of_groups = array(scales, jnp.float32, groups)
+        of_groups, zeros = (array(scales, dtype, groups) for dtype in (form.scales, jnp.float32))
         inputs = math.prod(stored[letter] for letter in spec.hf_dims.split(" ")[-1])
         order = jax.ShapeDtypeStruct((inputs,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
         return StoredArray(
             array(spec, form.values),
             of_groups,
-            of_groups if form.has_zeros else None,
+            zeros if form.has_zeros else None,
             order if form.has_order else None,
             name,
             form.kernel,

@@ -1,4 +1,4 @@
-"""Each token times the weight of its own group: the experts of a mixture, unquantised, int8, float8 or int4.
+"""Each token times the weight of its own group: the experts of a mixture, unquantised, int8, float8, int4 or float4.
 
 Validates, picks a backend, and says why others were refused. Tokens are sorted by expert, and work follows those that
 exist: every backend walks over a list of tiles of tokens. `jax.lax.ragged_dot` is no good: compiled for an H100, and
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from pallas_kernels import backends as choosing
 
 _OP, _BACKENDS = "grouped_matmul", ("reference", "tpu", "gpu", "cpu")
-_QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
+_QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "float4_e2m1fn")
+_SCALES = ("float32", "bfloat16")
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -29,9 +30,9 @@ class ExpertWeights:
     """A weight of F outputs and D inputs for each of E experts: `values_EFD`, or `(values_EFD - zero_ECF) * scale_ECF`
     if they are quantised.
 
-    values_EFD: a float type without scales; int8, float8_e4m3fn, float8_e5m2 or int4 with them. scale_ECF, zero_ECF:
-    float32, input d of an expert being in group d // (D / C); C = 1 is a scale per output channel. Without zero_ECF it
-    is zero.
+    values_EFD: a float type without scales; int8, float8_e4m3fn, float8_e5m2, int4 or float4_e2m1fn with them.
+    scale_ECF: float32 or bfloat16, zero_ECF: float32, input d of an expert being in group d // (D / C); C = 1 is a
+    scale per output channel. Without zero_ECF it is zero.
     """
 
     values_EFD: Any
@@ -79,8 +80,8 @@ def _check_weights(weights: ExpertWeights) -> None:
             raise ValueError(f"zero_ECF is {_spelled(weights.zero_ECF)} without scales; accepted is None.")
         return
     fits = scale_ECF.ndim == 3 and (scale_ECF.shape[0], scale_ECF.shape[2]) == (E, F) and D % scale_ECF.shape[1] == 0
-    if not fits or scale_ECF.dtype != jnp.float32:
-        accepted = f"float32[{E}, C, {F}] where C divides {D} inputs"
+    if not fits or str(scale_ECF.dtype) not in _SCALES:
+        accepted = f"{' or '.join(_SCALES)}[{E}, C, {F}] where C divides {D} inputs"
         raise ValueError(f"scale_ECF is {_spelled(scale_ECF)}; accepted is {accepted}.")
     zero_ECF = weights.zero_ECF
     if zero_ECF is not None and (zero_ECF.shape != scale_ECF.shape or zero_ECF.dtype != jnp.float32):

@@ -21,6 +21,7 @@ class Case:
     num_outputs: int = 96
     dtype: str = "bfloat16"
     zeros: bool = False
+    scales: str = "float32"
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +36,7 @@ class Case:
         """What must move: the weights of experts that have tokens, with their scales, tokens and results, once."""
         busy, D, F = sum(size > 0 for size in self.sizes), self.num_inputs, self.num_outputs
         scales = (
-            0 if self.weights == self.dtype else array_bytes("float32", busy, self.num_groups, F) * (1 + self.zeros)
+            0 if self.weights == self.dtype else array_bytes(self.scales, busy, self.num_groups, F) * (1 + self.zeros)
         )
         return array_bytes(self.weights, busy, F, D) + scales + array_bytes(self.dtype, self.num_tokens, D + F)
 
@@ -61,6 +62,7 @@ CASES = (
     Case("int4 in groups of 64 with zeros, several tiles", "int4", _LARGE, group=64, padding=3, zeros=True),
     Case("int8 in groups of 16, few tokens", "int8", (2, 0, 1), group=16, num_inputs=384, zeros=True),
     Case("int4 in groups with zeros", "int4", _MIXED, group=128, zeros=True),
+    Case("float4 in groups of 32", "float4_e2m1fn", _MIXED, group=32, padding=3, scales="bfloat16"),
     Case("int8 per channel with zeros", "int8", (5, 0, 9), zeros=True),
     Case("int8, groups larger than a tile of inputs", "int8", (4, 4), group=384, num_inputs=1152),
     Case("int8, inputs of several tiles", "int8", (1, 0, 2), num_inputs=128 * 34, num_outputs=32),
@@ -82,6 +84,9 @@ SERVING_CASES = tuple(
     Case(f"{weights}, {sum(sizes)} tokens", weights, sizes, group=group, num_inputs=2048, num_outputs=768)
     for weights, group in (("bfloat16", 0), ("int8", 0), ("float8_e4m3fn", 128), ("int4", 32))
     for sizes in (_spread(128, 128), _spread(4096, 128))
+)
+SERVING_CASES += (
+    Case("float4 in groups of 32, 128 tokens", "float4_e2m1fn", _spread(128, 128), 0, 32, 2048, 768, scales="bfloat16"),
 )
 # For machines without an accelerator: that the benchmark runs, and ratios.
 TINY_CASES = (

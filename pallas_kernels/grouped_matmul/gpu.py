@@ -1,7 +1,7 @@
 """Each token times its expert's weight, on an NVIDIA GPU (Pallas, Triton lowering).
 
-Layout: values [E, F, D] as they are; int4 as bytes [E, F, D / 2] of two neighbouring inputs, for which even and odd
-inputs of x are separated beforehand.
+Layout: values [E, F, D] as they are; int4 and float4 as bytes [E, F, D / 2] of two neighbouring inputs, for which even
+and odd inputs of x are separated beforehand.
 
 Grid: (items, tiles of outputs). An item is a tile of one expert's tokens, beginning where they do; a program walks
 over all inputs, a piece of one group at a time.
@@ -37,8 +37,10 @@ from pallas_kernels.quantized_matmul.gpu import (
     FEWEST_INPUTS,
     FEWEST_TOKENS,
     inputs_per_piece,
+    is_float4,
     lacks_type,
     packed,
+    scale_of,
     times_transposed,
     unpacked,
 )
@@ -53,6 +55,8 @@ def cannot_take(x_TD: Any, weights: Any) -> str | None:
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16"
     if lacks_type(weights.values_EFD):
         return f"values_EFD is {weights.values_EFD.dtype}, which this GPU lacks; accepted are other types"
+    if is_float4(weights.values_EFD) and weights.zero_ECF is not None:
+        return f"values_EFD is {weights.values_EFD.dtype} with zeros; accepted is None"
     group = x_TD.shape[1] // (1 if weights.scale_ECF is None else weights.scale_ECF.shape[1])
     return f"groups have {group} inputs; accepted are multiples of {FEWEST_INPUTS}" if group % FEWEST_INPUTS else None
 
@@ -66,7 +70,12 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     parts_TD, values_fD = packed(x_TD, weights.values_EFD.reshape(E * F, D))
     scales = [x_ECF for x_ECF in (weights.scale_ECF, weights.zero_ECF) if x_ECF is not None]
     kernel = functools.partial(
-        _kernel, num_parts=len(parts_TD), tokens=tokens, inputs=inputs_per_piece(group), group=group
+        _kernel,
+        num_parts=len(parts_TD),
+        tokens=tokens,
+        inputs=inputs_per_piece(group),
+        group=group,
+        are_codes=is_float4(weights.values_EFD),
     )
     return pl.pallas_call(
         kernel,
@@ -78,7 +87,18 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     )(items.expert_I, items.first_I, items.end_I, values_fD.reshape(E, F, -1), *scales, *parts_TD)
 
 
-def _kernel(expert_I, first_I, end_I, values_EFD, *refs, num_parts: int, tokens: int, inputs: int, group: int):
+def _kernel(
+    expert_I,
+    first_I,
+    end_I,
+    values_EFD,
+    *refs,
+    num_parts: int,
+    tokens: int,
+    inputs: int,
+    group: int,
+    are_codes: bool,
+):
     *scale_ECF, out_TF = refs[: -num_parts - 1] + refs[-1:]
     parts_TD = refs[-num_parts - 1 : -1]
     item, (E, F, num_columns) = pl.program_id(0), values_EFD.shape
@@ -92,14 +112,16 @@ def _kernel(expert_I, first_I, end_I, values_EFD, *refs, num_parts: int, tokens:
     def add_piece(i, sum_tf):
         tile_d = pl.ds(i * columns, columns)
         x_td = [plgpu.load(part_TD.at[tile_t, tile_d], mask=mine_t[:, None]) for part_TD in parts_TD]
-        values_fd = unpacked(plgpu.load(values_EFD.at[expert, tile_f, tile_d], mask=in_f[:, None]), num_parts)
+        stored_fd = plgpu.load(values_EFD.at[expert, tile_f, tile_d], mask=in_f[:, None])
+        values_fd = unpacked(stored_fd, num_parts, are_codes)
         part_tf = sum(times_transposed(x, values) for x, values in zip(x_td, values_fd))
         if len(scale_ECF) > 1:
             total_t = sum(jnp.sum(x.astype(jnp.float32), axis=1) for x in x_td)
             zero_f = plgpu.load(scale_ECF[1].at[expert, i * inputs // group, tile_f], mask=in_f)
             part_tf -= total_t[:, None] * zero_f[None, :]
         if scale_ECF:
-            part_tf *= plgpu.load(scale_ECF[0].at[expert, i * inputs // group, tile_f], mask=in_f)[None, :]
+            scale_f = plgpu.load(scale_ECF[0].at[expert, i * inputs // group, tile_f], mask=in_f)
+            part_tf *= scale_of(scale_f, are_codes)[None, :]
         return sum_tf + part_tf
 
     num_pieces = num_columns // columns * real.astype(jnp.int32)

@@ -58,4 +58,4 @@ def _product(x_tD: jax.Array, values_FD: jax.Array, scale_CF: jax.Array | None, 
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return (out_tF * scale_1F).astype(x_tD.dtype)
+    return (out_tF * scale_1F.astype(jnp.float32)).astype(x_tD.dtype)

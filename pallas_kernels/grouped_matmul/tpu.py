@@ -9,7 +9,8 @@ follow each other, and its outputs stay in VMEM between them.
 Skipping: experts without tokens have no item. Items of padding tokens, and those that only fill the list, read
 nothing new and multiply nothing.
 
-Requires: groups of a multiple of 128 inputs, the lanes of a register, or of 16, 32 and 64; without scales, all inputs
+Requires: groups of a multiple of 128 inputs, the lanes of a register, or of 16, 32 and 64; of float4 the latter;
+without scales, all inputs
 are one group. With scales, bfloat16 or float16 tokens.
 
 Padding: tokens beyond the last group give zeros, those beyond the last tile are garbage that stays in its rows.
@@ -36,6 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.grouped_matmul.items import make_items
 from pallas_kernels.quantized_matmul.groups import LANES, add_by_group, add_dequantized
 from pallas_kernels.quantized_matmul.tpu import (
+    FLOAT4,
     INPUTS,
     SUBLANES,
     VMEM_LIMIT_BYTES,
@@ -59,6 +61,9 @@ def cannot_take(x_TD: Any, weights: Any) -> str | None:
 def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, interpret: Any) -> jax.Array:
     """See `grouped_matmul.grouped_matmul`."""
     (T, D), (E, F, _), C = x_TD.shape, weights.values_EFD.shape, _num_groups(weights)
+    values_EFD, is_float4 = weights.values_EFD, str(weights.values_EFD.dtype) == FLOAT4
+    if is_float4:
+        values_EFD = lax.bitcast_convert_type(values_EFD, jnp.int4)
     tokens, outputs = min(TOKENS, ceil_div(T, SUBLANES) * SUBLANES), min(OUTPUTS, F)
     group, is_small = D // C, D // C % LANES > 0
     piece = group if is_small else LANES * largest_divisor(group // LANES, INPUTS // LANES)
@@ -82,7 +87,7 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
     if is_small:
         of_scales = pl.BlockSpec((1, inputs // group, outputs), of_small_groups)
         add = add_dequantized if is_dequantized(tokens, group) else add_by_group
-        add_tile = functools.partial(_add_small_groups, functools.partial(add, group=group, are_codes=False))
+        add_tile = functools.partial(_add_small_groups, functools.partial(add, group=group, are_codes=is_float4))
     return pl.pallas_call(
         functools.partial(_kernel, add_tile, num_experts=E),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
@@ -109,7 +114,7 @@ def grouped_matmul(x_TD: jax.Array, weights: Any, group_sizes_E: jax.Array, *, i
         items.start_I,
         items.end_I,
         x_TD,
-        weights.values_EFD,
+        values_EFD,
         *scales,
     )
 
@@ -168,5 +173,5 @@ def _add_pieces(
         if zero_1CF is not None:
             part_TF -= jnp.sum(x_Td.astype(jnp.float32), axis=1, keepdims=True) * zero_1CF[0, which, :]
         if scale_1CF is not None:
-            part_TF *= scale_1CF[0, which, :]
+            part_TF *= scale_1CF[0, which, :].astype(jnp.float32)
         sum_TF[...] += part_TF

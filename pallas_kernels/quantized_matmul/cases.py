@@ -54,7 +54,7 @@ CASES = (
     Case("w8a16, groups larger than a tile", "int8", group=384, num_inputs=1152, zeros=True),
     Case("w4a16 in groups of 64, several tiles", "int4", 64, num_inputs=4608, num_tokens=70, zeros=True),
     Case("w8a16 in groups of 16", "int8", group=16, num_inputs=384, num_outputs=130),
-    Case("float4 in groups of 32", "float4_e2m1fn", group=32, num_inputs=1280, dtype="float16"),
+    Case("float4 in groups of 32", "float4_e2m1fn", group=32, num_inputs=1280, dtype="float16", scales="bfloat16"),
     Case("float4 in groups of 16, scales of float8", "float4_e2m1fn", group=16, scales="float8_e4m3fn", num_tokens=33),
     Case("w4a16 in odd groups, float32", "int4", group=48, num_inputs=96, dtype="float32"),
 )
@@ -66,6 +66,7 @@ SERVING_CASES = (
     Case("w4a16 with zeros, 2048 tokens", "int4", 128, 2048, zeros=True, **_DOWN),
     Case("w4a16 in groups of 32, 16 tokens", "int4", group=32, num_tokens=16, **_DOWN),
     Case("w4a16 in groups of 64 with zeros, 512 tokens", "int4", 64, 512, zeros=True, **_DOWN),
+    Case("float4 in groups of 32, 16 tokens", "float4_e2m1fn", 32, 16, scales="bfloat16", **_DOWN),
     Case("float4 in groups of 16, 16 tokens", "float4_e2m1fn", 16, 16, scales="float8_e4m3fn", **_DOWN),
     Case("w8a16, 16 tokens", "int8", group=128, num_tokens=16, **_DOWN),
     Case("w8a16 float8, 512 tokens", "float8_e4m3fn", group=128, num_tokens=512, **_DOWN),

@@ -1,7 +1,7 @@
 """Products with group-wise quantised weights on an NVIDIA GPU (Pallas, Triton lowering): converted in registers.
 
-Layout: values [F, D] as they are; int4 as bytes [F, D / 2] of two neighbouring inputs, for which even and odd inputs
-of x are separated beforehand.
+Layout: values [F, D] as they are; int4 and float4 as bytes [F, D / 2] of two neighbouring inputs, for which even and
+odd inputs of x are separated beforehand.
 
 Grid: (tiles of tokens, tiles of outputs); a program walks over all inputs, a piece of one group at a time.
 
@@ -13,7 +13,8 @@ XLA does as well without either. float8 needs a GPU that has it (Ada, Hopper or 
 Padding: tokens and outputs beyond the last are not read; what stands for them stays in its rows and columns, which
 are not written.
 
-Numerics: values are exact in x's type. Each piece's product is summed in float32, then scaled, then added.
+Numerics: values are exact in x's type; those of float4 are 2^14 times smaller there, since so their bits are a
+float16's, and scales as much larger. Each piece's product is summed in float32, then scaled, then added.
 
 Cost: reads the quantised weights once for each tile of tokens; XLA reads them, writes them dequantised, and reads
 those. Not measured.
@@ -36,6 +37,9 @@ TOKENS, OUTPUTS, INPUTS = 64, 64, 128  # a tile of each, at most
 FEWEST_TOKENS = 16  # what a matrix instruction takes
 FIRST_WITH_FLOAT8 = (8, 9)  # Ada
 FEWEST_INPUTS = 32  # the same, where a byte holds two of them
+SCALES = ("float32", "bfloat16")
+FLOAT4 = "float4_e2m1fn"
+FLOAT4_SCALE = 2.0**14  # by which float4 is larger than the float16 with its bits behind the sign's
 
 
 def cannot_take(x_TD: Any, weight: Any) -> str | None:
@@ -47,9 +51,10 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
         return f"values_FD is {weight.values_FD.dtype}, which this GPU lacks; accepted are int8 and int4"
     if C == 1 and weight.zero_CF is None:
         return "the weight has one group without zeros; accepted are more, XLA's own product is as good for one"
-    if str(weight.values_FD.dtype) == "float4_e2m1fn" or weight.scale_CF.dtype != jnp.float32:
-        found = f"values_FD is {weight.values_FD.dtype} with scales of {weight.scale_CF.dtype}"
-        return f"{found}; accepted are int8, float8 and int4 with scales of float32"
+    if is_float4(weight.values_FD) and weight.zero_CF is not None:
+        return f"values_FD is {weight.values_FD.dtype} with zeros; accepted is None"
+    if str(weight.scale_CF.dtype) not in SCALES:
+        return f"scale_CF is {weight.scale_CF.dtype}; accepted are {' and '.join(SCALES)}"
     return f"groups have {D // C} inputs; accepted are multiples of {FEWEST_INPUTS}" if D // C % FEWEST_INPUTS else None
 
 
@@ -61,7 +66,12 @@ def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpre
     scales = [weight.scale_CF] if weight.zero_CF is None else [weight.scale_CF, weight.zero_CF]
     return pl.pallas_call(
         functools.partial(
-            _kernel, num_parts=len(parts_TD), tokens=tokens, inputs=inputs_per_piece(D // C), group=D // C
+            _kernel,
+            num_parts=len(parts_TD),
+            tokens=tokens,
+            inputs=inputs_per_piece(D // C),
+            group=D // C,
+            are_codes=is_float4(weight.values_FD),
         ),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
         grid=(ceil_div(T, tokens), ceil_div(F, OUTPUTS)),
@@ -85,14 +95,16 @@ def inputs_per_piece(group: int) -> int:
 
 
 def packed(x_TD: jax.Array, values_FD: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """For int4 even and odd inputs apart, and bytes of two values each; x and values as they are otherwise."""
+    """For 4 bits even and odd inputs apart, and bytes of two values each; x and values as they are otherwise."""
+    if is_float4(values_FD):
+        values_FD = lax.bitcast_convert_type(values_FD, jnp.int4)
     if str(values_FD.dtype) != "int4":
         return [x_TD], values_FD
     F, D = values_FD.shape
     return [x_TD[:, 0::2], x_TD[:, 1::2]], lax.bitcast_convert_type(values_FD.reshape(F, D // 2, 2), jnp.int8)
 
 
-def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int, group: int):
+def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int, group: int, are_codes: bool):
     *zero_CF, out_TF = refs[: -num_parts - 1] + refs[-1:]
     parts_TD = refs[-num_parts - 1 : -1]
     (T, num_columns), F = parts_TD[0].shape, values_FD.shape[0]
@@ -106,20 +118,41 @@ def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int
     def add_piece(i, sum_tf):
         tile_d, which = pl.ds(i * columns, columns), i * inputs // group
         x_td = [plgpu.load(part_TD.at[tile_t, tile_d], mask=in_t1) for part_TD in parts_TD]
-        values_fd = unpacked(plgpu.load(values_FD.at[tile_f, tile_d], mask=in_f1), num_parts)
+        values_fd = unpacked(plgpu.load(values_FD.at[tile_f, tile_d], mask=in_f1), num_parts, are_codes)
         part_tf = sum(times_transposed(x, values) for x, values in zip(x_td, values_fd))
         if zero_CF:
             total_t = sum(jnp.sum(x.astype(jnp.float32), axis=1) for x in x_td)
             part_tf -= total_t[:, None] * plgpu.load(zero_CF[0].at[which, tile_f], mask=in_f)[None, :]
-        return sum_tf + part_tf * plgpu.load(scale_CF.at[which, tile_f], mask=in_f)[None, :]
+        return sum_tf + part_tf * scale_of(plgpu.load(scale_CF.at[which, tile_f], mask=in_f), are_codes)[None, :]
 
     sum_tf = lax.fori_loop(0, num_columns // columns, add_piece, jnp.zeros((tokens, OUTPUTS), jnp.float32))
     plgpu.store(out_TF.at[tile_t, tile_f], sum_tf.astype(out_TF.dtype), mask=in_t1 & in_f[None, :])
 
 
-def unpacked(values_fd: jax.Array, num_parts: int) -> list[jax.Array]:
-    """The values of even and of odd inputs in bytes of two int4 each, or the values as they are."""
-    return [values_fd] if num_parts == 1 else [(values_fd << 4) >> 4, values_fd >> 4]
+def unpacked(values_fd: jax.Array, num_parts: int, are_codes: bool) -> list[jax.Array]:
+    """The values of even and of odd inputs in bytes of two int4 each, or in codes of float4; or the values as they
+    are."""
+    if num_parts == 1:
+        return [values_fd]
+    if not are_codes:
+        return [(values_fd << 4) >> 4, values_fd >> 4]
+    return [small_floats(values_fd.astype(jnp.int32)), small_floats(values_fd.astype(jnp.int32) >> 4)]
+
+
+def small_floats(code_fd: jax.Array) -> jax.Array:
+    """Float32 of the last four bits, as codes of float4_e2m1fn: 2^14 times smaller. Exponents of two bits are the
+    last of a float16's, and so is the one bit behind them."""
+    bits_fd = ((code_fd & 8) << 12) | ((code_fd & 7) << 9)
+    return lax.bitcast_convert_type(bits_fd.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+
+
+def scale_of(scale_f: jax.Array, are_codes: bool) -> jax.Array:
+    """In float32, of the numbers that `unpacked` gives."""
+    return scale_f.astype(jnp.float32) * FLOAT4_SCALE if are_codes else scale_f.astype(jnp.float32)
+
+
+def is_float4(values: Any) -> bool:
+    return str(values.dtype) == FLOAT4
 
 
 def times_transposed(x_td: jax.Array, values_fd: jax.Array) -> jax.Array:

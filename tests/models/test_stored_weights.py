@@ -78,6 +78,9 @@ def test_weights_of_every_format_are_what_they_stand_for(kind, model, tmp_path):
         assert any(is_quantized(param) for _, param in found) == (form != "16bit")
         for (path, param), (_, expected) in zip(found, exact, strict=True):
             check(path, param, expected, is_exact and not (form == "stored" and isinstance(param, QuantizedArray)))
+            if isinstance(param, StoredArray) and ("mxfp4" in kind or "nvfp4" in kind):
+                bits = 8 * param.nbytes / param.values.size
+                assert (param.values.dtype.name, bits) == ("float4_e2m1fn", 4.5 if "mxfp4" in kind else 6)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,7 @@ def test_weights_of_every_format_are_what_they_stand_for(kind, model, tmp_path):
         ("awq", "llama", "stored", 4),
         ("fp8 blocks e8m0", "llama", "rows", 2),
         ("mxfp4", "mixtral", "rows", 1),
+        ("mxfp4", "mixtral", "stored", 2),
         ("w8a8", "llama", "16bit", 1),
     ],
 )

@@ -28,6 +28,7 @@ from jaxpaged.params.formats.stored_weight import (
     row_ranges,
 )
 
+E2M1 = "float4_e2m1fn"
 MX_GROUP, NV_GROUP = 32, 16
 """Inputs that share a scale."""
 
@@ -79,6 +80,19 @@ def e2m1_numbers(packed_RB: np.ndarray) -> np.ndarray:
     for rows in row_ranges(*halves.shape):
         np.take(fours_of_numbers(), halves[rows], out=fours[rows], mode="clip")
     return fours.view(ml_dtypes.float8_e4m3fn)
+
+
+def e2m1_of(values: np.ndarray) -> np.ndarray:
+    """float4_e2m1fn of float8_e4m3fn that E2M1 has."""
+    return codes_of_bytes()[values.view(np.uint8)].view(ml_dtypes.float4_e2m1fn)
+
+
+@functools.cache
+def codes_of_bytes() -> np.ndarray:
+    """[256]: the code of E2M1 that each byte of float8_e4m3fn is; 0 for numbers that it has not."""
+    codes = np.zeros(256, np.uint8)
+    codes[numbers_of_codes()] = np.arange(16)
+    return codes
 
 
 @functools.cache

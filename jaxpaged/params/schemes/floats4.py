@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpaged.params.formats.float4 import MX_GROUP, NV_GROUP, mxfp4, nvfp4
+from jaxpaged.params.formats.float4 import E2M1, MX_GROUP, NV_GROUP, mxfp4, nvfp4
 from jaxpaged.params.formats.stored_weight import Rows, StoredWeight
 from jaxpaged.params.schemes.fields import Fields
 from jaxpaged.params.schemes.fp8 import INPUT_SCALES
 from jaxpaged.params.schemes.scheme import NAMED, Numbers, Quantization, Rule, StoredTensor, of_activations
 from jaxpaged.params.schemes.whole_numbers import groups_of
-
-E2M1 = "float4_e2m1fn"
 
 
 @dataclass(frozen=True)

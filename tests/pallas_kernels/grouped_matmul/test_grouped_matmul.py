@@ -36,6 +36,7 @@ def make_operands(case: Case, poison: float = np.nan) -> tuple[np.ndarray, gm.Ex
     scale_ECF[sizes_E == 0] = poison
     zero_ECF = rng.integers(-3, 4, scale_ECF.shape).astype(np.float32) if case.zeros else None
     scale_ECF /= 2 if case.zeros else 1
+    scale_ECF = scale_ECF.astype(case.scales)
     return x_TD, gm.ExpertWeights(quantized_values(rng, (E, F, D), case.weights), scale_ECF, zero_ECF), sizes_E
 
 
@@ -82,7 +83,7 @@ def test_tokens_are_multiplied_by_their_own_expert_and_padding_gives_zeros(backe
 
 def test_kernels_take_weights_of_every_type():
     taken = {backend: {case.weights for name, case in PAIRS if name == backend} for backend in INTERPRET}
-    assert taken["tpu"] == {"bfloat16", "float32", "int8", "float8_e4m3fn", "int4"}
+    assert taken["tpu"] == {"bfloat16", "float32", "int8", "float8_e4m3fn", "int4", "float4_e2m1fn"}
     assert taken["gpu"] == taken["tpu"] - {"float32"}
     assert taken["cpu"] == ({"bfloat16", "float32", "int8"} if why_not() is None else set())
 
