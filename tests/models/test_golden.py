@@ -87,6 +87,13 @@ def test_experts_in_4_bits_are_the_same_weights(spreads_experts, tmp_path):
         np.testing.assert_array_equal(np.asarray(weight), expected.swapaxes(1, 2)[order])
 
 
+def test_experts_that_stay_in_4_bits_give_the_same_logits(tmp_path):
+    folder = write_packed_checkpoint("gpt_oss", tmp_path)
+    exact, stored = PagedModel(folder, form="16bit"), PagedModel(folder, form="stored", platform="gpu")
+    assert stored.params.layers[0].mlp.down_proj.weight.values.dtype == "float4_e2m1fn"
+    np.testing.assert_allclose(*(each.logits(prompt_of("gpt_oss")) for each in (exact, stored)), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("scales", "words"), [(np.ones((5, 192, 1), np.uint8), "shape"), (np.ones((5, 192, 2), np.float32), "F32.*U8")]
 )
