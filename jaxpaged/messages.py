@@ -320,6 +320,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     times: tuple[float, float] | None = None  # of queuing and of the first step, s since the epoch; told once
     kv_transfer_params: dict[str, Any] | None = None  # with the end: where another engine finds the prompt's pages
     loaded: dict[str, int] | None = None  # of its cached tokens those from tiers, by the tiers' names; told once
+    weight_spans: list[tuple[int, str]] | None = None  # see `CompletionOutput`; told when they have changed
 
 
 class LoRAStats(msgspec.Struct, array_like=True):
@@ -391,6 +392,16 @@ class StepRecord(msgspec.Struct, gc=False):
     pages_loaded: int = 0  # whose copies to the device were
     num_encoded: int = 0  # embeddings of pictures that were computed before its tokens
     encoded_at: float = 0.0  # when the host heard that they were; 0: there were none
+
+
+class WeightInfo(msgspec.Struct):
+    """Which weights an engine computes with: `version` is the name of the update that brought them, "" for those that
+    it loaded. `num_bytes` have come of the update that is under way, or came with the last one."""
+
+    version: str
+    num_updates: int = 0
+    is_updating: bool = False
+    num_bytes: int = 0
 
 
 FREE, CACHED, SHARED = -1, -2, -3
@@ -484,7 +495,11 @@ class Logprob(Result, gc=False):
 
 
 class CompletionOutput(Result, gc=False):
-    """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None."""
+    """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None.
+
+    `weight_spans`: which weights drew its tokens, as (number of the first token, name of the update); "" for those that
+    the engine loaded, and None where they drew all of it.
+    """
 
     index: int
     text: str
@@ -493,6 +508,7 @@ class CompletionOutput(Result, gc=False):
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_spans: list[tuple[int, str]] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

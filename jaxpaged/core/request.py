@@ -82,6 +82,8 @@ class Request:
         "status",
         "stop_ids",
         "times",
+        "untold_spans",
+        "weight_spans",
     )
 
     def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_order: int, num_groups: int):
@@ -113,6 +115,10 @@ class Request:
         self.num_preemptions = 0
         # Times of intake and of the first admission; None once clients were told.
         self.times: tuple[float, float] | None = (time.time(), math.nan)
+
+        # Which weights draw its tokens, as `CompletionOutput` has it; and the same until clients were told.
+        self.weight_spans: list[tuple[int, str]] = []
+        self.untold_spans: list[tuple[int, str]] | None = None
 
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
         self.stop_ids = frozenset(params.stop_token_ids or ())
@@ -211,6 +217,13 @@ class Request:
             mm_features=[msgspec.structs.replace(feature, pixels=None, embeds=None) for feature in self.mm_features],
         )
 
+    def note_weights(self, label: str | None) -> None:
+        """The next tokens are drawn by these weights, None: by those that the engine loaded."""
+        start = self.num_tokens - self.num_prompt_tokens
+        spans = [each for each in self.weight_spans or [(0, "")] if each[0] < start]
+        if spans or label is not None:
+            self.weight_spans = self.untold_spans = [*spans, (start, label or "")]
+
     def note_admission(self) -> None:
         """The request is scheduled for the first time."""
         assert self.times is not None, "clients are told with the first tokens, which come later"
@@ -227,6 +240,7 @@ class Request:
             num_preemptions=self.num_preemptions,
             times=self.times if was_scheduled else None,
             loaded=self.loaded if was_scheduled else None,
+            weight_spans=self.untold_spans,
         )
 
     def __repr__(self) -> str:

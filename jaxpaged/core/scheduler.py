@@ -107,6 +107,7 @@ class Scheduler:
         # Steps in flight, oldest first, by their ids. Requests are kept as objects, since an id may be used again.
         self._in_flight: dict[int, tuple[dict[str, Request], SchedulerOutput]] = {}
         self._num_arrivals = 0
+        self._weights_label: str | None = None
 
     # ---- intake and questions ------------------------------------------------------------------
 
@@ -121,6 +122,8 @@ class Scheduler:
         manager = self.ranks[0].kv_cache_manager  # all ranks are alike
         request = Request(message, self._max_model_len, self._num_arrivals, manager.num_groups)
         request.rank = 0 if self._balancer is None else self._choose_rank(self._balancer, message)
+        if self._weights_label is not None:
+            request.note_weights(self._weights_label)
         if self.adapters is not None and request.lora is not None:
             self.adapters.bind(request)
         if not self.structured_output_manager.add(request):
@@ -426,14 +429,16 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.slots.lose()
 
-    def change_weights(self, version: str) -> None:
+    def change_weights(self, version: str, label: str | None) -> None:
         """Other weights compute from now on: cached content is lost, and never found again. No request holds blocks,
-        and no step is in flight."""
+        and no step is in flight. `label`: what clients know them by, None for those that the engine loaded."""
+        self._weights_label = label
         self.lose_slots()
         for rank in self.ranks:
             rank.lose_content()
             rank.kv_cache_manager.change_root(version, self.requests.values())
         for request in self.requests.values():
+            request.note_weights(label)
             if any(feature.embeds is not None for feature in request.mm_features):
                 request.mm_features = [msgspec.structs.replace(each, embeds=None) for each in request.mm_features]
         self._forget_beginnings()

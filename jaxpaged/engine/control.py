@@ -7,6 +7,7 @@ is not known here.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from jaxpaged.engine import core_calls
 from jaxpaged.engine.adapters import Adapters, AsyncAdapters
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.errors import UsageError
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, LoRAInfo, LoRARequest, StepRecord
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, LoRAInfo, LoRARequest, StepRecord, WeightInfo
 
 
 class EngineControl(Protocol):
@@ -53,6 +54,56 @@ class EngineControl(Protocol):
     def is_sleeping(self) -> bool:
         """Whether anything has to be woken before prompts can be completed."""
         return self.call(core_calls.IsSleeping())
+
+    def start_weight_update(self, is_partial: bool = False) -> None:
+        """Begin to send other weights; the engine serves those that it has until `finish_weight_update`. `is_partial`:
+        parameters that are not sent stay. Raises UsageError for a quantised checkpoint, ConflictError."""
+        self.call(core_calls.StartWeightUpdate(is_partial))
+
+    def update_weights(self, weights: Any, version: str = "", donate: bool = False) -> WeightInfo:
+        """Send weights: arrays by the checkpoint's names; the path of a safetensors file or of a folder of them, or
+        several; or a tree like `apply_model(lambda params: params)[0]` with other arrays in it. Within an update that
+        was begun they are a part of it, otherwise they are all of one, called `version`. Guide:
+        guides/weight_updates.md.
+
+        A tree is a whole update, and must be in this process. Of its arrays those that lie as the engine's do are taken
+        without a copy: they are the caller's too, who must not donate them to a program, unless he gives them away
+        (`donate`). Raises CheckpointError for what does not fit, and then the engine serves on as before.
+        """
+        if isinstance(weights, str | Path):
+            weights = [str(weights)]
+        elif isinstance(weights, list | tuple) and all(isinstance(each, str | Path) for each in weights):
+            weights = [str(each) for each in weights]
+        elif not isinstance(weights, Mapping):
+            return self.call(core_calls.AdoptWeights(weights, version, donate))
+        info = self.get_weight_info()
+        if info.is_updating:
+            self.call(core_calls.UpdateWeights(weights))
+            return self.get_weight_info()
+        self.start_weight_update()
+        try:
+            self.call(core_calls.UpdateWeights(weights))
+            return self.finish_weight_update(version)
+        except BaseException:
+            self.abandon_weight_update()
+            raise
+
+    def abandon_weight_update(self) -> None:
+        """Give up an update that was begun; the weights stay as they are."""
+        self.call(core_calls.AbandonWeightUpdate())
+
+    def finish_weight_update(self, version: str = "") -> WeightInfo:
+        """Compute with the weights that were sent. Requests under way go on with them, from what they have said so far.
+        Raises CheckpointError when some are missing: then the old ones stay, and more can be sent."""
+        return self.call(core_calls.FinishWeightUpdate(version))
+
+    def get_weight_info(self) -> WeightInfo:
+        """Which weights compute now, and whether others come."""
+        return self.call(core_calls.GetWeightInfo())
+
+    def get_weight_version(self) -> str:
+        """The name of the update that the weights are from; "" for those that the engine loaded."""
+        return self.get_weight_info().version
 
     def start_profile(self, folder: str | None = None) -> None:
         """Record what the devices do, to `folder` or to the option `profile_dir`, for XProf and Perfetto.
@@ -166,13 +217,41 @@ class AsyncEngineControl(Protocol):
         """Take the memory back, all of it or what `tags` name; see `EngineControl.wake_up`."""
         await self.call(core_calls.WakeUp(tags))
 
-    async def pause_generation(self, mode: str = "abort") -> None:
-        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory."""
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory. `clear_cache`: forget what
+        was computed of prompts, so that requests that are kept compute it again."""
         await self.sleep(0, mode)
+        if clear_cache:
+            await self.reset_prefix_cache(reset_running_requests=True)
 
     async def resume_generation(self) -> None:
         """Go on after `pause_generation`."""
         await self.wake_up(["scheduling"])
+
+    async def start_weight_update(self, is_partial: bool = False) -> None:
+        """Begin to send other weights; see `EngineControl.start_weight_update`."""
+        await self.call(core_calls.StartWeightUpdate(is_partial))
+
+    async def update_weights(self, paths: Sequence[str]) -> int:
+        """Safetensors files, or folders of them, that the engine's processes can read; returns how many bytes have
+        come. Raises CheckpointError, and ConflictError when no update was begun."""
+        return await self.call(core_calls.UpdateWeights(list(paths)))
+
+    async def abandon_weight_update(self) -> None:
+        """Give up an update that was begun; the weights stay as they are."""
+        await self.call(core_calls.AbandonWeightUpdate())
+
+    async def finish_weight_update(self, version: str = "") -> WeightInfo:
+        """Compute with the weights that were sent; see `EngineControl.finish_weight_update`."""
+        return await self.call(core_calls.FinishWeightUpdate(version))
+
+    async def get_weight_info(self) -> WeightInfo:
+        """Which weights compute now, and whether others come."""
+        return await self.call(core_calls.GetWeightInfo())
+
+    async def get_weight_version(self) -> str:
+        """The name of the update that the weights are from; "" for those that the engine loaded."""
+        return (await self.get_weight_info()).version
 
     async def is_sleeping(self) -> bool:
         """Whether anything has to be woken before requests are computed."""

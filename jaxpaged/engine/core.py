@@ -28,6 +28,7 @@ from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.processed_items import PixelDesk
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
+from jaxpaged.engine.weight_updates import WeightUpdates
 from jaxpaged.errors import ProgramError, RequestError, UsageError
 from jaxpaged.executor.base import Executor, KVTransferWorker
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
@@ -111,6 +112,7 @@ class EngineCore(EngineCoreClient):
         self._books = Books()
         self._weights_version = executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
+        self.weights = WeightUpdates(executor, self._await_all, self.note_weight_update, self._sleep.lose_weights)
         self.pixels = PixelDesk(embeds)
         self._most_kept = config.multimodal.core_cache_bytes(config.parallel.num_cores)
         self.embeds, self._encodes_only = embeds, config.multimodal.mm_encoder_only
@@ -181,7 +183,8 @@ class EngineCore(EngineCoreClient):
 
     def call[R](self, call: CoreCall[R]) -> R:
         """Call one of the methods that `core_calls.py` lists."""
-        return getattr(self, call.name())(**msgspec.structs.asdict(call))
+        desk = self if call.desk is None else getattr(self, call.desk)
+        return getattr(desk, call.name())(**msgspec.structs.asdict(call))
 
     def step(self) -> EngineCoreOutputs:
         """Admit what is ready, schedule, execute, take the oldest result, update.
@@ -427,7 +430,7 @@ class EngineCore(EngineCoreClient):
             with self._books:
                 self._scheduler.preempt_all()
                 self._exchange_kv()
-                self._scheduler.change_weights(version)
+                self._scheduler.change_weights(version, self.executor.weights_label)
             if self.embeds is not None:
                 self.embeds.forget()
             self._publish_events()

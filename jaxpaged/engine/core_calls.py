@@ -32,6 +32,7 @@ from jaxpaged.messages import (
     LoRARequest,
     SchedulerStats,
     StepRecord,
+    WeightInfo,
 )
 
 
@@ -44,6 +45,9 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
     """Whether it may take seconds and touches no step, so that steps can go on meanwhile."""
     only_tells: ClassVar[bool] = False
     """Whether it changes nothing: of several cores those answer that serve now. Any other call is for all of them."""
+
+    desk: ClassVar[str | None] = None
+    """The attribute of `EngineCore` that answers; None: it does itself."""
 
     def for_core(self, number: int) -> Self:
         """What one of several cores is asked when all of them are."""
@@ -255,6 +259,56 @@ class CallExtension(CoreCall[list[Any]]):
         return [each for result in results for each in result]
 
 
+class StartWeightUpdate(CoreCall[None]):
+    """See `WeightUpdates`."""
+
+    desk = "weights"
+
+    is_partial: bool = False
+
+
+class UpdateWeights(CoreCall[int]):
+    """Files or folders; or arrays, which are not sent to another process."""
+
+    desk = "weights"
+    runs_beside_steps = True
+
+    weights: Sequence[str] | Mapping[str, Any] = ()
+
+
+class AbandonWeightUpdate(CoreCall[None]):
+    """See `WeightUpdates`."""
+
+    desk = "weights"
+
+
+class FinishWeightUpdate(CoreCall[WeightInfo]):
+    """Of several cores each has them when all have answered."""
+
+    desk = "weights"
+    changes_books = True
+
+    version: str = ""
+
+
+class AdoptWeights(CoreCall[WeightInfo]):
+    """It holds arrays, so it is not sent to another process."""
+
+    desk = "weights"
+    changes_books = True
+
+    tree: Any = None
+    version: str = ""
+    donate: bool = False
+
+
+class GetWeightInfo(CoreCall[WeightInfo]):
+    """Which weights compute now."""
+
+    desk = "weights"
+    only_tells = True
+
+
 class CollectiveRpc(CoreCall[list[Any]]):
     """Call a method of every worker, or a function with it; a result of each. It holds a function, so it is not sent
     to another process: see `CallExtension`. UsageError for an unknown name."""
@@ -273,9 +327,12 @@ CALLS: dict[str, type[CoreCall[Any]]] = {
     call.name(): call
     for call in (
         AddLora,
+        AbandonWeightUpdate,
         BlockMap,
         CallExtension,
         ExecutorStats,
+        FinishWeightUpdate,
+        GetWeightInfo,
         IsSleeping,
         KeepLease,
         ListLoras,
@@ -286,8 +343,10 @@ CALLS: dict[str, type[CoreCall[Any]]] = {
         Sleep,
         Snapshot,
         StartProfile,
+        StartWeightUpdate,
         StepRecords,
         StopProfile,
+        UpdateWeights,
         WaitForPrograms,
         WakeUp,
     )

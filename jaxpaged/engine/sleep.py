@@ -34,6 +34,11 @@ class SleepRecord:
         self.parts = frozenset(PARTS[level])
         logger.info("the engine sleeps at level %d", self.level)
 
+    def lose_weights(self) -> None:
+        """There are no weights any more: they sleep until they are loaded again."""
+        self.level = 2
+        self.parts |= {"weights"}
+
     def wake(self, part: str) -> None:
         """This part is awake; with the last of them the engine is."""
         self.parts -= {part}

@@ -42,6 +42,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def weights_label(self) -> str | None:
+        """What the weights are called that an update brought; None for those that the engine loaded."""
+        ...
+
+    @property
     def token_buckets(self) -> Sequence[int]:
         """Numbers of tokens to which steps are padded, sorted."""
         ...
@@ -140,6 +145,28 @@ class Workers(Protocol):
 
     def drop_lora(self, lora_int_id: int) -> Any:
         """Take an adapter out of host memory. What is in a slot stays there."""
+        ...
+
+    def start_weight_update(self, is_partial: bool) -> None:
+        """Begin to take other weights; an update that was begun before is forgotten. UsageError, ConflictError."""
+        ...
+
+    def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
+        """Check a part of them, a file, or arrays by the checkpoint's names; bytes of all parts so far. Raises
+        CheckpointError, ConflictError."""
+        ...
+
+    def abandon_weight_update(self) -> None:
+        """Forget what has come of an update, if one was begun."""
+        ...
+
+    def check_weight_update(self) -> None:
+        """Raise CheckpointError unless all is there that is to be replaced; ConflictError."""
+        ...
+
+    def finish_weight_update(self, label: str) -> None:
+        """Compute with them from now on; nothing is in flight. Raises CapacityError: then there are none, as if they
+        slept."""
         ...
 
     def start_profile(self, folder: str | None) -> None:

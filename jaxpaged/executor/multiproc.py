@@ -95,6 +95,24 @@ class Everybody:
     def drop_lora(self, lora_int_id: int) -> None:
         raise UsageError("several processes that compute as one have no LoRA adapters.")
 
+    def start_weight_update(self, is_partial: bool) -> None:
+        self._ask("start_weight_update", is_partial)
+
+    def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
+        if not isinstance(weights, str):
+            raise UsageError("several processes compute, and arrays are in one of them. Give a file that all can read.")
+        self._ask("receive_weights", weights)
+        return self._own.bytes_arrived
+
+    def abandon_weight_update(self) -> None:
+        self._ask("abandon_weight_update")
+
+    def check_weight_update(self) -> None:
+        self._ask("check_weight_update")
+
+    def finish_weight_update(self, label: str) -> None:
+        self._ask("finish_weight_update", label)
+
     def wait_for_programs(self) -> None:
         self._ask("wait_for_programs")
 
@@ -148,6 +166,10 @@ class MultiProcExecutor:
     @property
     def weights_version(self) -> str:
         return self._own.weights_version
+
+    @property
+    def weights_label(self) -> str | None:
+        return self._own.weights_label
 
     def recover(self) -> None:
         """Raises EngineDeadError: what the others have left of a failed step is not known, so all start anew."""

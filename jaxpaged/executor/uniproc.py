@@ -106,6 +106,10 @@ class UniProcExecutor:
     def weights_version(self) -> str:
         return self.worker.weights.version
 
+    @property
+    def weights_label(self) -> str | None:
+        return self.worker.weights.label
+
     def recover(self) -> None:
         self.choice.forget_requests()
         self.worker.recover()
@@ -116,11 +120,11 @@ class UniProcExecutor:
             found = partial(method, self.worker)
         elif method.startswith("_") or not callable(found := getattr(self.worker, method, None)):
             raise UsageError(f"the worker has no method {method!r}. Give a function that takes the worker instead.")
-        before = WeightsSeen(self.worker.device.params)
+        before, version = WeightsSeen(self.worker.device.params), self.weights_version
         try:
             return [found(*args, **kwargs)]
         finally:
-            if not before.are(self.worker.device.params):
+            if self.weights_version == version and not before.are(self.worker.device.params):
                 self.worker.weights.rename()
 
     def shutdown(self) -> None:

@@ -63,6 +63,13 @@ class TensorEntry:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class HeldTensor(TensorEntry):
+    """A tensor that lies in no file, but in memory; `path` says in errors where it came from."""
+
+    array: np.ndarray
+
+
 def read_header(path: Path) -> list[TensorEntry]:
     """All tensors of a file. CheckpointError naming file and tensor when anything does not add up."""
     try:
@@ -133,6 +140,9 @@ def mapped(entry: TensorEntry, dtypes: Mapping[str, np.dtype] = DTYPES) -> Itera
             f"{entry.path}: tensor {entry.name} has type {entry.dtype}; supported: {', '.join(dtypes)}. "
             "Use the model's bfloat16, float16 or float32 version."
         )
+    if isinstance(entry, HeldTensor):
+        yield entry.array
+        return
     if entry.num_bytes == 0:
         yield np.empty(entry.shape, dtypes[entry.dtype])
         return

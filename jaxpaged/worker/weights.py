@@ -7,6 +7,7 @@ that were read lately are in the system's cache. This module does not know what 
 
 import contextlib
 import ctypes
+import logging
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,12 +26,17 @@ from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_ver
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 
+logger = logging.getLogger(__name__)
+
 
 class Weights:
     """`load` makes the parameters, any number of times, and compiles nothing but the first time.
 
     `identify` names what `load` would make. `keeps_copies`: parameters that leave the devices are kept on the host,
-    unless they are to be discarded.
+    unless they are to be discarded. So are those of an update, which no file has, on a CPU too.
+
+    `label`: what the update is called that they come from, None for those that were loaded. `is_lent`: some arrays are
+    somebody else's too, and are never deleted here.
     """
 
     def __init__(self, load: Callable[[], Any], identify: Callable[[], str], keeps_copies: bool):
@@ -38,27 +44,39 @@ class Weights:
         self._keeps_copies = keeps_copies
         self._copies: Any = None
         self.version = ""
+        self.label: str | None = None
+        self.is_lent = False
 
     def put_aside(self, params: Any, discard: bool) -> None:
         """Free the memory of `params`, whose arrays are deleted. None: they left before."""
         if discard:
             self._copies = None
-        elif self._keeps_copies and params is not None:
+        elif (self._keeps_copies or self.label is not None) and params is not None:
             self._copies = jax.tree.map(HostCopy, params)
-        free(params)
+        self.release(params)
+        self.is_lent = False
+
+    def release(self, tree: Any) -> None:
+        """Free the memory of parameters, unless they may be somebody else's: those stay as long as he has them."""
+        if not self.is_lent:
+            free(tree)
 
     def bring_back(self) -> Any:
         """The parameters on their devices. Raises what loading raises; then they can still be brought back later."""
         if self._copies is None:
-            self.version = self._identify()
+            if self.label is not None:
+                logger.warning("the weights of update %r are gone; the checkpoint's take their place", self.label)
+            self.version, self.label = self._identify(), None
             return self._load()
         params = jax.tree.map(HostCopy.to_devices, self._copies)
         self._copies = None
         return params
 
-    def rename(self) -> None:
-        """The parameters are others than those that were loaded; nobody knows which."""
+    def rename(self, label: str = "") -> None:
+        """The parameters are others than those that were loaded. `label`: what somebody calls them; what was computed
+        with them is known by a name that nobody else gives, since he may call others the same."""
         self.version = secrets.token_hex(16)
+        self.label = label or self.version
 
 
 class WeightsSeen:

@@ -62,6 +62,7 @@ from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
 from jaxpaged.worker.step.zero_pages import has_zero_pages
 from jaxpaged.worker.visual_rows import VisualRows
+from jaxpaged.worker.weight_update import WeightUpdate, adopted
 from jaxpaged.worker.weights import free, return_freed_pages, weights_of
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Worker:
             self.embeds_folder = open_embeds(self.engine_spec)
             self.balancer, self.adapters = self._make_balancer(), self._make_adapters(folder)
             self.runner = self._make_runner()
+            self.weight_update: WeightUpdate | None = None
             seconds = time.monotonic() - begin
             self.programs.trace_first()
             if config.compile.wait_for_programs:
@@ -334,8 +336,9 @@ class Worker:
         Rows, counters and programs stay, so waking compiles nothing.
         """
         device = self.device
+        head = None if self.weights.is_lent else device.head  # it may be a parameter
         self.weights.put_aside(device.params, discard)
-        free((device.head, device.stacks))
+        free((head, device.stacks))
         device.params = device.head = None
         free_state(device)
         return_freed_pages()
@@ -345,7 +348,7 @@ class Worker:
         device = self.device
         with memory_for(part, "Free memory, and wake the engine again."):
             if part == "weights":
-                free((device.params, device.head))  # there only if falling asleep failed half way
+                self.weights.release((device.params, device.head))  # there only if falling asleep failed half way
                 device.params = self.weights.bring_back()
                 device.head = self._head(device.params)
                 if self.adapters is not None:
@@ -355,11 +358,77 @@ class Worker:
                 free_state(device)
                 self._renew_state()
 
+    def start_weight_update(self, is_partial: bool) -> None:
+        """Begin an update; one that was begun before is forgotten. Raises UsageError, and ConflictError while weights
+        sleep."""
+        self.weight_update = None
+        self._check_awake()
+        self.weight_update = WeightUpdate(self.stages, is_partial)
+
+    def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
+        """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, CheckpointError."""
+        return self._begun().add(weights)
+
+    @property
+    def bytes_arrived(self) -> int:
+        """Bytes of an update that was begun."""
+        return 0 if self.weight_update is None else self.weight_update.num_bytes
+
+    def abandon_weight_update(self) -> None:
+        """Forget what has come of an update, if one was begun."""
+        self.weight_update = None
+
+    def check_weight_update(self) -> None:
+        """Raise CheckpointError unless all is there that is to be replaced, and ConflictError."""
+        self._check_awake()
+        self._begun().check()
+
+    def finish_weight_update(self, label: str) -> None:
+        """Replace the weights by those that came, which are checked; no step may be in flight. Raises CapacityError
+        when memory was too little: then there are none."""
+        update, device = self._begun(), self.device
+        self.weight_update = None
+        head, leaves = device.head, set(map(id, jax.tree.leaves(device.params)))
+        try:
+            with memory_for("weights", "Free memory, and call wake_up for the weights of the checkpoint."):
+                params = update.replace(device.params, self.weights.release)
+        except BaseException:
+            self.weights.put_aside(device.params, discard=True)
+            device.params = device.head = None
+            raise
+        if update.is_complete:
+            self.weights.is_lent = False
+        free([leaf for leaf in jax.tree.leaves(head) if id(leaf) not in leaves])  # what was no parameter
+        self._take_weights(params, label)
+
+    def adopt_weights(self, tree: Any, label: str, donate: bool) -> None:
+        """Take arrays in the structure of the parameters as parameters; `donate`: they are the engine's from now on.
+        Raises CheckpointError, ConflictError."""
+        self._check_awake()
+        params, before = adopted(tree, self.device.params), self.device.params
+        taken = set(map(id, jax.tree.leaves(params)))
+        self.weights.release([leaf for leaf in jax.tree.leaves(before) if id(leaf) not in taken])
+        self.weights.is_lent = not donate
+        self._take_weights(params, label)
+
+    def _take_weights(self, params: Any, label: str) -> None:
+        self.device.params = params
+        self.device.head = self._head(params)
+        self.weights.rename(label)
+
+    def _begun(self) -> WeightUpdate:
+        if self.weight_update is None:
+            raise ConflictError("no update of weights was begun. Call start_weight_update() first.")
+        return self.weight_update
+
+    def _check_awake(self) -> None:
+        if self.device.params is None:
+            raise ConflictError("the weights sleep. Call wake_up() first.")
+
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What a function makes of the parameters, of which each stage's are an entry of a tuple where layers are dealt
         to stages. Raises ConflictError while they sleep."""
-        if self.device.params is None:
-            raise ConflictError("the weights sleep. Call wake_up() first.")
+        self._check_awake()
         return func(self.device.params)
 
     def start_profile(self, folder: str | None) -> None:

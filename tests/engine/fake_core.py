@@ -54,7 +54,7 @@ class Done:
 class CountingExecutor:
     """Computes a step at once, in time that grows with nothing but its requests."""
 
-    weights_version = ""
+    weights_version, weights_label = "", None
 
     def __init__(self, num_blocks: int, block_size: int = 16):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))

@@ -110,7 +110,7 @@ class FakeExecutor:
         self.longest_run = 32
         self.parts = {"weights", "kv_cache"}  # that are on the device
         self.discarded = False
-        self.weights_version = "of these"
+        self.weights_version, self.weights_label = "of these", None
         self.wake_error: Exception | None = None
         self.profiling = False
         self.recorded_to: list[str | None] = []  # folders, None: that of the options

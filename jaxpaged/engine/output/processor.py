@@ -199,6 +199,8 @@ class OutputProcessor:
         tell_engine = sequence.push(output)
         if output.times is not None:
             sequence.times = output.times
+        if output.weight_spans is not None:
+            sequence.weight_spans = output.weight_spans
         self._record_tokens(sequence, output, num_before, now)
         if output.pooled is not None:
             sequence.first_token_time = sequence.last_token_time = now

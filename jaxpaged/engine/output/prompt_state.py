@@ -33,6 +33,7 @@ class SequenceState:
         self.stop_reason: int | str | None = None
         self.num_preemptions = 0
         self.times: tuple[float, float] | None = None  # when the core queued it and first scheduled it
+        self.weight_spans: list[tuple[int, str]] | None = None
         self.first_token_time: float | None = None  # or of the vector
         self.last_token_time = request.arrival_time
         self.detokenizer = make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
@@ -104,13 +105,10 @@ class SequenceState:
         return self._completion(text, self.token_ids[start:], start)
 
     def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
-        logprobs = self._logprobs
+        logprobs, end = self._logprobs, (self.finish_reason, self.stop_reason, self.weight_spans)
         if logprobs is None:
-            return CompletionOutput(self.index, text, token_ids, None, None, self.finish_reason, self.stop_reason)
-        positions = logprobs.positions[start:]
-        return CompletionOutput(
-            self.index, text, token_ids, logprobs.cumulative, positions, self.finish_reason, self.stop_reason
-        )
+            return CompletionOutput(self.index, text, token_ids, None, None, *end)
+        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, logprobs.positions[start:], *end)
 
 
 class PromptState:

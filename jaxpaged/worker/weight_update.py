@@ -1,0 +1,126 @@
+"""Other weights for an engine under way, in place of those that it has: what came is checked, then put on the devices.
+
+Weights are replaced parameter by parameter, and each old one is freed when its new one is there, so that the most
+memory is that of all weights and one parameter more. Where weights are joined (`models/joined.py`) it is one block
+more. Programs take parameters as arguments, so nothing is compiled anew.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpaged.errors import CheckpointError, UsageError
+from jaxpaged.layers.experts import Experts
+from jaxpaged.layers.mlp import Mlp
+from jaxpaged.models.decoder import Attention
+from jaxpaged.models.drafted import DraftedParams
+from jaxpaged.models.joined import joined_params
+from jaxpaged.params.arriving import ArrivingWeights, Model
+from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.spec import Spec
+from jaxpaged.worker.engine_spec import EngineSpec
+
+JOINED = (Attention, Mlp, Experts)
+"""Blocks whose weights may be joined."""
+
+
+class WeightUpdate:
+    """An update that was begun. Raises UsageError for an engine whose weights cannot be updated."""
+
+    def __init__(self, stages: Sequence[EngineSpec], is_partial: bool):
+        if stages[-1].config.parallel.expert_balance is not None:
+            raise UsageError("experts are moved between devices while the engine runs (eplb), so weights stay.")
+        self._stages, self._models = stages, [Model(stage.specs, stage.decoder) for stage in stages]
+        self._arriving = ArrivingWeights(self._models, is_partial)
+
+    def add(self, weights: str | Mapping[str, Any]) -> int:
+        """A file or folder, or arrays by name; returns how many bytes have come. Raises CheckpointError."""
+        if isinstance(weights, str):
+            self._arriving.add_files(Path(weights))
+        else:
+            self._arriving.add_arrays(weights)
+        return self._arriving.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that have come."""
+        return self._arriving.num_bytes
+
+    def check(self) -> None:
+        """Raise CheckpointError unless all is there that is to be replaced."""
+        self._arriving.check_complete()
+        for stage, model in zip(self._stages, self._models):
+            for block in jax.tree.leaves(model.specs, is_leaf=self._is_block(stage)):
+                came = [self._arriving.brings(spec) for spec in jax.tree.leaves(block)]
+                if any(came) and not all(came):
+                    missing = jax.tree.leaves(block)[came.index(False)]
+                    raise CheckpointError(
+                        f"{missing.hf_name} did not come, but its weights lie beside others on this device that did. "
+                        "Send all weights of a block together."
+                    )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing stays of the old weights."""
+        return all(self._arriving.brings(spec) for model in self._models for spec in jax.tree.leaves(model.specs))
+
+    def replace(self, params: Any, release: Callable[[Any], None]) -> Any:
+        """The parameters with what came in them. `release` frees those that are replaced."""
+        if isinstance(params, DraftedParams):
+            return params.replace(decoder=self.replace(params.decoder, release))
+        if len(self._stages) == 1:
+            return self._replaced(0, params, release)
+        return tuple(self._replaced(i, part, release) for i, part in enumerate(params))
+
+    def _is_block(self, stage: EngineSpec) -> Callable[[Any], bool]:
+        kinds = (Spec, *JOINED) if stage.joins_weights else Spec
+        return lambda node: isinstance(node, kinds)
+
+    def _replaced(self, number: int, params: Any, release: Callable[[Any], None]) -> Any:
+        """The same of a stage."""
+        stage, model, rooms = self._stages[number], self._models[number], Rooms()
+        blocks, tree = jax.tree.flatten(model.specs, is_leaf=self._is_block(stage))
+        load = lambda spec: self._arriving.placed(spec, model, stage.mesh, stage.dtype, rooms)
+
+        def of_block(block: Any, before: Any) -> Any:
+            if not any(self._arriving.brings(spec) for spec in jax.tree.leaves(block)):
+                return before
+            make = lambda: jax.tree.map(load, block)
+            after = joined_params(make) if stage.joins_weights else make()
+            release(before)
+            return after
+
+        return tree.unflatten(map(of_block, blocks, tree.flatten_up_to(params)))
+
+
+def adopted(tree: Any, params: Any) -> Any:
+    """Parameters of somebody else's arrays, in the structure of `params`. Arrays that lie as the engine's do are taken
+    as they are, without a copy; others are converted by way of the host. Raises CheckpointError."""
+    wanted, structure = jax.tree_util.tree_flatten_with_path(params)
+    if (found := jax.tree.structure(tree)) != structure:
+        raise CheckpointError(
+            f"the tree has {found.num_leaves} arrays, the engine's parameters {structure.num_leaves}, and they are not "
+            "of one structure. Give what `apply_model(lambda params: params)` returns, with other arrays in it, or "
+            "arrays by the checkpoint's names."
+        )
+    return structure.unflatten(
+        adopted_array(jax.tree_util.keystr(path), leaf, own)
+        for (path, own), leaf in zip(wanted, jax.tree.leaves(tree), strict=True)
+    )
+
+
+def adopted_array(name: str, array: Any, own: jax.Array) -> jax.Array:
+    """An array in the type and on the devices of `own`."""
+    if isinstance(array, jax.Array) and array.is_deleted():
+        raise CheckpointError(f"params{name} was deleted: a program that it was donated to has its memory.")
+    if np.shape(array) != own.shape:
+        raise CheckpointError(f"params{name} has shape {np.shape(array)}, the engine's {own.shape}.")
+    if isinstance(array, jax.Array) and array.dtype == own.dtype:
+        if array.sharding.is_equivalent_to(own.sharding, own.ndim):
+            return array
+        return jax.device_put(array, own.sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(own.shape, own.sharding, lambda index: whole[index].astype(own.dtype))

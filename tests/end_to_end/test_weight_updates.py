@@ -1,0 +1,247 @@
+"""Weights that change while an engine runs: what it says afterwards is what an engine of these weights says."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams
+from jaxpaged.errors import CheckpointError, ConflictError
+from tests.models.checkpoints import CONFIGS, make_tensors
+
+SIZES = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "num_gpu_blocks_override": 64,
+    "skip_tokenizer_init": True,
+    "token_buckets": (4, 16),
+    "num_scheduler_steps": 1,
+}
+PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5, 9, 2, 6, 5]}
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False)
+NORM = "model.norm.weight"
+
+
+def random_tensors(shapes, seed):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one model."""
+    shapes = {name: tensor.shape for name, tensor in make_tensors("llama").items()}
+    found = []
+    for seed in range(2):
+        found.append(folder := tmp_path_factory.mktemp(f"weights{seed}"))
+        (folder / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+        save_file(random_tensors(shapes, seed), folder / "model.safetensors")
+    return found
+
+
+def tensors_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def said(llm, prompt=PROMPT):
+    """Tokens and their log probabilities."""
+    [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    [answer] = output.outputs
+    assert output.error is None
+    return answer.token_ids, [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids)]
+
+
+@pytest.fixture(scope="module")
+def answers(folders):
+    """What an engine of each checkpoint says."""
+    found = []
+    for folder in folders:
+        llm = LLM(str(folder), **SIZES)
+        found.append(said(llm))
+        llm.shutdown()
+    assert found[0] != found[1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared(folders):
+    llm = LLM(str(folders[0]), **SIZES)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def llm(shared, folders):
+    """An engine of the first checkpoint."""
+    shared.update_weights(folders[0], "first")
+    return shared
+
+
+def params_of(llm):
+    return llm.apply_model(lambda params: params)[0]
+
+
+@pytest.mark.parametrize("way", ["arrays", "arrays of jax", "file", "folder", "parts", "tree", "host's tree"])
+def test_afterwards_it_is_an_engine_of_these_weights(llm, folders, answers, way):
+    assert said(llm) == answers[0]
+    recompiles = llm.llm_engine.executor_stats()["recompiles"]
+    if way == "parts":
+        llm.start_weight_update()
+        for name, tensor in tensors_of(folders[1]).items():
+            llm.update_weights({name: tensor})
+            assert llm.get_weight_version() == "first"
+        assert said(llm) == answers[0], "until it is finished"
+        llm.finish_weight_update("second")
+    elif way.endswith("tree"):
+        llm.update_weights(folders[1], "second")
+        tree = jax.tree.map(np.asarray if "host" in way else (lambda array: array.copy()), params_of(llm))
+        llm.update_weights(folders[0])
+        assert said(llm) == answers[0]
+        llm.update_weights(tree, "second")
+    else:
+        arrays = tensors_of(folders[1])
+        made = {"arrays": arrays, "arrays of jax": jax.tree.map(jax.numpy.asarray, arrays)}
+        made |= {"file": folders[1] / "model.safetensors", "folder": str(folders[1])}
+        llm.update_weights(made[way], "second")
+    assert said(llm) == answers[1] == said(llm), "cached or not"
+    assert llm.get_weight_version() == "second"
+    assert way != "parts" or llm.llm_engine.executor_stats()["recompiles"] == recompiles
+
+
+def test_arrays_that_lie_right_are_taken_as_they_are_and_stay_the_callers(llm, folders, answers):
+    tree = jax.tree.map(lambda array: array.copy(), params_of(llm))
+    llm.update_weights(tree, "lent")
+    assert all(a is b for a, b in zip(jax.tree.leaves(params_of(llm)), jax.tree.leaves(tree), strict=True))
+    llm.sleep(1)
+    llm.wake_up()
+    assert said(llm) == answers[0] and llm.get_weight_version() == "lent", "kept on the host, since no file has them"
+    llm.update_weights(tree, "again")
+    llm.update_weights(folders[1])
+    llm.update_weights(tree, "given", donate=True)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    llm.update_weights(folders[1])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    assert said(llm) == answers[1]
+    with pytest.raises(CheckpointError, match="embed_tokens was deleted"):
+        llm.update_weights(tree)
+
+
+def test_deeper_sleep_forgets_an_update_and_says_so(llm, answers, folders, caplog):
+    llm.update_weights(folders[1], "second")
+    llm.sleep(2)
+    llm.wake_up()
+    assert said(llm) == answers[0] and llm.get_weight_version() == ""
+    assert "the weights of update 'second' are gone" in caplog.text
+
+
+def test_a_part_leaves_the_others(llm, folders, answers):
+    one, other = map(tensors_of, folders)
+    llm.start_weight_update(is_partial=True)
+    llm.update_weights({name: tensor for name, tensor in other.items() if name != NORM})
+    llm.finish_weight_update()
+    assert said(llm) != answers[1]
+    llm.start_weight_update(is_partial=True)
+    llm.update_weights({NORM: other[NORM]})
+    llm.finish_weight_update()
+    assert said(llm) == answers[1]
+    assert one.keys() == other.keys()
+
+
+def broken(tensors, fault, folder):
+    """What is wrong with an update -> (what is sent, what is said)."""
+    name, norm = "model.layers.0.self_attn.q_proj.weight", tensors[NORM]
+    if fault == "truncated":
+        whole = (folder / "model.safetensors").read_bytes()
+        path = folder.parent / f"{folder.name}-truncated.safetensors"
+        path.write_bytes(whole[:-5])
+        return path, "is truncated"
+    if fault == "missing":
+        return {key: tensor for key, tensor in tensors.items() if key != name}, f"1 of .* the first is {name}"
+    return {
+        "unknown": ({**tensors, "model.nrom.weight": norm}, "no weight model.nrom.weight.*Did you mean"),
+        "shape": ({**tensors, NORM: norm[:-1]}, rf"{NORM} has shape \(\d+,\), but"),
+        "type": ({**tensors, NORM: norm.astype(np.float64)}, "has type float64"),
+        "NaN": ({**tensors, NORM: np.where(np.arange(len(norm)) == 3, np.nan, norm)}, rf"{NORM} is nan at \(3,\)"),
+        "no file": (folder / "nothing.safetensors", "does not exist"),
+        "nothing": ({}, "did not come"),
+    }[fault]
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "type", "NaN", "truncated", "no file", "nothing"])
+def test_what_is_wrong_leaves_the_engine_as_it_is(llm, folders, answers, fault):
+    weights, why = broken(tensors_of(folders[1]), fault, folders[1])
+    with pytest.raises(CheckpointError, match=why):
+        llm.update_weights(weights, "bad")
+    assert said(llm) == answers[0] and llm.get_weight_version() == "first"
+    assert not llm.get_weight_info().is_updating
+
+
+def test_phases_come_in_their_order(llm, folders, answers):
+    with pytest.raises(ConflictError, match="start_weight_update"):
+        llm.finish_weight_update()
+    llm.start_weight_update()
+    tensors = tensors_of(folders[1])
+    llm.update_weights({NORM: tensors[NORM]})
+    with pytest.raises(CheckpointError, match="comes for the second time"):
+        llm.update_weights({NORM: tensors[NORM]})
+    with pytest.raises(CheckpointError, match="did not come"):
+        llm.finish_weight_update()
+    llm.update_weights({name: tensor for name, tensor in tensors.items() if name != NORM})
+    llm.finish_weight_update("late")
+    assert said(llm) == answers[1]
+    llm.start_weight_update()
+    llm.abandon_weight_update()
+    assert said(llm) == answers[1]
+    llm.sleep(1)
+    with pytest.raises(ConflictError, match="weights sleep"):
+        llm.start_weight_update()
+    llm.wake_up()
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"num_scheduler_steps": 4}], ids=repr)
+def test_requests_under_way_go_on_with_the_new_weights(folders, options):
+    engine = LLMEngine.from_engine_args(EngineArgs(str(folders[0]), **SIZES | options))
+    longer = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
+    engine.add_request("early", PROMPT, longer)
+    num_tokens = 0
+    while num_tokens < 5:
+        [output] = engine.step() or [None]
+        num_tokens = 0 if output is None else len(output.outputs[0].token_ids)
+    engine.update_weights(folders[1], "second")
+    engine.add_request("late", PROMPT, longer)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each.outputs[0] for each in engine.step()}
+    (_, first), (start, second) = outputs["early"].weight_spans
+    assert (first, second) == ("", "second") and start >= 5
+    assert outputs["late"].weight_spans == [(0, "second")]
+    before = outputs["early"].token_ids[:start]
+    told = {"prompt_token_ids": [*PROMPT["prompt_token_ids"], *before]}
+    rest = SamplingParams(max_tokens=24 - start, temperature=0.0, ignore_eos=True, detokenize=False)
+    engine.add_request("again", told, rest)
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each.outputs[0] for each in engine.step()}
+    assert outputs["early"].token_ids[start:] == outputs["again"].token_ids
+    engine.shutdown()
+
+
+def test_what_is_rounded_when_it_is_loaded_is_rounded_when_it_arrives(folders):
+    engines = [LLM(str(folder), **SIZES, quantization="int8") for folder in folders]
+    engines[0].update_weights(tensors_of(folders[1]))
+    assert said(engines[0]) == said(engines[1])
+    for each in engines:
+        each.shutdown()
+
+
+def test_weights_on_two_devices(folders, answers):
+    llm = LLM(str(folders[0]), **SIZES, tensor_parallel_size=2)
+    llm.update_weights(folders[1])
+    tokens, logprobs = said(llm)
+    assert tokens == answers[1][0]
+    np.testing.assert_allclose(logprobs, answers[1][1], atol=1e-5)
+    llm.shutdown()
