@@ -4,6 +4,7 @@ One thread reads them, one after the other. Which of them stay in host memory is
 (`core/lora/book.py`), and the workers hear of it.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -27,11 +28,27 @@ class AdapterDesk:
             config.max_loras, config.num_on_host, AGES[scheduling_policy], self._begin_read, workers.drop_lora
         )
 
-    def add(self, request: LoRARequest) -> LoRAInfo:
-        """Read an adapter, unless it is known. From any thread; one that is interrupted leaves it to be read. Raises
-        RequestError, and what the workers raise."""
-        known = self.book.check_new(request)
-        return known or self._thread.submit(self._read_new, request).result()
+    def add_lora(self, lora_request: LoRARequest) -> LoRAInfo:
+        """Read an adapter, so that requests can have it, unless it is known. From any thread; one that is interrupted
+        leaves it to be read. Raises RequestError, and what the workers raise, such as CheckpointError."""
+        known = self.book.check_new(lora_request)
+        return known or self._thread.submit(self._read_new, lora_request).result()
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Refuse new requests of an adapter; False if it is unknown. It is gone when those that have it end."""
+        return self.book.remove(lora_id)
+
+    def list_loras(self) -> list[LoRAInfo]:
+        """All adapters that requests can have."""
+        return self.book.infos()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in host memory until it is removed; False if it is unknown. Raises UsageError."""
+        return self.book.pin(lora_id)
+
+    def restore_loras(self, infos: Sequence[LoRAInfo]) -> None:
+        """Know these adapters, too: a core before this one had read them."""
+        self.book.restore(infos)
 
     def _begin_read(self, request: LoRARequest) -> Future[LoRAInfo]:
         return self._thread.submit(self._workers.read_lora, request)

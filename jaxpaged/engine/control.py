@@ -232,10 +232,10 @@ class AsyncEngineControl(Protocol):
         """Begin to send other weights; see `EngineControl.start_weight_update`."""
         await self.call(core_calls.StartWeightUpdate(is_partial))
 
-    async def update_weights(self, paths: Sequence[str]) -> int:
+    async def update_weights(self, weights: Sequence[str]) -> int:
         """Safetensors files, or folders of them, that the engine's processes can read; returns how many bytes have
         come. Raises CheckpointError, and ConflictError when no update was begun."""
-        return await self.call(core_calls.UpdateWeights(list(paths)))
+        return await self.call(core_calls.UpdateWeights(list(weights)))
 
     async def abandon_weight_update(self) -> None:
         """Give up an update that was begun; the weights stay as they are."""

@@ -17,7 +17,7 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.engine.adapter_desk import given, open_desk
+from jaxpaged.engine.adapter_desk import AdapterDesk, given, open_desk
 from jaxpaged.engine.books import Books
 from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.embeds_desk import EmbedsDesk
@@ -41,8 +41,6 @@ from jaxpaged.messages import (
     EngineCoreRequest,
     EngineSnapshot,
     KVBlockMap,
-    LoRAInfo,
-    LoRARequest,
     SchedulerOutput,
     SchedulerStats,
     StepRecord,
@@ -82,9 +80,7 @@ class EngineCore(EngineCoreClient):
         """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
         `kv_transfer`: carries keys and values to what keeps them besides the device, and back. `embeds`: finds
         embeddings that other engines have computed."""
-        self.executor = executor
-        self._grammars = grammars
-        self._publishers = publishers
+        self.executor, self._grammars, self._publishers = executor, grammars, publishers
         self._adapters = open_desk(config, executor.workers)  # None: requests have no adapters
         self._scheduler = Scheduler(
             config.scheduler,
@@ -183,7 +179,7 @@ class EngineCore(EngineCoreClient):
 
     def call[R](self, call: CoreCall[R]) -> R:
         """Call one of the methods that `core_calls.py` lists."""
-        desk = self if call.desk is None else getattr(self, call.desk)
+        desk = getattr(self, call.desk) if call.desk else self
         return getattr(desk, call.name())(**msgspec.structs.asdict(call))
 
     def step(self) -> EngineCoreOutputs:
@@ -435,25 +431,10 @@ class EngineCore(EngineCoreClient):
                 self.embeds.forget()
             self._publish_events()
 
-    def add_lora(self, lora_request: LoRARequest) -> LoRAInfo:
-        """Read an adapter, so that requests can have it. From any thread. Raises RequestError, CheckpointError."""
-        return given(self._adapters).add(lora_request)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Refuse new requests of an adapter; False if it is unknown. It is gone when those that have it end."""
-        return given(self._adapters).book.remove(lora_id)
-
-    def list_loras(self) -> list[LoRAInfo]:
-        """All adapters that requests can have."""
-        return given(self._adapters).book.infos()
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter in host memory; False if it is unknown. Raises UsageError when there is no place."""
-        return given(self._adapters).book.pin(lora_id)
-
-    def restore_loras(self, infos: Sequence[LoRAInfo]) -> None:
-        """Know these adapters, too: a core before this one had read them."""
-        given(self._adapters).book.restore(infos)
+    @property
+    def adapters(self) -> AdapterDesk:
+        """Answers calls about LoRA adapters. Raises UsageError in an engine without any."""
+        return given(self._adapters)
 
     def executor_stats(self) -> dict[str, Any]:
         """Counters of the executor: steps, padding, buckets, programs, recompiles."""

@@ -46,8 +46,8 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
     only_tells: ClassVar[bool] = False
     """Whether it changes nothing: of several cores those answer that serve now. Any other call is for all of them."""
 
-    desk: ClassVar[str | None] = None
-    """The attribute of `EngineCore` that answers; None: it does itself."""
+    desk: ClassVar[str] = ""
+    """The attribute of `EngineCore` that answers, if it does not itself."""
 
     def for_core(self, number: int) -> Self:
         """What one of several cores is asked when all of them are."""
@@ -202,16 +202,18 @@ class KeepLease(CoreCall[None]):
 
 
 class AddLora(CoreCall[LoRAInfo]):
-    """See `EngineCore.add_lora`."""
+    """See `AdapterDesk.add_lora`."""
 
+    desk = "adapters"
     runs_beside_steps = True
 
     lora_request: LoRARequest
 
 
 class RemoveLora(CoreCall[bool]):
-    """See `EngineCore.remove_lora`; of several cores, whether any of them had it."""
+    """See `AdapterDesk.remove_lora`; of several cores, whether any of them had it."""
 
+    desk = "adapters"
     changes_books = True
 
     lora_id: int
@@ -223,6 +225,7 @@ class RemoveLora(CoreCall[bool]):
 class ListLoras(CoreCall[list[LoRAInfo]]):
     """Adapters that the core has, those that lie in files only among them; of several cores, those of any."""
 
+    desk = "adapters"
     only_tells = True
 
     def merged(self, results: Sequence[list[LoRAInfo]]) -> list[LoRAInfo]:
@@ -230,8 +233,9 @@ class ListLoras(CoreCall[list[LoRAInfo]]):
 
 
 class PinLora(CoreCall[bool]):
-    """See `EngineCore.pin_lora`; of several cores, whether all of them have it."""
+    """See `AdapterDesk.pin_lora`; of several cores, whether all of them have it."""
 
+    desk = "adapters"
     changes_books = True
 
     lora_id: int
@@ -241,8 +245,9 @@ class PinLora(CoreCall[bool]):
 
 
 class RestoreLoras(CoreCall[None]):
-    """See `EngineCore.restore_loras`."""
+    """See `AdapterDesk.restore_loras`."""
 
+    desk = "adapters"
     changes_books = True
 
     infos: Sequence[LoRAInfo]
