@@ -69,6 +69,7 @@ class CountingExecutor:
         self.profiling = False
         self.host: dict[int, int] = {}  # adapters by number: what each adds to tokens, which is the name of its folder
         self.slots: dict[int, int] = {0: 0}
+        self.arrived: list[str] | None = None  # parts of an update of the weights
         self.changes: dict[str, int] = {}  # of requests with adapters
 
     def execute_model(self, scheduled: SchedulerOutput) -> Done:
@@ -102,6 +103,25 @@ class CountingExecutor:
             self.stuck = True
         elif order in ("slow to wake", "never awake"):
             self.waking = order
+
+    def start_weight_update(self, is_partial: bool) -> None:
+        self.arrived = []
+
+    def receive_weights(self, weights: str) -> int:
+        self.check_weight_update()
+        self.arrived.append(weights)
+        return len(self.arrived)
+
+    def abandon_weight_update(self) -> None:
+        self.arrived = None
+
+    def check_weight_update(self) -> None:
+        if self.arrived is None:
+            raise ConflictError("no update of weights was begun.")
+
+    def finish_weight_update(self, label: str) -> None:
+        self.weights_version = self.weights_label = label
+        self.arrived = None
 
     def max_step_tokens(self) -> int:
         return 1 << 30
