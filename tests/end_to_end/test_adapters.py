@@ -38,23 +38,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_cpu_loras": 3,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": (16,),
+    "max_model_len": 48,
+    "block_size": 4,
+    "num_gpu_blocks_override": 14,
+    "num_scheduler_steps": 1,
+    "dtype": "float32",
+}
+
+
 @pytest.fixture(scope="module")
 def llm(folder):
-    llm = LLM(
-        str(folder / "base"),
-        skip_tokenizer_init=True,
-        enable_lora=True,
-        max_loras=2,
-        max_cpu_loras=3,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        token_buckets=(16,),
-        max_model_len=48,
-        block_size=4,
-        num_gpu_blocks_override=14,
-        num_scheduler_steps=1,
-        dtype="float32",
-    )
+    llm = LLM(str(folder / "base"), **OPTIONS)
     yield llm
     assert llm.llm_engine.executor_stats()["recompiles"] == 0
     llm.shutdown()
@@ -129,3 +131,29 @@ def test_what_is_wrong_with_an_adapter_harms_no_other_request(llm, folder, adapt
     assert "'a1' cannot be read" in broken.error and broken.outputs[0].finish_reason == "error" and not good.error
     shutil.move(folder / "moved", folder / "a1")
     assert tokens(llm, PROMPTS[:1], adapters[1]) == [expected]
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+
+
+def compile_lighter(worker):
+    """The programs of steps without adapters."""
+    for key in worker.programs.builders:
+        if key.kind in ("forward_base", "decode_base"):
+            worker.programs[key]
+
+
+@pytest.mark.parametrize("options", [{"num_scheduler_steps": 4}, {"speculative_config": NGRAM}], ids=["runs", "drafts"])
+def test_runs_of_decode_steps_and_drafts_give_the_same(folder, llm, adapters, options):
+    wanted = [(prompt, adapter) for adapter in adapters[:3] for prompt in PROMPTS]
+    prompts, requests = map(list, zip(*wanted, strict=True))
+    expected = tokens(llm, prompts, requests)
+    other = LLM(str(folder / "base"), **{**OPTIONS, **options})
+    try:
+        for _ in range(2):  # then lighter programs are there
+            assert tokens(other, prompts, requests) == expected
+            assert tokens(other, PROMPTS, None) == expected[: len(PROMPTS)]
+            other.collective_rpc(compile_lighter)
+        assert other.llm_engine.executor_stats()["recompiles"] == 0
+    finally:
+        other.shutdown()

@@ -99,6 +99,7 @@ class Steps:
 
     def __init__(self, executor: UniProcExecutor):
         self.executor, self._number = executor, 0
+        self.last = ""  # the name of the newest request
 
     def answers(
         self,
@@ -109,7 +110,7 @@ class Steps:
     ) -> list[tuple[list[int], np.ndarray]]:
         """Of each prompt with the adapter in its slot: the tokens drawn, and log probabilities [tokens, V] by token."""
         names = [f"r{self._number + i}" for i in range(len(prompts))]
-        self._number += len(prompts)
+        self._number, self.last = self._number + len(prompts), names[-1]
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, logprobs=OPTIONS["max_logprobs"])
         blocks = [([*range(1 + 12 * i, 13 + 12 * i)],) for i in range(len(prompts))]
         new = [

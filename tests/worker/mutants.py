@@ -4,7 +4,48 @@ from tests.mutants import mutants_of
 
 _of = mutants_of(lambda module: ("tests/worker/programs/test_compile_queue.py",))
 
-MUTANTS = tuple(
+_of_adapters = mutants_of(lambda module: ("tests/worker/test_adapters.py", "tests/layers/test_lora.py"))
+ROWS, BACK = "each_row and one", "comes_back and one"
+
+OF_ADAPTERS = (
+    *_of_adapters(
+        "jaxpaged/layers/lora.py",
+        ROWS,
+        ("slots are counted from 0", "jnp.arange(1, num_slots + 1)", "jnp.arange(num_slots)"),
+        ("all slots act on every token", "(u_TSr * slots.own_TS[:, :, None])", "u_TSr"),
+        ("growth is not added to 1", "base_TO * (1 + more_TO)", "base_TO * more_TO"),
+    ),
+    *_of_adapters(
+        "jaxpaged/worker/lora_stacks.py",
+        ROWS,
+        ("magnitudes scale twice", "own_b = own_b * own.magnitude", "own_b = own_b * own.magnitude**2"),
+        ("growth is the magnitude", "own.magnitude[None] - np.float32(1)", "own.magnitude[None]"),
+        ("every part has the first ranks", "own.a[ranks.start : ranks.stop]", "own.a[: len(ranks)]"),
+    ),
+    *_of_adapters(
+        "jaxpaged/worker/step/adapters.py",
+        ROWS,
+        ("an adapter goes into the next slot", "part, slot - 1, piece.axis", "part, slot, piece.axis"),
+    ),
+    *_of_adapters(
+        "jaxpaged/worker/adapter_slots.py",
+        BACK,
+        (
+            "a slot keeps its first adapter",
+            "adapter = self._host[lora_int_id]",
+            "adapter = self._in_slots.get(slot, self._host[lora_int_id])",
+        ),
+        ("steps take the parts of their smallest adapter", "level = max([", "level = min(["),
+        ("slots have no level", "adapter, adapter.level\n", "adapter, 0\n"),
+    ),
+    *_of_adapters(
+        "jaxpaged/worker/request_rows.py",
+        ROWS,
+        ("a row keeps the slot before", "self.lora_slots_R[row] = request.lora_slot", "pass"),
+    ),
+)
+
+MUTANTS = OF_ADAPTERS + tuple(
     _of(
         "jaxpaged/worker/programs/compile_queue.py",
         "",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.messages import LoRAInfo, LoRARequest
+from jaxpaged.messages import LoRAInfo, LoRARequest, SchedulerOutput
 from jaxpaged.models import joined
 from tests.models.checkpoints import write_checkpoint
 from tests.worker.adapted_engine import Adapters, Steps, adapted_executor, merged
@@ -48,8 +49,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """On one device, with plain weights."""
-    yield from started(folder, max_lora_rank=32)
+    """On one device, with plain weights, and with the programs of steps that have small adapters alone, or none."""
+    for engine in started(folder, max_lora_rank=32):
+        engine.executor.worker.programs.wait_all(on_demand=True)
+        yield engine
 
 
 @pytest.fixture(scope="module", params=[REFERENCE, *ENGINES])
@@ -140,3 +143,24 @@ def test_what_latent_attention_absorbs_has_adapters(tmp_path):
     with contextmanager(started)(write_checkpoint("deepseek_v3", tmp_path), modules=modules) as engine:
         check_merged(engine, {1: {"dora": True}, 2: {"rank": 2}})
         assert any(path.endswith("v_up") for path in engine.adapters.made[1].weights)
+
+
+def test_an_adapter_that_changes_nothing_fails_its_requests_alone(reference):
+    reference.adapters.make(21, scale=0.0)
+    reference.executor.worker.read_lora(LoRARequest("none", 21, "/nowhere"))
+    with pytest.raises(AssertionError, match="'none' changes nothing"):
+        reference.steps.answers(PROMPTS[:1], [2], loads=[(2, 21)])
+    reference.executor.execute_model(SchedulerOutput(0, [], [reference.steps.last], [], [], [], [], []))
+    with pytest.raises(AssertionError, match="changes nothing"):
+        reference.steps.answers(PROMPTS[:1], [2])
+    reference.executor.execute_model(SchedulerOutput(0, [], [reference.steps.last], [], [], [], [], []))
+    assert reference.steps.answers(PROMPTS[:1], [0])[0][0]
+
+
+def test_what_has_no_stacks_is_refused_by_name(reference):
+    reference.adapters.make(22)
+    adapter = reference.adapters.made[22]
+    other = {".embed_tokens": next(iter(adapter.weights.values()))}
+    reference.adapters.made[22] = replace(adapter, weights={**adapter.weights, **other})
+    with pytest.raises(CheckpointError, match="embed_tokens"):
+        reference.executor.worker.read_lora(LoRARequest("more", 22, "/nowhere"))
