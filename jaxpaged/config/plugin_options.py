@@ -25,3 +25,8 @@ class PluginConfig:
         "class whose methods collective_rpc calls in every process that computes, as 'module:Class'",
         aliases={"": None},
     )
+    queue_policy: str | None = option(
+        None,
+        "name of a plugin's queue policy, which gives requests their priority; with scheduling_policy priority",
+        not_empty=True,
+    )

@@ -12,6 +12,7 @@ from jaxpaged.engine.input.chat_template import load_chat_templates
 from jaxpaged.engine.input.generation_config import load_generation_defaults
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer
 from jaxpaged.engine.input.processor import TEXT_ONLY, InputProcessor
+from jaxpaged.engine.input.queue_policy import queue_policy_of
 from jaxpaged.engine.input.tokenizer import check_vocabulary, load_tokenizer
 from jaxpaged.engine.observability.stat_loggers import StatLoggers, stat_loggers
 from jaxpaged.engine.pooling.pooler import load_pooler
@@ -75,6 +76,7 @@ def load_input_processor(
         kv_peers=(config.cache.role, config.cache.kv_peers),
         pictures=pictures,
         why_no_pictures=why_none,
+        queue_policy=queue_policy_of(config),
     )
 
 

@@ -1,13 +1,14 @@
 """What a plugin is: a record of what it adds, by seam."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from jaxpaged.messages import EngineCoreRequest
     from jaxpaged.models.interface import Model
     from jaxpaged.parsing.parser import ToolFormat
     from jaxpaged.parsing.reasoning import ReasoningFormat
@@ -29,6 +30,7 @@ class Plugin:
     """
 
     models: Iterable["Model"] = seam("model", tuple)
+    queue_policies: Mapping[str, "Callable[[EngineCoreRequest], int]"] = seam("queue policy")
     tool_parsers: Mapping[str, "ToolFormat"] = seam("tool parser")
     reasoning_parsers: Mapping[str, "ReasoningFormat"] = seam("reasoning parser")
     lora_resolvers: Mapping[str, "LoRAResolver"] = seam("LoRA resolver")

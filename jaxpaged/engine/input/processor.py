@@ -7,7 +7,7 @@ whether the request fits the KV cache, nor when it will run.
 import random
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -83,9 +83,11 @@ class InputProcessor:
         kv_peers: tuple[str | None, str] = (None, ""),
         pictures: "PictureIntake | None" = None,
         why_no_pictures: str = TEXT_ONLY,
+        queue_policy: Callable[[EngineCoreRequest], int] | None = None,
     ):
         """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
-        none, and why, in the second half of a sentence."""
+        none, and why, in the second half of a sentence. `queue_policy`: what gives requests their priority."""
+        self._queue_policy = queue_policy
         self.pictures = pictures
         self.why_no_pictures = why_no_pictures
         self._picture_prompts: PicturePrompts | None = None
@@ -170,6 +172,8 @@ class InputProcessor:
             pooling_params=pooling_params,
             mm_features=list(parsed.mm_features),
         )
+        if self._queue_policy is not None:
+            request.priority = self._queue_policy(request)
         return request, parsed.text
 
     def _checked_kind(self, params: Any) -> SamplingParams | PoolingParams:
