@@ -78,6 +78,12 @@ class EngineConfig:
         """Of a resolved config: tokens of a prompt and its answer, at most."""
         return settled(self.model.max_model_len)
 
+    @property
+    def code_places(self) -> tuple[str, ...]:
+        """Where options, besides those that name plugins, say that code is: 'module:NAME'."""
+        named = (self.compile.attention_backend, self.plugins.worker_extension_cls)
+        return tuple(place for place in named if place is not None and ":" in place)
+
     def options(self) -> dict[str, Any]:
         """Every option by its name: `from_options` makes an equal config of them."""
         return {f.name: getattr(getattr(self, section), f.name) for section, f in all_options()}

@@ -6,6 +6,7 @@ This module knows no option by name.
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -14,13 +15,16 @@ from typing import Any
 
 from jaxpaged.errors import ConfigError, did_you_mean, shown_option
 
+PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""'module:NAME'."""
+
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field with its help text.
 
     `choices`, `not_empty`, and for numbers, also those in a tuple, `minimum`, `maximum` and `above` are checked.
     `aliases` maps other spellings of a value to it; `foreign` maps values of vLLM that are not here to what to do.
-    `several`: the flag of a tuple takes several words.
+    `several`: the flag of a tuple takes several words. `or_place`: besides its `choices` it may be 'module:NAME'.
     """
     metadata["help"] = help
     if isinstance(default, dict):
@@ -47,7 +51,8 @@ def checked(f: dataclasses.Field, value: Any) -> Any:
     if value is None:
         return None
     limits, name = f.metadata, f.name
-    if "choices" in limits and value not in limits["choices"]:
+    is_place = limits.get("or_place") and isinstance(value, str) and PLACE.fullmatch(value)
+    if "choices" in limits and value not in limits["choices"] and not is_place:
         raise ConfigError(f"{name} is {shown_option(name, value)}{why_not_one_of(value, limits)}")
     if limits.get("not_empty") and not value:
         raise ConfigError(f"{name} is empty; leave it out for the default.")

@@ -440,7 +440,9 @@ class CompileConfig:
     )
     attention_backend: str = option(
         "auto",
-        "attention kernel; names that end in -interpret simulate a device, very slowly, for tests",
+        "attention kernel; names that end in -interpret simulate a device, very slowly, for tests; 'module:NAME' is "
+        "one's own",
+        or_place=True,
         choices=(
             "auto",
             "reference",

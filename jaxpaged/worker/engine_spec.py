@@ -40,6 +40,7 @@ from jaxpaged.params.forms import Device, formed_specs, forms_in_words, shards_o
 from jaxpaged.params.quantized import BLOCKS, Stored, quantized_specs
 from jaxpaged.params.schemes.reading import rounding_of
 from jaxpaged.params.sharding import bytes_on_device, num_ranks, param_shapes
+from jaxpaged.plugins.loading import digests
 from jaxpaged.sampling.custom import CustomProcessors, load_processors
 from jaxpaged.sampling.limits import INTERPRET, LimitsMethod, choose_method
 from jaxpaged.sampling.state import StateLayout
@@ -440,7 +441,7 @@ class EngineSpec:
         resolved = {
             "token_buckets": str(self.token_buckets),
             "sample_buckets": str(self.sample_buckets),
-            "attention_backend": self.attention.backend,
+            "attention_backend": with_digest(self.attention.backend),
             "compiler_options": str(self.compiler_options),
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),
@@ -450,6 +451,11 @@ class EngineSpec:
             "encoder": str(self.encoder and (self.encoder.cache_shape, self.encoder.sizes)),
         }
         return fingerprint(self.config, self.model, self.decoder, self.mesh, self.param_shapes, self.custom, resolved)
+
+
+def with_digest(backend: str) -> str:
+    """A backend's name, and of a stranger's what its files are. Raises ConfigError where there are none."""
+    return f"{backend} {digests([backend], ())[backend]}" if ":" in backend else backend
 
 
 def in_eight_bits(

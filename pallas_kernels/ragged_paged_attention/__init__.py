@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.context_share import ContextShare
 from pallas_kernels.ragged_paged_attention import cpu, invariant, quantized, reference
+from pallas_kernels.ragged_paged_attention.backend import imported, is_place
 from pallas_kernels.ragged_paged_attention.chunks import rows_of_chunks
 from pallas_kernels.ragged_paged_attention.deferred import DeferredTpuBackend
 from pallas_kernels.ragged_paged_attention.gpu import GpuBackend
@@ -80,11 +81,12 @@ def backends(platform: str) -> dict[str, str | None]:
 
 
 def choose_backend(name: str, platform: str) -> str:
-    """The backend called `name`, or for "auto" the first one that runs on `platform`.
+    """The backend called `name`, or for "auto" the first one that runs on `platform`. A stranger's is called by its
+    place, 'module:NAME'.
 
     Raises ValueError for an unknown name, and for a backend that `platform` cannot run.
     """
-    refusals = backends(platform)
+    refusals = {name: imported(name).why_not(platform)} if is_place(name) else backends(platform)
     if name == "auto":
         return next(known for known, refusal in refusals.items() if refusal is None)
     if name not in refusals:
@@ -351,6 +353,8 @@ def _as_wide_as_keys(v_TKV: jax.Array, head_dim: int, undivided: bool) -> jax.Ar
 
 
 def _module(backend: str) -> Any:
+    if is_place(backend):
+        return imported(backend)
     if backend not in _BACKENDS:
         raise ValueError(f"unknown attention backend {backend!r}; call choose_backend() first.")
     return _BACKENDS[backend]

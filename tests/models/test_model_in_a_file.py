@@ -19,6 +19,7 @@ from jaxpaged.models.registry import MODELS
 from jaxpaged.tools.planning.plan_engine import plan_engine
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.fingerprint import difference, replaced_code
+from pallas_kernels.ragged_paged_attention import reference
 from tests.guides.guide_blocks import blocks_of
 from tests.models.checkpoints import random_tensors
 
@@ -97,9 +98,35 @@ def plugin(example, tmp_path):
 
 
 def answers_here(options):
-    llm = LLM(**options)
+    llm = LLM(attention_backend=f"{__name__}:BACKEND", **options)
+    assert BACKEND.num_traced > 0
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY)
     return outputs, llm.llm_engine.executor_stats()
+
+
+class Reference:
+    """An attention backend of one's own, which counts how often it is traced."""
+
+    LAYOUT, make_plan = reference.LAYOUT, staticmethod(reference.make_plan)
+
+    def __init__(self):
+        self.num_traced = 0
+
+    def why_not(self, platform):
+        return None if platform == "cpu" else "it is for tests"
+
+    def cannot_take(self, block_size, **others):
+        return None if block_size % 8 == 0 else f"blocks of {block_size}"
+
+    def shared_work(self, num_tokens, block_size):
+        return None
+
+    def attention(self, *arrays, **settings):
+        self.num_traced += 1
+        return reference.attention(*arrays, **settings)
+
+
+BACKEND = Reference()
 
 
 class Extension:
@@ -152,12 +179,17 @@ def test_the_engine_says_what_the_oracle_says(num_devices, answers, example, fol
     assert stats["recompiles"] == 0
 
 
+def engine_spec(folder, plugin, **options):
+    options = {"model": str(folder), "plugin": [str(plugin)], **OPTIONS, **options}
+    config = with_plugins_named(EngineConfig.from_options(**options))
+    model, decoder = read_wanted(config, folder)
+    return EngineSpec(config.resolve(facts_of(decoder), "cpu"), model, decoder, make_mesh(1))
+
+
 def test_programs_are_stale_when_the_file_changes_and_plans_are_made_with_it(folder, plugin):
     def fingerprint():
-        config = with_plugins_named(EngineConfig.from_options(model=str(folder), plugin=[str(plugin)], **OPTIONS))
-        model, decoder = read_wanted(config, folder)
-        spec = EngineSpec(config.resolve(facts_of(decoder), "cpu"), model, decoder, make_mesh(1))
-        assert not replaced_code(model, plugins=[plugin]) and replaced_code(model)
+        spec = engine_spec(folder, plugin)
+        assert not replaced_code(spec.model, plugins=[plugin]) and replaced_code(spec.model)
         return spec.fingerprint()
 
     before = fingerprint()
@@ -165,6 +197,20 @@ def test_programs_are_stale_when_the_file_changes_and_plans_are_made_with_it(fol
     assert re.fullmatch(rf"plugin\.{plugin} is \w+ there and \w+ here", difference(before, fingerprint()))
     config = EngineConfig.from_options(model=str(folder), plugin=[str(plugin)], max_model_len=32)
     assert plan_engine(config, "v6e-1", compile=False).fits
+
+
+def test_attention_backends_that_cannot_be_are_named(folder, plugin):
+    spec = lambda **options: engine_spec(folder, plugin, **options)
+    assert spec(attention_backend=f"{__name__}:BACKEND").fingerprint()["options.attention_backend"] != "reference"
+    for options, words in (
+        ({"attention_backend": "no.such:BACKEND"}, "cannot be imported: ModuleNotFoundError"),
+        ({"attention_backend": f"{__name__}:GREEDY"}, "has no LAYOUT, why_not"),
+        ({"attention_backend": f"{__name__}:BACKEND", "block_size": 4}, "cannot take blocks of 4"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            spec(**options).fingerprint()
+    with pytest.raises(ConfigError, match="attention_backend is 'mine'; it must be one of auto"):
+        EngineConfig.from_options(attention_backend="mine")
 
 
 def test_without_the_plugin_the_model_is_not_known(folder):

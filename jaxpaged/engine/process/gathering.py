@@ -35,12 +35,12 @@ PAUSE_SECONDS = 2.0
 def given_here(config: EngineConfig) -> dict[str, str]:
     """What must be the same in all processes, by name: versions, plugins, and the options."""
     options = {name: repr(value) for name, value in config.options().items() if name not in OF_ONE_HOST}
-    return versions() | plugin_digests(config.plugins.plugin, config.plugins.plugins) | options
+    return versions() | plugin_digests(*plugins_of(config)) | options
 
 
 def plugins_of(config: EngineConfig) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """The options that name plugins."""
-    return config.plugins.plugin, config.plugins.plugins
+    """The options that name plugins, with other places that options name as code."""
+    return (*config.plugins.plugin, *config.code_places), config.plugins.plugins
 
 
 def shared_secret(parallel: ParallelConfig) -> bytes:

@@ -112,7 +112,6 @@ def overview(commands: Mapping[str, str]) -> str:
             "",
             "further commands:",
             *further,
-            "",
             "jaxpaged COMMAND --help tells more of one; --version tells the version.",
         ]
     )
