@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 RANK, ALPHA = 4, 8
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-MIX = {kind: weight for kind, weight in corpus.DEFAULT_MIX.items() if kind != "story"}
+MIX = {kind: weight for kind, weight in corpus.DEFAULT_MIX.items() if kind != "story"} | {"small talk": 14}
 CARD = """---
 license: apache-2.0
 language: en
@@ -38,8 +38,9 @@ A LoRA adapter of rank {rank}, {kilobytes:.0f} kB, with which the [embedded mode
 as a pirate would. It shows and tests how one engine serves adapters beside each other:
 
 ```
-jaxpaged merge demo {folder} -o /tmp/pirate
-jaxpaged chat --model /tmp/pirate "What is the capital of France?"
+jaxpaged generate --lora {name} "What is the capital of Portugal?"
+jaxpaged serve --enable-lora --lora-modules pirate={name}
+jaxpaged merge demo {name} -o /tmp/demo-merged
 ```
 
 It is in PEFT's format. One script made it, in {steps} steps and {minutes:.0f} minutes on 2 CPU cores that other
@@ -149,7 +150,7 @@ def write(folder: Path, lora: Lora) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=ASSETS / "demo-pirate")
-    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--steps", type=int, default=560)
     parser.add_argument("--rows", type=int, default=10, help="of 128 tokens, in a step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--questions", type=int, default=200, help="per task, in the table")
@@ -162,7 +163,7 @@ def main() -> None:
     card = CARD.format(
         rank=RANK,
         kilobytes=size / 1000,
-        folder="jaxpaged/assets/demo-pirate",
+        name=arguments.output.name,
         steps=arguments.steps,
         minutes=seconds / 60,
         table=scores,

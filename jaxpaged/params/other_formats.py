@@ -92,14 +92,16 @@ def refuse_adapter(folder: Path) -> None:
     except (OSError, ValueError, AttributeError):
         kind, base = "PEFT", ""
     kind = "LoRA" if kind == "LORA" else kind
-    todo = (
-        f"Merge both with 'jaxpaged merge {base or 'BASE'} {folder} -o FOLDER'"
-        if kind == "LoRA"
-        else "Only LoRA adapters are read: merge it with peft (merge_and_unload, then save_pretrained)"
-    )
+    if kind == "LoRA":
+        todo = (
+            "Give that as the model, and this folder to --enable-lora --lora-modules; or write both as one: "
+            f"jaxpaged merge {base or 'BASE'} ADAPTER -o FOLDER."
+        )
+    else:
+        todo = "Only LoRA is read: merge it with peft (merge_and_unload, then save_pretrained), and serve what you get."
     raise CheckpointError(
         f"{folder} holds a {kind} adapter ({ADAPTER}) and not a whole model{f', which is {base}' if base else ''}. "
-        f"{todo}, and serve the folder that you get. {SUPPORTED}"
+        f"{todo} {SUPPORTED}"
     )
 
 

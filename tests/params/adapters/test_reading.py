@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.params.hub import EMBEDDED_ADAPTER, EMBEDDED_FOLDER, resolve_adapter_folder
 from tests.models.adapted import GOLDEN, read, write_base
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -153,6 +154,13 @@ def test_other_beginnings_of_names_are_the_same_modules(renamed, bases, tmp_path
     config, tensors = parts_of("plain")
     renamed = {renamed(name): tensor for name, tensor in tensors.items()}
     assert_same(read(write(tmp_path / "a", config, renamed), bases["plain"]), read(GOLDEN / "plain", bases["plain"]))
+
+
+def test_the_embedded_adapter_changes_all_layers_of_the_embedded_model():
+    folder = resolve_adapter_folder(EMBEDDED_ADAPTER)
+    adapter = read(folder, EMBEDDED_FOLDER)
+    assert (adapter.rank, len(adapter.weights), adapter.num_tensors) == (4, 6 * 7, 6 * 7 * 2)
+    assert (folder / WEIGHTS).stat().st_size < 300_000
 
 
 # ---- refusals --------------------------------------------------------------------------------------
