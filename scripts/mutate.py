@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.core.lora.mutants import MUTANTS as OF_SLOTS
 from tests.executor.mutants import MUTANTS as OF_GROUPS
 from tests.kv_store.mutants import MUTANTS as OF_PAGES
 from tests.mutants import Mutant
@@ -33,7 +34,7 @@ from tests.params.mutants import MUTANTS as OF_STORED
 from tests.worker.mutants import MUTANTS as OF_COMPILING
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS, *OF_COMPILING, *OF_FORMATS, *OF_STORED)
+MUTANTS = (*OF_KERNELS, *OF_PAGES, *OF_GROUPS, *OF_COMPILING, *OF_FORMATS, *OF_STORED, *OF_SLOTS)
 OWN_MUTANTS = "not mutant"  # tests of mutants compare with the source, and would notice any change of it
 TIME_LIMIT = 900  # seconds for one run of tests
 TEST_SECONDS = 120  # for one test, which takes a few: a mistake that makes it wait for ever is noticed

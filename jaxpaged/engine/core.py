@@ -299,9 +299,7 @@ class EngineCore(EngineCoreClient):
                 self.embeds.wait(0.0 if self._outputs else COMPILE_WAIT)
         elif not self._outputs:
             with accepted_interrupts():
-                if self._adapters is not None and self._adapters.book.is_reading:
-                    self._adapters.book.wait(COMPILE_WAIT)
-                else:
+                if self._adapters is None or not self._adapters.book.wait(COMPILE_WAIT):
                     self._scheduler.structured_output_manager.wait(COMPILE_WAIT)
 
     def has_work(self) -> bool:
@@ -473,12 +471,14 @@ class EngineCore(EngineCoreClient):
         if self.transfers is not None:
             self.transfers.connector.expect_request(params, is_needed)
 
-    def save_prefix(self, path: str, token_ids: Sequence[int], cache_salt: str | None) -> PrefixInfo:
-        """Write what the prefix cache has of these tokens, as far as they fill blocks, to a file. Raises UsageError."""
+    def save_prefix(
+        self, path: str, token_ids: Sequence[int], cache_salt: str | None, lora: LoRAInfo | None
+    ) -> PrefixInfo:
+        """Write what the prefix cache has of these tokens to a file, see `save_prefix` there. Raises UsageError."""
         if self.transfers is None or self._kv_transfer is None:
             raise UsageError(NO_FILES)
         self._exchange_kv()  # what has come is written
-        return save_prefix(self.transfers, self._kv_transfer, Path(path), token_ids, cache_salt)
+        return save_prefix(self.transfers, self._kv_transfer, Path(path), token_ids, cache_salt, lora)
 
     def load_prefix(self, path: str) -> PrefixInfo:
         """Bring the pages of a file to where they are kept. Raises UsageError, and PageError for one that must not be

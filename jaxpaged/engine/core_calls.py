@@ -185,6 +185,7 @@ class SavePrefix(CoreCall[PrefixInfo]):
     path: str
     token_ids: Sequence[int]
     cache_salt: str | None = None
+    lora: LoRAInfo | None = None
 
 
 class LoadPrefix(CoreCall[PrefixInfo]):

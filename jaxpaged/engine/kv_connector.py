@@ -9,7 +9,7 @@ from jaxpaged.core.request import Request
 from jaxpaged.errors import UsageError
 from jaxpaged.executor.base import KVTransferWorker
 from jaxpaged.kv_store.prefix_file import PrefixInfo
-from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.messages import EngineCoreRequest, LoRAInfo
 from jaxpaged.sampling_params import SamplingParams
 
 ASK_SECONDS = 0.002
@@ -39,7 +39,12 @@ def seconds_to_wait(transfers: KVTransfers, most: float) -> float:
 
 
 def save_prefix(
-    transfers: KVTransfers, worker: KVTransferWorker, path: Path, token_ids: Sequence[int], cache_salt: str | None
+    transfers: KVTransfers,
+    worker: KVTransferWorker,
+    path: Path,
+    token_ids: Sequence[int],
+    cache_salt: str | None,
+    lora: LoRAInfo | None,
 ) -> PrefixInfo:
     """Write what the prefix cache has of these tokens, all that fill blocks and pages, to a file. Raises UsageError."""
     if transfers.has_snapshots:
@@ -50,7 +55,7 @@ def save_prefix(
     wanted = transfers.align(len(token_ids))
     # One token more, since the last one of a request never comes from the cache.
     message = EngineCoreRequest(
-        "prefix", [*token_ids[:wanted], 0], SamplingParams(max_tokens=1), 0.0, cache_salt=cache_salt
+        "prefix", [*token_ids[:wanted], 0], SamplingParams(max_tokens=1), 0.0, cache_salt=cache_salt, lora=lora
     )
     num_tokens, found = transfers.beginning(Request(message, wanted + 1, 0, transfers.num_groups))
     if not wanted:

@@ -449,7 +449,9 @@ class LLM(EngineControl):
 
     # ---- beginnings as files, which need the option kv_offload --------------------------------------
 
-    def save_prefix(self, prompt: Prompt | Sequence[Message], path: str | os.PathLike[str]) -> PrefixInfo:
+    def save_prefix(
+        self, prompt: Prompt | Sequence[Message], path: str | os.PathLike[str], lora_request: LoRARequest | None = None
+    ) -> PrefixInfo:
         """Compute a prompt, or a conversation up to where the output begins, and write its keys and values to a file.
 
         The file holds the full blocks of its tokens; what is left of the last block is computed again. Raises
@@ -459,12 +461,13 @@ class LLM(EngineControl):
         if carries_pictures(chosen):
             raise RequestError("the prompt has pictures, and files of beginnings hold texts only.", "prompt")
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-        (output,) = self.generate([chosen], params, use_tqdm=False)
+        (output,) = self.generate([chosen], params, lora_request=lora_request, use_tqdm=False)
         if output.error is not None:
             raise EngineError(output.error)
+        lora = None if lora_request is None else self.llm_engine.adapters.info_of(lora_request)
         salt = chosen.get("cache_salt") if isinstance(chosen, Mapping) else None
         assert output.prompt_token_ids is not None
-        return self.call(SavePrefix(os.fspath(path), list(output.prompt_token_ids), salt))
+        return self.call(SavePrefix(os.fspath(path), list(output.prompt_token_ids), salt, lora))
 
     def load_prefix(self, path: str | os.PathLike[str]) -> PrefixInfo:
         """Put a file of `save_prefix` into the tiers of `kv_offload`: prompts that begin so load it.

@@ -56,7 +56,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    llm = LLM(str(folder / "base"), **OPTIONS)
+    llm = LLM(str(folder / "base"), **OPTIONS, kv_offload="host=4M")
     yield llm
     assert llm.llm_engine.executor_stats()["recompiles"] == 0
     llm.shutdown()
@@ -93,6 +93,7 @@ def test_every_request_has_its_adapter_whatever_shares_the_batch(llm, adapters):
         given = [PROMPTS[j] for _, j in wanted]
         assert tokens(llm, given, [adapters[i] for i, _ in wanted]) == [expected[each] for each in wanted]
     stats = llm.llm_engine.metrics.stats
+    assert llm.llm_engine.executor_stats()["kv_offload_pages_loaded"]
     assert stats.num_preemptions > before.num_preemptions and stats.prefix_cache_hits > before.prefix_cache_hits
     assert stats.lora.num_loads > before.lora.num_loads + 6 and stats.lora.num_host_misses > 3
     llm.sleep(1)
@@ -157,3 +158,14 @@ def test_runs_of_decode_steps_and_drafts_give_the_same(folder, llm, adapters, op
         assert other.llm_engine.executor_stats()["recompiles"] == 0
     finally:
         other.shutdown()
+
+
+@pytest.mark.slow
+def test_a_beginning_in_a_file_is_that_of_its_adapter(llm, folder, adapters, tmp_path):
+    expected = tokens(llm, [PROMPTS[3]] * 3, adapters[:3])
+    info = llm.save_prefix(PROMPTS[3], tmp_path / "beginning", adapters[1])
+    with LLM(str(folder / "base"), **OPTIONS, kv_offload="host=4M") as other:
+        other.load_prefix(tmp_path / "beginning")
+        outputs = other.generate([PROMPTS[3]] * 3, GREEDY, lora_request=adapters[:3], use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert [output.num_cached_tokens for output in outputs] == [0, info.num_tokens, 0] and info.num_tokens

@@ -159,13 +159,11 @@ class AdapterBook:
         """Whether `settle` may have something to do."""
         return bool(self._came or self._reading or self.slots.unread)
 
-    @property
-    def is_reading(self) -> bool:
+    def wait(self, seconds: float) -> bool:
+        """Wait until something is read, so many seconds at most. False: nothing is being read."""
+        if self._reading:
+            wait(self._reading.values(), seconds, FIRST_COMPLETED)
         return bool(self._reading)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until something is read, so many seconds at most."""
-        wait(self._reading.values(), seconds, FIRST_COMPLETED)
 
     def settle(self) -> list[tuple[Request, str]]:
         """Take what was read. Returns the requests that cannot have their adapter, and why."""

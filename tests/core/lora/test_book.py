@@ -1,7 +1,5 @@
 """Versions of adapters, and which of them are in host memory."""
 
-from concurrent.futures import Future
-
 import msgspec
 import pytest
 
@@ -184,9 +182,10 @@ def test_waiting_ends_when_something_is_read():
     engine = engine_of(A, B, max_cpu_loras=1)
     engine.files.late = True
     engine.add("a", prompt_of(5), lora=A)
+    assert not engine.adapters.wait(60)
     engine.dispatch()
-    assert engine.adapters.is_reading
-    engine.adapters.wait(0.01)
+    assert engine.adapters.wait(0.01)
     engine.files.end_read()
-    engine.adapters.wait(60)
-    assert isinstance(engine.files.read(LoRARequest("b", 9, "/adapters/b")), Future)
+    assert engine.adapters.wait(60)
+    engine.run()
+    assert not engine.adapters.wait(60)
