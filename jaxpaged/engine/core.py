@@ -41,6 +41,7 @@ from jaxpaged.messages import (
     EngineCoreRequest,
     EngineSnapshot,
     KVBlockMap,
+    LoRAInfo,
     SchedulerOutput,
     SchedulerStats,
     StepRecord,
