@@ -237,9 +237,9 @@ MUTANTS = (
         ("nothing is cleared", "        clear_unseen(self", "        0 and clear_unseen(self"),
         ("a request goes on from the one before", "jnp.where(item.is_first, x, old)", "old"),
         (
-            "what no item is counts",
+            "only the first piece of a context counts",
             "jnp.where(item.in_use, x, old) for x, old in zip(added",
-            "x for x, old in zip(added",
+            "jnp.where(item.is_first, x, old) for x, old in zip(added",
         ),
         ("the rope part of queries is forgotten", "q_XW[:, C:width] = operands.q_rope_XP[...]", "pass"),
         (

@@ -23,6 +23,12 @@ ATTENTION = {
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 SANDWICH_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -149,7 +155,37 @@ def granite_fields(facts: Facts) -> dict[str, Any]:
     }
 
 
+def glm4_fields(facts: Facts) -> dict[str, Any]:
+    """The share of a head that rotates is half of it where nobody says."""
+    head_dim = facts.own_count("attention.key_length")
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "partial_rotary_factor": facts.own_count("rope.dimension_count", head_dim) / head_dim,
+    }
+
+
+def cohere_fields(facts: Facts) -> dict[str, Any]:
+    """Of Command R, whose norms take off the mean."""
+    eps = facts.own_number("attention.layer_norm_epsilon", 1e-5)
+    return {
+        "layer_norm_eps": eps,
+        "rms_norm_eps": eps,
+        "logit_scale": facts.own_number("logit_scale"),
+    }
+
+
+def cohere2_fields(facts: Facts) -> dict[str, Any]:
+    """Of Command A, of whose layers every fourth sees all tokens: files do not say so."""
+    every = facts.number(facts.own_name("attention.sliding_window_pattern"), 4)
+    return {
+        **cohere_fields(facts),
+        "sliding_window": facts.own_count("attention.sliding_window"),
+        "sliding_window_pattern": int(every),
+    }
+
+
 DENSE = {**PRE_NORMS, **ATTENTION, **MLP}
+PARALLEL = {"attn_norm": "input_layernorm", **ATTENTION, **MLP}
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", DENSE, bias_fields, turned=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", DENSE),
@@ -164,6 +200,9 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", {**PRE_NORMS, **FUSED, **FUSED_MLP}, phi3_fields),
     "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", {**ATTENTION, **MLP, **POST_NORMS}),
+    "glm4": Architecture("Glm4ForCausalLM", "glm4", {**ATTENTION, **FUSED_MLP, **GLM4_NORMS}, glm4_fields),
+    "command-r": Architecture("CohereForCausalLM", "cohere", PARALLEL, cohere_fields),
+    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", PARALLEL, cohere2_fields),
     "granite": Architecture("GraniteForCausalLM", "granite", DENSE, granite_fields, turned=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", DENSE, bias_fields, turned=True),
 }

@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
+    "Glm4ForCausalLM": "glm4",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
     "SmolLM3ForCausalLM": "smollm3",
 }
 TURNED = {"llama", "granite", "smollm3"}
@@ -49,6 +52,8 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate": "ffn_gate_inp",
@@ -69,6 +74,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 4096},
     "phi3_partial": {"original_max_position_embeddings": 4096},
     "olmo2": {"head_dim": None},
+    "cohere": {"rope_theta": 500_000.0, "head_dim": None},
     "smollm3": {
         "no_rope_layers": None,
         "no_rope_layer_interval": None,
@@ -107,8 +113,9 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(hf.get("rms_norm_eps", 1e-6)),
+        **({"attention.layer_norm_epsilon": hf.get("layer_norm_eps", 1e-5)} if "logit_scale" in hf else {}),
         "rope.freq_base": float(scaling_of(hf).get("rope_theta", hf.get("rope_theta", 10000.0))),
-        "rope.dimension_count": int(head_dim * hf.get("partial_rotary_factor", 1)),
+        "rope.dimension_count": int(head_dim * (scaling_of(hf) | hf).get("partial_rotary_factor", 1)),
         "vocab_size": hf["vocab_size"],
     }
     optional = {
@@ -123,6 +130,7 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "residual_multiplier": "residual_scale",
         "attention_multiplier": "attention.scale",
         "logits_scaling": "logit_scale",
+        "logit_scale": "logit_scale",
         "sliding_window": "attention.sliding_window",
         "sliding_window_pattern": "attention.sliding_window_pattern",
         "rope_local_base_freq": "rope.freq_base_swa",

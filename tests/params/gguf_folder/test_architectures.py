@@ -32,6 +32,9 @@ NAMES = [
     "olmo2",
     "granite",
     "smollm3",
+    "glm4",
+    "cohere",
+    "cohere2",
 ]
 OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
 """Fields that say the same of the checkpoint and of the file in other words, or nothing that is computed with."""
