@@ -27,7 +27,7 @@ from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpaged.layers.linear import Linear, apply_linear, lora_parts
-from jaxpaged.layers.lora import TokenSlots, on_one_device, own_ranks
+from jaxpaged.layers.lora import on_one_device, own_ranks
 from jaxpaged.layers.mlp import Activation, Mlp, gated, gated_mlp
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import QuantizedArray, Stored, StoredArray
@@ -319,7 +319,7 @@ def adapters_of_pairs(x_CD: jax.Array, p: Linear, sizes_e: jax.Array, platform: 
         b_eFK = ExpertWeights(part.b.reshape(*part.b.shape[:2], -1))
         x = x_CD.astype(part.a.dtype)
         u_CK = product(x, a_eKD, backend=choose_backend("auto", platform, x, a_eKD))
-        u_CK = own_ranks(u_CK.astype(jnp.float32), TokenSlots(own_CS), part.b.dtype)
+        u_CK = own_ranks(u_CK.astype(jnp.float32), own_CS, part.b.dtype)
         added += product(u_CK, b_eFK, backend=choose_backend("auto", platform, u_CK, b_eFK)).astype(jnp.float32)
     return added
 
@@ -352,7 +352,7 @@ def with_expert_stacks(parts: Linear, inputs: str | None, outputs: str | None) -
         return parts
     a, b = PartitionSpec(EXPERT_AXIS, None, None, inputs), PartitionSpec(EXPERT_AXIS, outputs)
     stacks = lora.stacks.replace(parts=tuple(part.replace(a=a, b=b) for part in lora.stacks.parts))
-    slots = lora.slots.replace(own_TS=PartitionSpec())
+    slots = lora.slots.replace(own_TS=PartitionSpec(), place_T=PartitionSpec())
     return parts.replace(lora=lora.replace(stacks=stacks, slots=slots))
 
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxpaged.layers.lora import BoundLora, grown_TO, own_ranks, stacked_product
+from jaxpaged.layers.lora import BoundLora, grown_TO, own_product, own_ranks, stacked_product
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, Stored, StoredArray
 from pallas_kernels.few_rows_matmul import (
@@ -193,9 +193,12 @@ def with_adapters(x_TI: jax.Array, base_TO: jax.Array, p: Linear, lora: BoundLor
     """[T, O] in `dtype`: what the weight made of x, and what the adapters add, on one device."""
     sum_TO = grown_TO(base_TO, lora.stacks.growth, lora.slots)
     for part in lora.stacks.parts:
+        if lora.slots.are_few:
+            sum_TO += own_product(x_TI, part, lora.slots)
+            continue
         a_KI = part.a.reshape(-1, x_TI.shape[1])
         u_TK = matrix_product(x_TI.astype(a_KI.dtype), a_KI, jnp.float32, p.backend)
-        sum_TO += stacked_product(own_ranks(u_TK, lora.slots, part.b.dtype), part.b)
+        sum_TO += stacked_product(own_ranks(u_TK, lora.slots.own_TS, part.b.dtype), part.b)
     return sum_TO.astype(dtype)
 
 

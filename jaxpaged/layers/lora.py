@@ -23,6 +23,9 @@ from flax import struct
 
 from jaxpaged.params.sharding import Split
 
+MOST_ALONE = 4
+"""Tokens that are multiplied one by one with their own ranks: XLA:CPU is slow at products that differ by token."""
+
 
 @struct.dataclass
 class LoraStack:
@@ -52,9 +55,16 @@ class LoraStacks:
 
 @struct.dataclass
 class TokenSlots:
-    """Which slot each token of a step has, in float32 [T, S]: 1 where it is the token's, so zeros for slot 0."""
+    """Which slot each token of a step has: in float32 [T, S] 1 where it is the token's, so zeros for slot 0, and as a
+    place in the stacks, int32 [T], any for slot 0."""
 
     own_TS: jax.Array
+    place_T: jax.Array
+
+    @property
+    def are_few(self) -> bool:
+        """Whether there are fewer tokens than slots: then each takes its own ranks from the stacks, and no others."""
+        return self.own_TS.shape[0] < self.own_TS.shape[1]
 
 
 @struct.dataclass
@@ -70,7 +80,8 @@ class BoundLora:
 def token_slots(slot_T: jax.Array, num_slots: int) -> TokenSlots:
     """Of int32 [T] with 0 for no adapter, and numbers from 1 on."""
     own_TS = slot_T[:, None] == jnp.arange(1, num_slots + 1)
-    return TokenSlots(jax.lax.optimization_barrier(own_TS.astype(jnp.float32)))
+    own_TS, place_T = jax.lax.optimization_barrier((own_TS.astype(jnp.float32), jnp.maximum(slot_T - 1, 0)))
+    return TokenSlots(own_TS, place_T)
 
 
 def on_one_device(p: Any) -> Any:
@@ -79,11 +90,28 @@ def on_one_device(p: Any) -> Any:
     return jax.tree.map(lambda node: node.replace(split=None) if is_bound(node) else node, p, is_leaf=is_bound)
 
 
-def own_ranks(u_TK: jax.Array, slots: TokenSlots, dtype: Any) -> jax.Array:
+def own_ranks(u_TK: jax.Array, own_TS: jax.Array, dtype: Any) -> jax.Array:
     """[T, S r] of what all slots make of each token's inputs, zeros where a slot is not the token's."""
-    num_tokens, num_slots = slots.own_TS.shape
+    num_tokens, num_slots = own_TS.shape
     u_TSr = u_TK.reshape(num_tokens, num_slots, -1)
-    return (u_TSr * slots.own_TS[:, :, None]).reshape(num_tokens, -1).astype(dtype)
+    return (u_TSr * own_TS[:, :, None]).reshape(num_tokens, -1).astype(dtype)
+
+
+def own_product(x_TI: jax.Array, part: LoraStack, slots: TokenSlots) -> jax.Array:
+    """Float32 [T, O]: what the ranks of each token's own slot add; see `TokenSlots.are_few`."""
+    precision = jax.lax.Precision.HIGHEST if part.a.dtype == jnp.float32 else None
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
+    is_adapted_T1 = jnp.sum(slots.own_TS, axis=1, keepdims=True)
+    a_SrI, b_SrO = (each.reshape(*each.shape[:2], -1) for each in (part.a, part.b))
+    x_TI = x_TI.astype(a_SrI.dtype)
+    if len(x_TI) > MOST_ALONE:
+        u_Tr = product("TI,TrI->Tr", x_TI, a_SrI[slots.place_T]) * is_adapted_T1
+        return product("Tr,TrO->TO", u_Tr.astype(b_SrO.dtype), b_SrO[slots.place_T])
+    rows = []
+    for t in range(len(x_TI)):
+        u_r = product("I,rI->r", x_TI[t], a_SrI[slots.place_T[t]]) * is_adapted_T1[t]
+        rows.append(product("r,rO->O", u_r.astype(b_SrO.dtype), b_SrO[slots.place_T[t]]))
+    return jnp.stack(rows)
 
 
 def stacked_product(u_TK: jax.Array, b: jax.Array) -> jax.Array:

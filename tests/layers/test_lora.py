@@ -79,6 +79,19 @@ def test_tokens_without_an_adapter_keep_their_bits_and_others_have_those_that_th
         np.testing.assert_array_equal(mixed[slot == SLOT_T], alone[slot == SLOT_T])
 
 
+@pytest.mark.parametrize("num_tokens", [2, 6])
+def test_fewer_tokens_than_slots_take_their_own_ranks(num_tokens):
+    slot_T = jnp.array([7, 0, 3, 3, 8, 1], jnp.int32)[:num_tokens]
+    part = LoraStack(numbers(30, 8, 4, INPUTS), numbers(31, 8, 4, *OUTPUTS))
+    x_TI, p = numbers(1, num_tokens, INPUTS), Linear(numbers(2, *OUTPUTS, INPUTS))
+    bound_to = lambda slots: p.replace(lora=BoundLora(LoraStacks((part,)), slots))
+    few = token_slots(slot_T, 8)
+    assert few.are_few
+    many = token_slots(jnp.pad(slot_T, (0, 8)), 8)
+    expected = product(jnp.pad(x_TI, ((0, 8), (0, 0))), bound_to(many))[:num_tokens]
+    np.testing.assert_allclose(product(x_TI, bound_to(few)), expected, atol=1e-5)
+
+
 def weight_of_form(form: str) -> Any:
     values = jax.random.randint(jax.random.key(5), (*OUTPUTS, INPUTS), -127, 127, jnp.int8)
     if form == "rows":

@@ -12,7 +12,7 @@ OF_ADAPTERS = (
         "jaxpaged/layers/lora.py",
         ROWS,
         ("slots are counted from 0", "jnp.arange(1, num_slots + 1)", "jnp.arange(num_slots)"),
-        ("all slots act on every token", "(u_TSr * slots.own_TS[:, :, None])", "u_TSr"),
+        ("all slots act on every token", "(u_TSr * own_TS[:, :, None])", "u_TSr"),
         ("growth is not added to 1", "base_TO * (1 + more_TO)", "base_TO * more_TO"),
     ),
     *_of_adapters(
