@@ -48,6 +48,7 @@ def install(monkeypatch):
     def install(*entries):
         found = [importlib.metadata.EntryPoint(name, value, group) for group, name, value in entries]
         monkeypatch.setattr("importlib.metadata.entry_points", lambda: found)
+        monkeypatch.setattr(sources, "may_be_installed", lambda: bool(found))
 
     install()
     return install
@@ -156,6 +157,16 @@ def test_hosts_and_bundles_know_a_plugin_by_all_of_its_code(tmp_path, monkeypatc
     assert digests((), ("mine",)) != before
     install((GENERAL, "mine", "gone.model:PLUGIN"))
     assert "there is no module 'gone'" in given_here(config)["code of plugins"]
+
+
+def test_a_package_that_is_really_installed_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(each for each in sys.path if "packages" not in each)])
+    assert sources.installed_sources() == []
+    package = tmp_path / "mine-1.2.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.2\n", encoding="utf-8")
+    (package / "entry_points.txt").write_text(f"[{GENERAL}]\nfirst = mine.plugin:PLUGIN\n", encoding="utf-8")
+    assert sources.installed_sources() == [sources.Source("first", "mine.plugin:PLUGIN", GENERAL, "package mine 1.2")]
 
 
 # ---- registered by a script ------------------------------------------------------------------------

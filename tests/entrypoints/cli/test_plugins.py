@@ -38,6 +38,7 @@ def install(monkeypatch, **entries):
     kinds["endpoint"] = "jaxpaged.endpoint_plugins"
     found = [importlib.metadata.EntryPoint(name, f"shown_plugins:{at}", kinds[k]) for name, (k, at) in entries.items()]
     monkeypatch.setattr("importlib.metadata.entry_points", lambda: found)
+    monkeypatch.setattr("jaxpaged.plugins.sources.may_be_installed", lambda: bool(found))
 
 
 def test_it_says_what_is_there_and_what_it_adds(monkeypatch, capsys, module):
