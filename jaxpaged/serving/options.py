@@ -151,6 +151,12 @@ class ServerOptions:
     lora_resolver_repos: tuple[str, ...] = option(
         (), "ids of adapters on the hub that are downloaded when a request names them", several=True
     )
+    allowed_weight_dirs: tuple[str, ...] = option(
+        (),
+        "folders from which /update_weights on the admin port may read weights that a trainer wrote (default: none, "
+        "and weights do not change by HTTP). Guide: guides/weight_updates.md",
+        several=True,
+    )
     max_stored_responses: int = option(
         1000,
         "most responses of /v1/responses kept in memory; the oldest go first, and 0 keeps none",

@@ -26,6 +26,7 @@ from jaxpaged.errors import CapacityError, CheckpointError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
 from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, Progress, SchedulerOutput
 from jaxpaged.sampling_params.features import Extra
+from tests.engine.fake_weights import FakeWeights
 
 DEMO = Path(__file__).parents[2] / "jaxpaged" / "assets" / "demo"
 FACTORY = "tests.engine.fake_core:build"
@@ -51,10 +52,8 @@ class Done:
         return self.output
 
 
-class CountingExecutor:
+class CountingExecutor(FakeWeights):
     """Computes a step at once, in time that grows with nothing but its requests."""
-
-    weights_version, weights_label = "", None
 
     def __init__(self, num_blocks: int, block_size: int = 16):
         self.kv_cache_config = KVCacheConfig((num_blocks,), (KVCacheGroup(AttentionSpec(block_size, 1, 1, 2), (0,)),))
@@ -69,7 +68,6 @@ class CountingExecutor:
         self.profiling = False
         self.host: dict[int, int] = {}  # adapters by number: what each adds to tokens, which is the name of its folder
         self.slots: dict[int, int] = {0: 0}
-        self.arrived: list[str] | None = None  # parts of an update of the weights
         self.changes: dict[str, int] = {}  # of requests with adapters
 
     def execute_model(self, scheduled: SchedulerOutput) -> Done:
@@ -103,25 +101,6 @@ class CountingExecutor:
             self.stuck = True
         elif order in ("slow to wake", "never awake"):
             self.waking = order
-
-    def start_weight_update(self, is_partial: bool) -> None:
-        self.arrived = []
-
-    def receive_weights(self, weights: str) -> int:
-        self.check_weight_update()
-        self.arrived.append(weights)
-        return len(self.arrived)
-
-    def abandon_weight_update(self) -> None:
-        self.arrived = None
-
-    def check_weight_update(self) -> None:
-        if self.arrived is None:
-            raise ConflictError("no update of weights was begun.")
-
-    def finish_weight_update(self, label: str) -> None:
-        self.weights_version = self.weights_label = label
-        self.arrived = None
 
     def max_step_tokens(self) -> int:
         return 1 << 30

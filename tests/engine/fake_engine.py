@@ -34,6 +34,7 @@ from jaxpaged.messages import (
 )
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra, extras_of
+from tests.engine.fake_weights import FakeWeights
 from tests.engine.small_tokenizer import CHAT, make_tokenizer
 
 
@@ -91,7 +92,7 @@ def scripted_model(vocab_size: int, answer: Sequence[int], num_prompt_tokens: in
     return model
 
 
-class FakeExecutor:
+class FakeExecutor(FakeWeights):
     """Computes steps at once, and hands results out when asked."""
 
     def __init__(self, model: Model, vocab_size: int, num_blocks: int = 64, block_size: int = 4):
@@ -110,7 +111,7 @@ class FakeExecutor:
         self.longest_run = 32
         self.parts = {"weights", "kv_cache"}  # that are on the device
         self.discarded = False
-        self.weights_version, self.weights_label = "of these", None
+        self.weights_version = "of these"
         self.wake_error: Exception | None = None
         self.profiling = False
         self.recorded_to: list[str | None] = []  # folders, None: that of the options

@@ -73,6 +73,15 @@ from jaxpaged.entrypoints.http.responses.routes import Responses
 from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.origins import LOOPBACK_NAMES, CheckOrigins
 from jaxpaged.entrypoints.http.transport.request_counts import CountRequests, RequestCounts
+from jaxpaged.entrypoints.http.weights import (
+    FinishRequest,
+    InitRequest,
+    PauseState,
+    StartRequest,
+    UpdateRequest,
+    Weights,
+)
+from jaxpaged.messages import WeightInfo
 from jaxpaged.serving.service import Service
 
 
@@ -171,6 +180,7 @@ def admin_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "/reset_prefix_cache", admin.reset_prefix_cache, query=reset, is_strict=True),
         Endpoint("POST", "/abort_all_requests", admin.abort_all, is_strict=True),
         *adapter_endpoints(service),
+        *weight_endpoints(service),
         Endpoint("GET", "/metrics", Metrics(service).read),
         *health_endpoints(service),
     ]
@@ -186,6 +196,27 @@ def adapter_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", load, adapters.load, LoadLoraAdapterRequest),
         Endpoint("POST", unload, adapters.unload, UnloadLoraAdapterRequest, not_found=True),
     ]
+
+
+def weight_endpoints(service: Service) -> list[Endpoint]:
+    """Those that change weights are there where folders are named from which they may come."""
+    weights = Weights(service)
+    pause = (Query("mode", {"type": "string", "enum": list(MODES)}), Query("clear_cache", {"type": "boolean"}))
+    found = [
+        Endpoint("POST", "/pause", weights.pause, response=PauseState, query=pause, is_strict=True),
+        Endpoint("POST", "/resume", weights.resume, response=PauseState, is_strict=True),
+        Endpoint("GET", "/is_paused", weights.is_paused, is_strict=True),
+        Endpoint("GET", "/weight_info", weights.info, response=WeightInfo, is_strict=True),
+    ]
+    if service.options.allowed_weight_dirs:
+        found += [
+            Endpoint("POST", "/init_weight_transfer_engine", weights.init, InitRequest),
+            Endpoint("POST", "/start_weight_update", weights.start, StartRequest, conflicts=True),
+            Endpoint("POST", "/update_weights", weights.update, UpdateRequest, conflicts=True),
+            Endpoint("POST", "/finish_weight_update", weights.finish, FinishRequest, conflicts=True),
+            Endpoint("POST", "/abandon_weight_update", weights.abandon, is_strict=True),
+        ]
+    return found
 
 
 def create_app(service: Service, keys: Sequence[str] = (), counts: RequestCounts | None = None) -> Starlette:
