@@ -168,6 +168,6 @@ def state_of(path: str) -> FolderState:
     return tuple(sorted((name, state.st_size, state.st_mtime_ns) for name, state in states))
 
 
-def cache_salt_of(cache_salt: str | None, lora: LoRAInfo | None) -> str | None:
-    """What tells apart equal prompts that share no blocks, for the choice of a core."""
-    return cache_salt if lora is None else f"{lora.digest}/{cache_salt or ''}"
+def salt_with(lora: LoRAInfo, cache_salt: str | None) -> str:
+    """What tells apart equal prompts that share no blocks since their adapters are others, for the choice of a core."""
+    return f"{lora.digest}/{cache_salt or ''}"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxpaged.config import EngineConfig, ModelConfig, settled
-from jaxpaged.engine.adapters import AsyncAdapters, cache_salt_of
+from jaxpaged.engine.adapters import AsyncAdapters, salt_with
 from jaxpaged.engine.control import AsyncEngineControl
 from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.core_client import CHILDREN_AT_ONCE, CoreClient, CoreClients
@@ -174,11 +174,12 @@ class AsyncLLM(AsyncEngineControl):
         request, text = await self._processed(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time, **tokenization
         )
-        request.lora = lora
+        if lora is not None:
+            request.lora = lora
         await self._cores.until_ready(data_parallel_rank)  # it may have ended meanwhile
         if any(request_id in core.output_processor for core in self._cores.all):
             raise id_in_use(request_id)
-        salt = cache_salt_of(request.cache_salt, lora)
+        salt = request.cache_salt if lora is None else salt_with(lora, request.cache_salt)
         core = self._cores.choose(request.prompt_token_ids, salt, data_parallel_rank)
         # What the core still says of an aborted request must not be taken for a later one of the same name.
         expected = self._expect_pictures if request.mm_features else self._expect
@@ -228,7 +229,8 @@ class AsyncLLM(AsyncEngineControl):
         self, token_ids: Sequence[int], cache_salt: str | None = None, lora: LoRAInfo | None = None
     ) -> int:
         """The `data_parallel_rank` that suits a prompt best now: for requests that are to go where one went."""
-        return self._cores.choose(token_ids, cache_salt_of(cache_salt, lora)).number
+        salt = cache_salt if lora is None else salt_with(lora, cache_salt)
+        return self._cores.choose(token_ids, salt).number
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests: their last result has finish reason "abort". Unknown ids pass."""

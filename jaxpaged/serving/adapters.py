@@ -158,8 +158,12 @@ class ServedAdapters:
         """Fails as the one before it does."""
         if before is not None:
             await before
-        request = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
-        return (await self._read(request)).info
+        async with self._lock(module.name):
+            served = self._served.get(module.name)  # the operator may have been quicker
+            if served is None:
+                request = LoRARequest(module.name, next(self._ids), module.path, module.base_model_name)
+                served = await self._read(request)
+            return served.info
 
     async def load(
         self, name: str, path: str, *, in_place: bool = False, base_model_name: str | None = None
