@@ -174,8 +174,7 @@ class AsyncLLM(AsyncEngineControl):
         request, text = await self._processed(
             request_id, prompt, sampling_params, priority=priority, arrival_time=arrival_time, **tokenization
         )
-        if lora is not None:
-            request.lora = lora
+        request.lora = lora
         await self._cores.until_ready(data_parallel_rank)  # it may have ended meanwhile
         if any(request_id in core.output_processor for core in self._cores.all):
             raise id_in_use(request_id)

@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -18,18 +19,17 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.core.grammar.matcher import Grammars
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.adapter_desk import AdapterDesk, given, open_desk
-from jaxpaged.engine.books import Books
 from jaxpaged.engine.core_calls import CoreCall, EngineCoreClient
 from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.engine.in_flight import InFlight, StepPacer
-from jaxpaged.engine.kv_connector import save_all, save_prefix, seconds_to_wait
+from jaxpaged.engine.kv_connector import NO_FILES, save_all, save_prefix, seconds_to_wait
 from jaxpaged.engine.merged_outputs import merged, without
 from jaxpaged.engine.observability.snapshot import take_snapshot
 from jaxpaged.engine.observability.step_log import StepLog
 from jaxpaged.engine.processed_items import PixelDesk
 from jaxpaged.engine.sleep import PARTS, TAGS, SleepRecord, check_sleep, check_tags
 from jaxpaged.engine.weight_updates import WeightUpdates
-from jaxpaged.errors import ProgramError, RequestError, UsageError
+from jaxpaged.errors import EngineDeadError, ProgramError, RequestError, UsageError
 from jaxpaged.executor.base import Executor, KVTransferWorker
 from jaxpaged.interrupts import accepted_interrupts, holding_interrupts
 from jaxpaged.kv_connector.base import KVConnection
@@ -52,14 +52,30 @@ if TYPE_CHECKING:
     from jaxpaged.engine.observability.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
-
 COMPILE_WAIT = 0.05
 """Seconds that a step sleeps at most with nothing to do but to wait for a grammar or a program."""
 
-NO_FILES = (
-    "keys and values are saved and loaded as files by engines that keep them besides the device. Give kv_offload, such "
-    "as host=1G."
-)
+
+class Books:
+    """Around what must not fail: after an error in such a block the books are wrong, so the engine stops. Then every
+    such block raises EngineDeadError."""
+
+    def __init__(self) -> None:
+        self.death: BaseException | None = None  # why the engine has stopped
+
+    def __enter__(self) -> None:
+        if self.death is not None:
+            self.refuse()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.death = error
+            if isinstance(error, Exception):
+                raise EngineDeadError(f"the engine broke down and stops: {error!r}. Start a new one.") from error
+
+    def refuse(self) -> NoReturn:
+        """Raise EngineDeadError: the engine has stopped."""
+        raise EngineDeadError(f"the engine has stopped: {self.death!r}. Start a new one.") from self.death
 
 
 class EngineCore(EngineCoreClient):
@@ -79,8 +95,7 @@ class EngineCore(EngineCoreClient):
         embeds: EmbedsDesk | None = None,
     ):
         """`grammars` None: requests with structured outputs are refused. `publishers`: hear what a rank's cache holds.
-        `kv_transfer`: carries keys and values to what keeps them besides the device, and back. `embeds`: finds
-        embeddings that other engines have computed."""
+        `kv_transfer`: carries keys and values to what keeps them elsewhere. `embeds`: finds those of other engines."""
         self.executor, self._grammars, self._publishers = executor, grammars, publishers
         self._adapters = open_desk(config, executor.workers)  # None: requests have no adapters
         self._scheduler = Scheduler(
@@ -482,8 +497,7 @@ class EngineCore(EngineCoreClient):
         return save_prefix(self.transfers, self._kv_transfer, Path(path), token_ids, cache_salt, lora)
 
     def load_prefix(self, path: str) -> PrefixInfo:
-        """Bring the pages of a file to where they are kept. Raises UsageError, and PageError for one that must not be
-        used."""
+        """Bring the pages of a file to where they are kept. Raises UsageError, and PageError for a damaged one."""
         if self._kv_transfer is None:
             raise UsageError(NO_FILES)
         return self._kv_transfer.load_prefix(Path(path))

@@ -17,6 +17,12 @@ ASK_SECONDS = 0.002
 SAVE_PATIENCE, MOST_SAVE_SECONDS = 10.0, 30.0
 """Seconds that what is saved before content is lost may take without any progress, and in all."""
 
+NO_FILES = (
+    "keys and values are saved and loaded as files by engines that keep them besides the device. Give kv_offload, such "
+    "as host=1G."
+)
+"""Why there are none."""
+
 
 def save_all(transfers: KVTransfers, exchange: Callable[[float], None], before: int | None = None) -> None:
     """Wait until what steps before number `before` have computed, None: all steps, is on its way off the device, and
