@@ -189,6 +189,14 @@ class EngineControl(Protocol):
         """
         return self.collective_rpc("apply_model", args=(func,))
 
+    def dense_model(self) -> Any:
+        """The engine's model on whole texts, with the parameters that `apply_model` gives, for trainers: a `DenseModel`
+        of `models/dense_forward.py`, whose `logits` and `logprobs` can be differentiated. Guide: guides/training.md.
+
+        Raises ConfigError for models that it does not take.
+        """
+        return self.collective_rpc("dense_model")[0]
+
 
 class AsyncEngineControl(Protocol):
     """For callers in an event loop, with the core in another process. `adapters` as for `EngineControl`."""

@@ -17,6 +17,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
+from jaxpaged.layers.dense_attention import DenseBatch, dense_attention
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.sharding import CONTEXT_AXES, CONTEXT_AXIS, GROUP_AXIS, MODEL_AXES, context_mesh, num_model_shards
 from pallas_kernels import ragged_paged_attention as rpa
@@ -138,7 +139,7 @@ def on_devices(context: AttentionContext, function: Callable[..., Any], in_specs
 
 
 def attend(
-    batch: AttentionBatch,
+    batch: AttentionBatch | DenseBatch,
     q_TNH: jax.Array,
     k_TKH: jax.Array | None,
     v_TKH: jax.Array | None,
@@ -157,7 +158,7 @@ def attend(
 
     Raises ValueError when the mesh has more devices than there are kv heads to split.
     """
-    if k_TKH is None:
+    if k_TKH is None and not isinstance(batch, DenseBatch):
         real_T = jnp.arange(len(q_TNH)) < batch.metadata.query_start_loc_R1[-1]
         q_TNH = jnp.where(real_T[:, None, None], q_TNH, 0)
     heads = q_TNH, k_TKH, v_TKH
@@ -165,7 +166,7 @@ def attend(
 
 
 def attend_heads(
-    batch: AttentionBatch,
+    batch: AttentionBatch | DenseBatch,
     heads: tuple[jax.Array | None, ...],
     kv: KVTensor,
     *,
@@ -175,7 +176,12 @@ def attend_heads(
     rotation: Rotation | None = None,
 ) -> tuple[jax.Array, KVTensor]:
     """`attend` of queries, keys and values that still go through `rotation`, where the batch rotates. Then all may be
-    one array [T, K, G + 2, H], each key head's queries, itself and its values one behind the other."""
+    one array [T, K, G + 2, H], each key head's queries, itself and its values one behind the other. Of whole texts the
+    cache is their keys and values."""
+    if isinstance(batch, DenseBatch):
+        q_TNH, *own = heads
+        kv = kv if own[0] is None else tuple(own)
+        return dense_attention(batch, q_TNH, *kv, scale=scale, soft_cap=soft_cap, sinks_N=sinks_N), kv
     context, head_dim = batch.context, heads[0].shape[-1]
     if batch.masked_T is not None:
         assert soft_cap is None, "capped scores of masked tokens are not far from others"

@@ -24,6 +24,7 @@ from flax import struct
 
 from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import AttentionBatch, KVTensor
+from jaxpaged.layers.dense_attention import DenseBatch
 from jaxpaged.layers.rope import CosSin
 from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
@@ -44,7 +45,7 @@ class Batch:
 
     tokens_T: jax.Array
     positions_T: jax.Array
-    attention: tuple[AttentionBatch | StateBatch, ...]
+    attention: tuple[AttentionBatch | StateBatch | DenseBatch, ...]
     caches: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
     stream_TD: jax.Array | None = None
     visual_TE: jax.Array | None = None
@@ -60,7 +61,7 @@ class LayerContext:
     multiplied by, in layers that have no rotation but this.
     """
 
-    attention: AttentionBatch | StateBatch
+    attention: AttentionBatch | StateBatch | DenseBatch
     cos_sin: CosSin | None
     query_factor_T: jax.Array | None = None
 

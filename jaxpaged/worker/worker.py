@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,7 +18,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.distributed.mesh import check_slice, stage_meshes
-from jaxpaged.errors import ConflictError, UsageError
+from jaxpaged.errors import ConfigError, ConflictError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.messages import LoRAInfo, LoRARequest, ProgramKey, Progress
@@ -64,6 +64,9 @@ from jaxpaged.worker.step.zero_pages import has_zero_pages
 from jaxpaged.worker.visual_rows import VisualRows
 from jaxpaged.worker.weight_update import WeightUpdate, adopted
 from jaxpaged.worker.weights import free, return_freed_pages, weights_of
+
+if TYPE_CHECKING:
+    from jaxpaged.models.dense_forward import DenseModel
 
 logger = logging.getLogger(__name__)
 
@@ -430,6 +433,15 @@ class Worker:
         to stages. Raises ConflictError while they sleep."""
         self._check_awake()
         return func(self.device.params)
+
+    def dense_model(self) -> "DenseModel":
+        """The model for trainers; see `models/dense_forward.py`. Raises ConfigError."""
+        from jaxpaged.models import dense_forward  # only trainers need it
+
+        if len(self.stages) > 1:
+            raise ConfigError("layers are dealt to stages, and dense_forward takes whole models.")
+        dense_forward.attention_of(self.engine_spec.model, self.engine_spec.decoder)
+        return dense_forward.DenseModel(self.engine_spec.model, self.engine_spec.decoder)
 
     def start_profile(self, folder: str | None) -> None:
         """See `Profiler.start`."""
