@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.dense_attention import DenseBatch, positions_in
 from jaxpaged.layers.linear import XLA, Linear
 from jaxpaged.models.config import DecoderConfig
@@ -52,7 +51,7 @@ def attention_of(model: Model, config: DecoderConfig) -> list[tuple[int | None, 
     if model.draft is not None:
         raise ConfigError("a model that drafts goes with this one, and dense_forward takes one. Leave it out.")
     specs = model.attention_specs(config, 1, 4, 1)
-    if config.experts is not None or config.sees_both_ways or not all(isinstance(s, AttentionSpec) for s in specs):
+    if config.experts is not None or config.sees_both_ways or any(spec.page_heads is None for spec in specs):
         raise ConfigError(
             f"{config.architecture} has experts, latents, states or attention to both sides; dense_forward takes "
             "causal attention with keys and values, and layers without experts."
