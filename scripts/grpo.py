@@ -1,7 +1,7 @@
 """Teaches the embedded model to understand other wordings of a sum, by GRPO: from rewards for right answers alone.
 
 The engine draws several answers to each question. Those that are right get 1, others 0, and an answer's advantage is
-its reward less the mean of its question's (arXiv 2402.03300, without a division by the deviation: 2503.20783). A trainer
+its reward less the mean of its question's (arXiv 2402.03300; not divided by the deviation: 2503.20783). A trainer
 raises the probability of answers that are better than others, and gives its weights to the engine as they are: both
 have one tree of parameters and one definition of the model (`llm.dense_model()`). Runs offline on two CPU cores.
 
@@ -162,8 +162,8 @@ def train(settings: Settings) -> list[dict[str, float]]:
         history.append(of_step)
         print(
             f"step {step}: reward {of_step['reward']:.2f}, held out {of_step['right']:.0%} right, staleness "
-            f"{of_step['staleness']} updates, log p at most {apart.max():.1e} from the engine's (mean {apart.mean():.1e}), "
-            f"{time.monotonic() - began:.1f} s",
+            f"{of_step['staleness']} updates, log p at most {apart.max():.1e} from the engine's, "
+            f"{apart.mean():.1e} in the mean, {time.monotonic() - began:.1f} s",
             flush=True,
         )
     print(f"after: {history[-1]['right']:.0%} right, and {accuracy(llm, known):.0%} of {KNOWN!r}")
