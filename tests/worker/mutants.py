@@ -35,7 +35,7 @@ OF_ADAPTERS = (
             "adapter = self._host[lora_int_id]",
             "adapter = self._in_slots.get(slot, self._host[lora_int_id])",
         ),
-        ("steps take the parts of their smallest adapter", "level = max([", "level = min(["),
+        ("steps take the parts of their smallest adapter", ".max(initial=0)", ".min(initial=9)"),
         ("slots have no level", "adapter, adapter.level\n", "adapter, 0\n"),
     ),
     *_of_adapters(
