@@ -89,7 +89,7 @@ def rows_of(text, heading):
     ],
 )
 def test_the_guide_to_migrating_is_right_about_endpoints(here, made, there):
-    service = make_service({"allowed_lora_dirs": ("/adapters",)}, book=FakeBook())
+    service = make_service({"allowed_lora_dirs": ("/adapters",), "allowed_weight_dirs": ("/weights",)}, book=FakeBook())
     known = {endpoint.path for endpoint in made(service)}
     rows = rows_of(option_tables.GUIDE.read_text(encoding="utf-8"), "Endpoints")
     named = {path for names, what in rows if here in what for path in re.findall(r"`(/\S+)`", names)}
