@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramKey
 from jaxpaged.params.adapters.adapter import Adapter
 from jaxpaged.params.adapters.base import BaseWeights
@@ -36,6 +36,7 @@ class HostAdapter(NamedTuple):
     lines: tuple[tuple[Mapping[int, np.ndarray], ...], ...]
     level: int
     changes_layers: bool
+    grows: bool  # it has magnitudes (DoRA), which follow from the weights of the checkpoint
 
 
 class Probe:
@@ -86,12 +87,18 @@ class AdapterSlots:
 
     # ---- host memory -----------------------------------------------------------------------------
 
-    def read(self, request: LoRARequest) -> LoRAInfo:
-        """Read an adapter into host memory, in place of one of this number. May run beside steps."""
+    def read(self, request: LoRARequest, update: str | None = None) -> LoRAInfo:
+        """Read an adapter into host memory, in place of one of this number. May run beside steps. `update`: what brought
+        the weights that compute now, None for the checkpoint's. Raises CheckpointError."""
         adapter, last = self._read(request), self._specs[-1]
         check_targets(self._specs, adapter, request.lora_path)
         check_magnitudes(self._specs, adapter, request.lora_path)
         grows = any(each.magnitude is not None for each in adapter.weights.values())
+        if grows and update is not None:
+            raise CheckpointError(
+                f"{request.lora_path}: the adapter has magnitudes (DoRA), which follow from the checkpoint's weights, but "
+                f"those of update {update!r} compute. Train it without use_dora, or merge it."
+            )
         info = LoRAInfo(
             lora_name=request.lora_name,
             lora_int_id=request.lora_int_id,
@@ -103,8 +110,19 @@ class AdapterSlots:
         )
         lines = tuple(spec.pack(adapter.weights) for spec in self._specs)
         changes_layers = any(spec.changes_layers(adapter.weights) for spec in self._specs)
-        self._host[request.lora_int_id] = HostAdapter(info, lines, last.level_of(adapter.rank, grows), changes_layers)
+        self._host[request.lora_int_id] = HostAdapter(
+            info, lines, last.level_of(adapter.rank, grows), changes_layers, grows
+        )
         return info
+
+    def check_changeable(self) -> None:
+        """Raise ConflictError where an adapter follows from the weights that compute now."""
+        for adapter in (*self._host.values(), *self._in_slots.values()):
+            if adapter.grows:
+                raise ConflictError(
+                    f"the adapter {adapter.info.lora_name!r} has magnitudes (DoRA), which follow from the weights that "
+                    "compute now. Remove it, and change the weights then."
+                )
 
     def drop(self, lora_int_id: int) -> bool:
         """Forget an adapter on the host; whether there was one. What is in a slot stays there."""
@@ -182,7 +200,9 @@ def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> Non
     if others := sorted({*adapter.weights, *adapter.replaced} - has_stacks):
         raise CheckpointError(
             f"{path}: the adapter changes {len(others)} matrices of which the engine keeps no adapters, the first of "
-            f"them {others[0].removeprefix('.')}. Leave lora_target_modules out, or name what the adapter has in it."
+            f"them {others[0].removeprefix('.')}. Where lora_target_modules leaves a module out, name it there; "
+            "adapters of embeddings, output heads, classifiers and vision towers are not served: merge such a one into "
+            "its model (jaxpaged merge)."
         )
 
 

@@ -270,7 +270,7 @@ class Worker:
 
     def read_lora(self, request: LoRARequest) -> LoRAInfo:
         """Read an adapter into host memory; may run beside steps. Raises CheckpointError."""
-        return self._adapters().read(request)
+        return self._adapters().read(request, self.weights.label)
 
     def drop_lora(self, lora_int_id: int) -> bool:
         """Forget an adapter in host memory; whether there was one."""
@@ -365,7 +365,7 @@ class Worker:
         """Begin an update; one that was begun before is forgotten. Raises UsageError, and ConflictError while weights
         sleep."""
         self.weight_update = None
-        self._check_awake()
+        self._check_changeable()
         self.weight_update = WeightUpdate(self.stages, is_partial)
 
     def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
@@ -383,7 +383,7 @@ class Worker:
 
     def check_weight_update(self) -> None:
         """Raise CheckpointError unless all is there that is to be replaced, and ConflictError."""
-        self._check_awake()
+        self._check_changeable()
         self._begun().check()
 
     def finish_weight_update(self, label: str) -> None:
@@ -407,7 +407,7 @@ class Worker:
     def adopt_weights(self, tree: Any, label: str, donate: bool) -> None:
         """Take arrays in the structure of the parameters as parameters; `donate`: they are the engine's from now on.
         Raises CheckpointError, ConflictError."""
-        self._check_awake()
+        self._check_changeable()
         params, before = adopted(tree, self.device.params), self.device.params
         taken = set(map(id, jax.tree.leaves(params)))
         self.weights.release([leaf for leaf in jax.tree.leaves(before) if id(leaf) not in taken])
@@ -427,6 +427,11 @@ class Worker:
     def _check_awake(self) -> None:
         if self.device.params is None:
             raise ConflictError("the weights sleep. Call wake_up() first.")
+
+    def _check_changeable(self) -> None:
+        self._check_awake()
+        if self.adapters is not None:
+            self.adapters.check_changeable()
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What a function makes of the parameters, of which each stage's are an entry of a tuple where layers are dealt

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpaged.errors import CheckpointError
+from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.messages import LoRAInfo, LoRARequest, SchedulerOutput
 from jaxpaged.models import joined
 from tests.models.checkpoints import write_checkpoint
@@ -164,3 +164,20 @@ def test_what_has_no_stacks_is_refused_by_name(reference):
     reference.adapters.made[22] = replace(adapter, weights={**adapter.weights, **other})
     with pytest.raises(CheckpointError, match="embed_tokens"):
         reference.executor.worker.read_lora(LoRARequest("more", 22, "/nowhere"))
+
+
+def test_magnitudes_and_other_weights_exclude_each_other(folder):
+    for engine in started(folder):
+        worker = engine.executor.worker
+        engine.read(1, dora=True)
+        with pytest.raises(ConflictError, match="'a1' has magnitudes"):
+            worker.start_weight_update(is_partial=False)
+        worker.drop_lora(1)
+        engine.read(2)
+        worker.start_weight_update(is_partial=False)
+        worker.receive_weights(str(folder / "model.safetensors"))
+        worker.check_weight_update()
+        worker.finish_weight_update("step 1")
+        with pytest.raises(CheckpointError, match="those of update 'step 1' compute"):
+            engine.read(1, dora=True)
+        engine.read(3)
