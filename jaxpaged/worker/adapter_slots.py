@@ -88,16 +88,16 @@ class AdapterSlots:
     # ---- host memory -----------------------------------------------------------------------------
 
     def read(self, request: LoRARequest, update: str | None = None) -> LoRAInfo:
-        """Read an adapter into host memory, in place of one of this number. May run beside steps. `update`: what brought
-        the weights that compute now, None for the checkpoint's. Raises CheckpointError."""
+        """Read an adapter into host memory, in place of one of this number. May run beside steps. `update`: what
+        brought the weights that compute now, None for the checkpoint's. Raises CheckpointError."""
         adapter, last = self._read(request), self._specs[-1]
         check_targets(self._specs, adapter, request.lora_path)
         check_magnitudes(self._specs, adapter, request.lora_path)
         grows = any(each.magnitude is not None for each in adapter.weights.values())
         if grows and update is not None:
             raise CheckpointError(
-                f"{request.lora_path}: the adapter has magnitudes (DoRA), which follow from the checkpoint's weights, but "
-                f"those of update {update!r} compute. Train it without use_dora, or merge it."
+                f"{request.lora_path}: the adapter has magnitudes (DoRA), which follow from the checkpoint's weights, "
+                f"but those of update {update!r} compute. Train it without use_dora, or merge it."
             )
         info = LoRAInfo(
             lora_name=request.lora_name,
