@@ -296,6 +296,9 @@ class FinishWeightUpdate(CoreCall[WeightInfo]):
 
     version: str = ""
 
+    def merged(self, results: Sequence[WeightInfo]) -> WeightInfo:
+        return least_updated(results)
+
 
 class AdoptWeights(CoreCall[WeightInfo]):
     """It holds arrays, so it is not sent to another process."""
@@ -309,10 +312,14 @@ class AdoptWeights(CoreCall[WeightInfo]):
 
 
 class GetWeightInfo(CoreCall[WeightInfo]):
-    """Which weights compute now."""
+    """Which weights compute now; of several cores, in the one that has taken the fewest updates: one that was replaced
+    has those that it loaded."""
 
     desk = "weights"
     only_tells = True
+
+    def merged(self, results: Sequence[WeightInfo]) -> WeightInfo:
+        return least_updated(results)
 
 
 class CollectiveRpc(CoreCall[list[Any]]):
@@ -322,6 +329,11 @@ class CollectiveRpc(CoreCall[list[Any]]):
     method: str | Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
+
+
+def least_updated(infos: Sequence[WeightInfo]) -> WeightInfo:
+    """Of several cores that of the one with the fewest updates."""
+    return min(infos, key=lambda info: info.num_updates)
 
 
 def folder_of_core(folder: str, number: int) -> str:

@@ -38,6 +38,11 @@ NOT_SHOWN = {
             "borrowed_bytes",
         )
     },
+    "vllm:lora_requests_info": "routers read it",
+    **{
+        f"jaxpaged:lora_{what}": "only where requests name adapters"
+        for what in ("loads", "evictions", "host_hits", "host_misses", "host_evictions")
+    },
     "jaxpaged:programs_from_bundle": "it does not change",
     "jaxpaged:programs_from_cache": "it tells of the start only",
     "jaxpaged:num_devices": "it does not change",

@@ -157,6 +157,7 @@ def test_steps_blocks_and_snapshots_are_those_of_both(llm):
 def test_every_call_says_what_several_answer():
     """A call whose answers differ, and that merges none, would tell those of the first core."""
     same_of_all = {"keep_lease", "start_profile", "stop_profile", "wait_for_programs", "add_lora", "restore_loras"}
+    same_of_all |= {"start_weight_update", "update_weights", "abandon_weight_update"}
     merging = {name for name, call in CALLS.items() if "merged" in vars(call)}
     assert merging == CALLS.keys() - same_of_all
 
