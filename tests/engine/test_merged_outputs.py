@@ -54,6 +54,7 @@ VALUES = {
     "times": (1.0, 2.0),
     "kv_transfer_params": {"remote_port": 7},
     "loaded": {"host": 32},
+    "weight_spans": [(0, ""), (3, "step 1")],
 }
 
 
