@@ -118,7 +118,7 @@ class FakeExecutor(FakeWeights):
         self.programs: dict[Extra, bool | Exception] = {}  # whether they are compiled, or why they cannot be
         self.files: dict[str, int] = {}  # adapters by their paths, and what each adds to every token
         self.host: dict[int, int] = {}  # those in host memory, by number
-        self.slots: dict[int, int] = {0: 0}
+        self.lora_slots: dict[int, int] = {0: 0}
         self.may_read = threading.Event()  # while it is not set, reading takes its time
         self.may_read.set()
 
@@ -144,7 +144,7 @@ class FakeExecutor(FakeWeights):
             raise RuntimeError("the device is on fire")
         for request_id in scheduled.removed_request_ids:
             self.rows.pop(request_id, None)
-        self.slots |= {slot: self.host[number] for slot, number in scheduled.lora_loads}
+        self.lora_slots |= {slot: self.host[number] for slot, number in scheduled.lora_loads}
         for new in scheduled.new_requests:
             missing = [extra for extra in extras_of(new.sampling_params) if not self.can_run(extra)]
             assert not missing, f"a step would wait for {missing}"
@@ -218,7 +218,7 @@ class FakeExecutor(FakeWeights):
         if row.params.temperature > 0:
             noise = np.random.default_rng([row.params.seed % 2**64, len(row.token_ids)])
             logprobs = logprobs / row.params.temperature + noise.gumbel(size=logprobs.shape)
-        return int(np.argmax(logprobs)) + self.slots[row.lora_slot]
+        return int(np.argmax(logprobs)) + self.lora_slots[row.lora_slot]
 
     def _line(self, before: Sequence[int], token_id: int, count: int) -> tuple[list[int], list[float], int]:
         logprobs = self.model(before)
@@ -241,14 +241,14 @@ class FakeExecutor(FakeWeights):
         del self.host[lora_int_id]
 
     def recover(self) -> None:
-        self.slots = {0: 0}
+        self.lora_slots = {0: 0}
         self.rows.clear()
         self.recoveries += 1
 
     def sleep(self, discard: bool) -> None:
         """Like a device: whoever had a row has none afterwards."""
         self.parts -= {"weights", "kv_cache"}
-        self.slots = {0: 0}
+        self.lora_slots = {0: 0}
         self.discarded = discard
 
     def wake_up(self, part: str) -> None:
