@@ -247,7 +247,7 @@ class TestCache:
         for request_id in "ab":
             add(engine, request_id, prompt_of(4), (1, "x", (4,)))
             assert steps_of(engine)[0][1] == ["x"]
-            getattr(engine.scheduler, lose)(*["v2"] * (lose == "change_weights"))
+            getattr(engine.scheduler, lose)(*["version", "label"] * (lose == "change_weights"))
 
 
 class TestRefusals:

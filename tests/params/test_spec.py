@@ -27,7 +27,7 @@ def test_the_shape_in_the_checkpoint_follows_from_the_letters(spec, shape):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("ND", "NH D", "q"), ("iD", "i D", "q"), ("ED", "e D", "router"), ("NHD", "NH D", "qkv", ("NH", "KH"), 1)],
+    [("ND", "NH D", "q"), ("!D", "! D", "q"), ("ED", "e D", "router"), ("NHD", "NH D", "qkv", ("NH", "KH"), 1)],
 )
 def test_letters_that_contradict_each_other_are_refused(arguments):
     with pytest.raises(AssertionError):
