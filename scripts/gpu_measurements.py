@@ -24,6 +24,7 @@ LOADS = ((1, 128, 128), (8, 512, 128), (64, 512, 128), (256, 512, 128))
 PROMPTS = (16, 2048, 1)
 TINY_LOADS = ((1, 8, 24), (3, 12, 24))
 TINY_PROMPTS = (3, 24, 1)
+NUM_ADAPTERS, ADAPTER_RANK = 8, 16
 NUM_PROFILED = 24
 TIMED_CALLS = {True: 8, False: 2}  # of decodes and of others, in one program of several layers each
 NUM_CALLS = 20
@@ -92,27 +93,29 @@ def open_engine(model: str, **options: Any) -> Any:
     )
 
 
-def generate(llm: Any, load: tuple[int, int, int], **sampling: Any) -> float:
-    """Seconds that the load takes. Raises RuntimeError unless each request got all its tokens."""
+def generate(llm: Any, load: tuple[int, int, int], adapters: Sequence[Any] = (), **sampling: Any) -> float:
+    """Seconds that the load takes, whose requests take turns with the adapters. Raises RuntimeError unless each request
+    got all its tokens."""
     from jaxpaged import SamplingParams
 
     num_requests, num_in, num_out = load
     prompts = [{"prompt_token_ids": [5 + (37 * i + 11 * j) % 500 for j in range(num_in)]} for i in range(num_requests)]
     params = SamplingParams(**{"temperature": 0.0} | sampling, max_tokens=num_out, ignore_eos=True, detokenize=False)
+    adapted = {"lora_request": [adapters[i % len(adapters)] for i in range(num_requests)]} if adapters else {}
     begin = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, **adapted)
     seconds = time.perf_counter() - begin
     if short := [output.outputs[0] for output in outputs if len(output.outputs[0].token_ids) != num_out]:
         raise RuntimeError(f"{len(short)} of {num_requests} requests did not get {num_out} tokens: {short[0]}")
     return seconds
 
 
-def settle(llm: Any, load: tuple[int, int, int]) -> None:
+def settle(llm: Any, load: tuple[int, int, int], adapters: Sequence[Any] = ()) -> None:
     """Run the load until no step of it wants a program that is not there."""
     while missing(llm):
         time.sleep(0.1)
     for _ in range(3):
-        generate(llm, load)
+        generate(llm, load, adapters)
         if not missing(llm):
             return
         while missing(llm):
@@ -163,11 +166,11 @@ def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     return lines
 
 
-def speed_of(llm: Any, load: tuple[int, int, int]) -> dict[str, Any]:
+def speed_of(llm: Any, load: tuple[int, int, int], adapters: Sequence[Any] = ()) -> dict[str, Any]:
     """A line of the load."""
-    settle(llm, load)
+    settle(llm, load, adapters)
     since = time.perf_counter()
-    seconds = min(generate(llm, load) for _ in range(2 if load[0] < 100 else 1))
+    seconds = min(generate(llm, load, adapters) for _ in range(2 if load[0] < 100 else 1))
     tokens, step = load[0] * load[2] / seconds, decode_milliseconds(llm, load[0], since)
     return {"load": load, "tokens/s": tokens, "ms a decode step": step}
 
@@ -181,6 +184,58 @@ def measure_quantised(options: argparse.Namespace, bits: str) -> list[dict[str, 
         lines.append(speed_of(llm, load))
     llm.shutdown()
     return lines
+
+
+def measure_lora(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Some loads of `measure_speed` for an engine with 8 slots of rank 16, whose requests have no adapter, one, or take
+    turns with 8; and for the same engine without slots."""
+    from jaxpaged.messages import LoRARequest
+
+    lines, tiny = Lines(options.out), options.model == "tiny"
+    files = write_adapters(options.model, NUM_ADAPTERS, ADAPTER_RANK)
+    adapters = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(files, 1)]
+    slots = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": ADAPTER_RANK}
+    for title, taken, counts in (("8 slots", slots, (0, 1, NUM_ADAPTERS)), ("no slots", {}, (0,))):
+        llm = open_engine(options.model, **taken)
+        for load in TINY_LOADS if tiny else LOADS[:3]:
+            for count in counts:
+                lines.append({"engine": title, "adapters": count, **speed_of(llm, load, adapters[:count])})
+        llm.shutdown()
+        del llm
+    return lines
+
+
+def write_adapters(model: str, count: int, rank: int) -> list[Path]:
+    """Folders of adapters for all projections of the model, with the same small random weights."""
+    import ml_dtypes
+    import numpy as np
+    from offline_bench.checkpoints import MODELS, hf_config, write_json
+    from safetensors.numpy import save_file
+
+    config = hf_config(MODELS[model])
+    D, F, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    N, K = config["num_attention_heads"] * H, config["num_key_value_heads"] * H
+    heads = {"q_proj": (D, N), "k_proj": (D, K), "v_proj": (D, K), "o_proj": (N, D)}
+    sizes = {f"self_attn.{name}": size for name, size in heads.items()}
+    sizes |= {"mlp.gate_proj": (D, F), "mlp.up_proj": (D, F), "mlp.down_proj": (F, D)}
+    draw, tensors = np.random.default_rng(0), {}
+    for layer, (name, (inputs, outputs)) in itertools.product(range(config["num_hidden_layers"]), sizes.items()):
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            values = 0.01 * draw.standard_normal(shape, np.float32)
+            key = f"base_model.model.model.layers.{layer}.{name}.lora_{part}.weight"
+            tensors[key] = values.astype(ml_dtypes.bfloat16)
+    folders = [Path(tempfile.mkdtemp()) / f"adapter-{i}" for i in range(count)]
+    modules = sorted({name.split(".")[-1] for name in sizes})
+    for folder in folders:
+        folder.mkdir()
+        about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules}
+        write_json(folder / "adapter_config.json", about)
+        weights = folder / "adapter_model.safetensors"
+        if folder == folders[0]:
+            save_file(tensors, weights)
+        else:
+            weights.hardlink_to(folders[0] / weights.name)
+    return folders
 
 
 def measure_first_minute(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -484,6 +539,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = 
     "speed": measure_speed,
     "quantised int8": partial(measure_quantised, bits="int8"),
     "quantised int4": partial(measure_quantised, bits="int4"),
+    "lora": measure_lora,
     "minute": measure_first_minute,
     "profile": measure_profile,
     "sampler": measure_sampler,

@@ -14,6 +14,7 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
     quantised an engine of the model with weights of 8 and of 4 bits: as `speed` for 1 and 64 requests
     speed     an engine of the model with default options: tokens per second and milliseconds of a decode step for 1, 8,
               64 and 256 requests; then the same without each of CHANGES, without all of them, and as it is once more
+    lora      an engine with 8 slots for adapters of rank 16: as `speed`, of requests with none, one and eight of them
     minute    milliseconds of a decode step beside the compiling of programs, and after it, with an empty cache
     pictures  first tokens of pictures and pictures a second, of an engine of Gemma 3 4B's sizes
     profile   the kernels of a decode step for 1 and 64 requests, with XLA's graphs of launches kept as they are
@@ -51,6 +52,7 @@ PARTS = (
     "scaled",
     "quantised",
     "speed",
+    "lora",
     "minute",
     "pictures",
     "profile",
@@ -316,6 +318,7 @@ def main() -> None:
         "scaled": lambda: report.add("scaled", product_part(options, min(left(), 140), "8", "4")),
         "quantised": lambda: quantised_part(options, report, left),
         "speed": lambda: speed_part(options, report, left),
+        "lora": lambda: report.add("lora", measured("lora", options, [], min(left(), 180))),
         "minute": lambda: report.add("minute", measured("minute", options, [], min(left(), 75))),
         "pictures": lambda: report.add("pictures", picture_part(options, min(left(), 100))),
         "profile": lambda: report.add("profile", measured("profile", options, [], min(left(), 120), **kept)),
