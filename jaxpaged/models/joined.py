@@ -93,11 +93,12 @@ def replaced_groups(p: Linear, groups: tuple[Any, Any] | None) -> Linear:
     return p.replace(weight=p.weight.replace(scales=scales, zeros=zeros))
 
 
-def concatenated(axis: int, *parts: jax.Array) -> jax.Array:
-    """[..., K, parts of each, ...] of arrays whose axes of this number are multiples of the last one's, K."""
+def concatenated(axis: int, *parts: Any, arrays: Any = jnp) -> Any:
+    """[..., K, parts of each, ...] of arrays whose axes of this number are multiples of the last one's, K. `arrays`:
+    the module that they are of."""
     before, groups = parts[-1].shape[:axis], parts[-1].shape[axis]
     apart = [part.reshape(*before, groups, -1, *part.shape[axis + 1 :]) for part in parts]
-    return jnp.concatenate(apart, axis=axis + 1)
+    return arrays.concatenate(apart, axis=axis + 1)
 
 
 def joined_sharding(axis: int, part: Any) -> NamedSharding:

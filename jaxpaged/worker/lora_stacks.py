@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks
+from jaxpaged.models.joined import concatenated
 from jaxpaged.params.adapters.adapter import AdapterWeights
 from jaxpaged.params.adapters.targets import ABSORBED, EXPERTS, LINEAR, ROUTER, Target
 from jaxpaged.params.placing import cut
@@ -105,7 +106,7 @@ class Stacked:
         """(a [r, inputs...], b [r, outputs...]) of some ranks, in the sizes of devices, zeros where none are."""
         if self.is_experts:
             return self.part_of_experts(weights, ranks)
-        count, group = len(ranks), self._outputs_of(self.targets[-1])[0]
+        count = len(ranks)
         a = np.zeros((len(self.targets), count, *self.inputs), np.float32)
         parts_b = []
         for i, target in enumerate(self.targets):
@@ -119,10 +120,7 @@ class Stacked:
                 a[i, : len(own_a)] = self._placed(own_a, target.inputs)
                 part_b[i, : len(own_b)] = self._placed(own_b, target.outputs)
             parts_b.append(part_b.reshape(len(self.targets) * count, *shape))
-        a = a.reshape(-1, *self.inputs)
-        if len(parts_b) == 1:
-            return a, parts_b[0]
-        return a, side_by_side(parts_b, 1, group)
+        return a.reshape(-1, *self.inputs), self._joined(parts_b)
 
     def growth_of(self, weights: Mapping[str, AdapterWeights]) -> np.ndarray:
         """Float32 [outputs...]: by how much more W x counts."""
@@ -132,8 +130,11 @@ class Stacked:
             if own is not None and own.magnitude is not None:
                 part = self._placed(own.magnitude[None] - np.float32(1), target.outputs)
             parts.append(part)
-        group = self._outputs_of(self.targets[-1])[0]
-        return (parts[0] if len(parts) == 1 else side_by_side(parts, 1, group))[0]
+        return self._joined(parts)[0]
+
+    def _joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """[r, outputs...] of those of each target."""
+        return parts[0] if len(parts) == 1 else concatenated(1, *parts, arrays=np)
 
     def _placed(self, array: np.ndarray, letters: str) -> np.ndarray:
         """[r, ...] with the axes of these letters in the sizes of devices."""
@@ -141,12 +142,6 @@ class Stacked:
             full = self.sizes[letter]
             array = cut(array, axis, letter, range(full), full, self.stored_sizes[letter])
         return array
-
-
-def side_by_side(parts: Sequence[np.ndarray], axis: int, groups: int) -> np.ndarray:
-    """As `models/joined.py` joins weights."""
-    apart = [each.reshape(*each.shape[:axis], groups, -1, *each.shape[axis + 1 :]) for each in parts]
-    return np.concatenate(apart, axis=axis + 1)
 
 
 def is_wanted(target: Target, modules: Sequence[str] | None) -> bool:
