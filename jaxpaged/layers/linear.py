@@ -177,8 +177,7 @@ def adapted_product(x_TI: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> 
         return over_model_axes(split.mesh, on_device, (whole, out_specs, parts), out_specs)(x_TI, base_TO, lora)
     ordered_TI, weight = x_TI, p.weight
     if isinstance(weight, StoredArray):
-        ordered_TI = x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
-        weight = weight.replace(order=None, split=None)
+        ordered_TI, weight = in_stored_order(x_TI, weight), weight.replace(order=None, split=None)
 
     def sum_of_devices(x_TI: jax.Array, ordered_TI: jax.Array, weight: Any, lora: BoundLora) -> jax.Array:
         base_TO = product(ordered_TI, weight, dtype, p.backend)
@@ -285,7 +284,7 @@ def int4_product(x_TI: jax.Array, weight: PackedArray, dtype: Any, backend: str 
 
 def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: str = XLA) -> jax.Array:
     """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`. Its own kernel multiplies."""
-    x_TI = x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
+    x_TI = in_stored_order(x_TI, weight)
     of_groups = [part if part is None else part.reshape(part.shape[0], -1) for part in (weight.scales, weight.zeros)]
     operand, split = QuantizedWeight(weight.values.reshape(-1, x_TI.shape[1]), *of_groups), weight.split
     if split is None:
@@ -301,6 +300,11 @@ def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: st
     )
     in_specs = (PartitionSpec(None, split.inputs), parts)
     return over_model_axes(split.mesh, on_device, in_specs, PartitionSpec(None, split.outputs))(x_TI, operand)
+
+
+def in_stored_order(x_TI: jax.Array, weight: StoredArray) -> jax.Array:
+    """Inputs as a weight has them, which may be sorted by their groups."""
+    return x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
 
 
 def stored_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:
