@@ -2,8 +2,11 @@
 
 A value is one msgpack frame, structs as arrays, followed by one frame for every numpy array in it. Nothing that is
 received is ever run: types are known beforehand, and arrays hold plain numbers. This module knows no sockets.
+
+msgspec (0.22) ends the process where a thread decodes a type of which another one is making the first decoder.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +15,8 @@ import numpy as np
 
 PLAIN_KINDS = "biuf"
 """numpy's letters for truth values, integers and floating point numbers: what an array may hold."""
+ONE_AT_A_TIME = threading.Lock()
+"""Who makes a decoder."""
 
 
 class FrameEncoder:
@@ -40,7 +45,8 @@ class FrameDecoder:
     """Makes values of one type from frames. Not for several threads at a time."""
 
     def __init__(self, type: Any):
-        self._decoder = msgspec.msgpack.Decoder(type, dec_hook=self._take_array)
+        with ONE_AT_A_TIME:
+            self._decoder = msgspec.msgpack.Decoder(type, dec_hook=self._take_array)
         self._frames: Sequence[bytes] = ()
 
     def decode(self, frames: Sequence[bytes]) -> Any:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 PIECE = 1 << 20
 LARGEST_HEAD = 1 << 26
+DONE = msgspec.msgpack.Decoder(Done)  # made before threads share it
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Child:
         if head_bytes > LARGEST_HEAD:
             raise ChildLost
         try:
-            done = msgspec.msgpack.decode(self._read(head_bytes), type=Done)
+            done = DONE.decode(self._read(head_bytes))
         except msgspec.MsgspecError:
             raise ChildLost from None
         try:

@@ -168,6 +168,10 @@ class Structures(msgspec.Struct, forbid_unknown_fields=True):
     triggers: Annotated[list[Text], msgspec.Meta(min_length=1)]
 
 
+for form in (StructuralTag, Structures):
+    msgspec.json.Decoder(form)  # msgspec knows them from here on: threads must not make it learn a type at once
+
+
 def read_structural_tag(value: dict[str, Any]) -> Format:
     """The format that an object of either form describes. Raises ValueError, saying where, when it describes none."""
     if "structures" in value:

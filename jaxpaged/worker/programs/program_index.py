@@ -52,6 +52,11 @@ class Entry(msgspec.Struct, frozen=True):
     record: ProgramRecord
 
 
+ENTRIES = msgspec.json.Decoder(Entry)
+"""Made at once: several threads load programs, and msgspec (0.22) ends the process where one decodes a type while
+another makes its first decoder."""
+
+
 def open_index(engine_spec: EngineSpec, num_blocks: Sequence[int], node_types: Sequence[type]) -> "ProgramIndex | None":
     """That of an engine's programs beside the cache that jax has; None where there is none.
 
@@ -95,7 +100,7 @@ class ProgramIndex:
     def load(self, key: ProgramKey) -> LoadedProgram | None:
         """The program, if it was compiled before and can be loaded."""
         try:
-            entry = msgspec.json.decode(self._path(key).read_bytes(), type=Entry)
+            entry = ENTRIES.decode(self._path(key).read_bytes())
             payload = self._entries.payload(entry.key)
             if payload is None:
                 return None  # jax has removed it

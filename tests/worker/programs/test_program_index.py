@@ -1,6 +1,8 @@
 """Programs that an earlier start compiled: found without tracing, and compiled anew where something is wrong."""
 
 import gzip
+import subprocess
+import sys
 from functools import partial
 from unittest.mock import MagicMock
 
@@ -172,3 +174,37 @@ def test_functions_that_were_replaced_are_noticed_wherever_they_are(monkeypatch)
     monkeypatch.setattr(norm, "rms_norm", lambda *_: None)
     monkeypatch.setattr(norm.Norm, "__hash__", lambda self: 1)
     assert replaced_code() == ["Norm.__hash__", "jaxpaged.layers.norm.rms_norm"]
+
+
+LOAD_AT_ONCE = """
+import sys, threading, time
+import msgspec._utils
+from pathlib import Path
+from unittest.mock import MagicMock
+from jaxpaged.messages import ProgramKey
+from jaxpaged.worker.programs.program_index import ProgramIndex
+
+evaluate = msgspec._utils._eval_type
+
+def slowly(*given, **named):
+    time.sleep(0.002)
+    return evaluate(*given, **named)
+
+msgspec._utils._eval_type = slowly  # how msgspec learns the types of a struct
+index, key = object.__new__(ProgramIndex), ProgramKey("step", 8)
+index._folder, index._entries = Path(sys.argv[1]), MagicMock(payload=lambda key: None)
+array = '[[[1, 2], "float32", [["x"]]]]'
+record = '{"name": "n", "arguments": %s, "kept": [], "in_tree": "", "results": %s, "out_tree": 0}' % (array, array)
+index._path(key).write_text('{"key": "k", "kernels": [], "record": %s}' % record)
+threads = [threading.Timer(0.004 * i, index.load, [key]) for i in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_that_load_programs_at_once_do_not_end_the_process(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", LOAD_AT_ONCE, tmp_path], capture_output=True, text=True)
+    assert ended.returncode == 0, f"it ended with {ended.returncode}: {ended.stderr[-2000:]}"
+    assert not ended.stderr

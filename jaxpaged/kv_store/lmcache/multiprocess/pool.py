@@ -38,10 +38,13 @@ class Context(msgspec.Struct, frozen=True):
     chunk_indices: tuple[int, ...] = (0,)
 
 
+CONTEXTS = msgspec.msgpack.Decoder(Context)  # made before threads share it
+
+
 def slot_of(encoded: bytes, layout: ChunkLayout, capacity: int) -> Slot | None:
     """The place of one part of one chunk in `capacity` bytes; None where the server names none. Raises PageError."""
     try:
-        context = msgspec.msgpack.decode(encoded, type=Context)
+        context = CONTEXTS.decode(encoded)
     except msgspec.MsgspecError as error:
         raise PageError(f"LMCache's server names a place in a way that is not understood: {error!s:.200}") from None
     if not context.slots:
