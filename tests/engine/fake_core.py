@@ -31,7 +31,7 @@ from tests.engine.fake_weights import FakeWeights
 DEMO = Path(__file__).parents[2] / "jaxpaged" / "assets" / "demo"
 FACTORY = "tests.engine.fake_core:build"
 VOCAB_SIZE = 4096
-FACTS = ModelFacts(max_position_embeddings=4096, dtype="float32", num_heads=1, vocab_size=VOCAB_SIZE)
+FACTS = ModelFacts(max_position_embeddings=32768, dtype="float32", num_heads=1, vocab_size=VOCAB_SIZE)
 
 
 def token_at(position: int) -> int:

@@ -113,13 +113,13 @@ def test_a_core_that_can_never_compute_is_not_replaced_and_its_sentence_is_the_r
 @pytest.mark.parametrize("factory", ["build_nothing", None])
 def test_what_ends_the_start_is_told_to_who_waits_for_it_and_not_logged_besides(factory, caplog):
     caplog.set_level("INFO", "jaxpaged")
-    supervisor = make_supervisor(factory) if factory else make_supervisor(max_model_len=5000)
+    supervisor = make_supervisor(factory) if factory else make_supervisor(max_model_len=50_000)
 
     def wait():
         start(supervisor)
         supervisor.wait_until_serving()
 
-    with pytest.raises((CapacityError, ConfigError), match="need 3 GiB|max_model_len is 5000, but the model was made"):
+    with pytest.raises((CapacityError, ConfigError), match="need 3 GiB|max_model_len is 50000, but the model was made"):
         wait()
     supervisor.close()
     assert caplog.records == []
