@@ -14,7 +14,6 @@ knows neither models nor requests, nor how adapters are read.
 Letters: S slots, r ranks, I inputs and O outputs of a product, each all of its axes in one.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -97,28 +96,29 @@ def own_ranks(u_TK: jax.Array, own_TS: jax.Array, dtype: Any) -> jax.Array:
     return (u_TSr * own_TS[:, :, None]).reshape(num_tokens, -1).astype(dtype)
 
 
+def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Sums in float32 of `x`, in the type of `w`."""
+    precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x.astype(w.dtype), w, preferred_element_type=jnp.float32, precision=precision)
+
+
 def own_product(x_TI: jax.Array, part: LoraStack, slots: TokenSlots) -> jax.Array:
     """Float32 [T, O]: what the ranks of each token's own slot add; see `TokenSlots.are_few`."""
-    precision = jax.lax.Precision.HIGHEST if part.a.dtype == jnp.float32 else None
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
     is_adapted_T1 = jnp.sum(slots.own_TS, axis=1, keepdims=True)
     a_SrI, b_SrO = (each.reshape(*each.shape[:2], -1) for each in (part.a, part.b))
-    x_TI = x_TI.astype(a_SrI.dtype)
     if len(x_TI) > MOST_ALONE:
         u_Tr = product("TI,TrI->Tr", x_TI, a_SrI[slots.place_T]) * is_adapted_T1
-        return product("Tr,TrO->TO", u_Tr.astype(b_SrO.dtype), b_SrO[slots.place_T])
+        return product("Tr,TrO->TO", u_Tr, b_SrO[slots.place_T])
     rows = []
     for t in range(len(x_TI)):
         u_r = product("I,rI->r", x_TI[t], a_SrI[slots.place_T[t]]) * is_adapted_T1[t]
-        rows.append(product("r,rO->O", u_r.astype(b_SrO.dtype), b_SrO[slots.place_T[t]]))
+        rows.append(product("r,rO->O", u_r, b_SrO[slots.place_T[t]]))
     return jnp.stack(rows)
 
 
 def stacked_product(u_TK: jax.Array, b: jax.Array) -> jax.Array:
     """Float32 [T, O]: what the ranks of all slots add, of b [S, r, outputs...]."""
-    b_KO = b.reshape(u_TK.shape[1], -1)
-    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.einsum("TK,KO->TO", u_TK, b_KO, preferred_element_type=jnp.float32, precision=precision)
+    return product("TK,KO->TO", u_TK, b.reshape(u_TK.shape[1], -1))
 
 
 def grown_TO(base_TO: jax.Array, growth: jax.Array | None, slots: TokenSlots) -> jax.Array:
@@ -155,7 +155,5 @@ def out_of_latents(x_TNC: jax.Array, lora: BoundLora) -> jax.Array:
 
 def _through(x: jax.Array, into: jax.Array, out: jax.Array, first: str, second: str, lora: BoundLora) -> jax.Array:
     """Both products of each head, of which the first gives what all slots make, and the second takes a token's own."""
-    precision = jax.lax.Precision.HIGHEST if into.dtype == jnp.float32 else None
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=precision)
-    u_TNSr = product(first, x.astype(into.dtype), into) * lora.slots.own_TS[:, None, :, None]
-    return product(second, u_TNSr.astype(out.dtype), out)
+    u_TNSr = product(first, x, into) * lora.slots.own_TS[:, None, :, None]
+    return product(second, u_TNSr, out)

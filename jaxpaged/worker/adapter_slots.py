@@ -35,7 +35,6 @@ class HostAdapter(NamedTuple):
     info: LoRAInfo
     lines: tuple[tuple[Mapping[int, np.ndarray], ...], ...]
     level: int
-    changes_layers: bool
     grows: bool  # it has magnitudes (DoRA), which follow from the weights of the checkpoint
 
 
@@ -109,10 +108,7 @@ class AdapterSlots:
             num_bytes=adapter.num_bytes,
         )
         lines = tuple(spec.pack(adapter.weights) for spec in self._specs)
-        changes_layers = any(spec.changes_layers(adapter.weights) for spec in self._specs)
-        self._host[request.lora_int_id] = HostAdapter(
-            info, lines, last.level_of(adapter.rank, grows), changes_layers, grows
-        )
+        self._host[request.lora_int_id] = HostAdapter(info, lines, last.level_of(adapter.rank, grows), grows)
         return info
 
     def check_changeable(self) -> None:
@@ -136,7 +132,7 @@ class AdapterSlots:
         self._in_slots[slot], self._levels[slot] = adapter, adapter.level
         self.probes.pop(slot, None)
         self._put(device, slot, adapter)
-        return adapter.changes_layers and (lora_int_id, adapter.info.digest) not in self._probed
+        return (lora_int_id, adapter.info.digest) not in self._probed
 
     def _put(self, device: Device, slot: int, adapter: HostAdapter) -> None:
         uploads = tuple(map(uploads_of, self._specs, adapter.lines))

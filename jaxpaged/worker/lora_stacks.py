@@ -210,7 +210,7 @@ class LoraSpec:
         return sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(self.shapes))
 
     def level_of(self, rank: int, grows: bool) -> int:
-        """How many parts an adapter needs; one more than there are with DoRA, whose growth the last level has."""
+        """How many parts an adapter needs: all of them with DoRA, whose growth the last level has."""
         if grows:
             return self.num_levels
         return next(i for i, ranks in enumerate(self.ranks, start=1) if rank <= ranks.stop)
@@ -219,10 +219,6 @@ class LoraSpec:
     def num_levels(self) -> int:
         """Levels of programs: no adapter is 0, and the last one has all parts."""
         return len(self.ranks)
-
-    def changes_layers(self, weights: Mapping[str, AdapterWeights]) -> bool:
-        """Whether an adapter changes what layers make of tokens, and not the head alone."""
-        return not self.paths.isdisjoint(weights)
 
     @cached_property
     def paths(self) -> frozenset[str]:
