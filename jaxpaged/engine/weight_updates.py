@@ -53,13 +53,13 @@ class WeightUpdates:
         little: then the weights sleep, and waking loads the checkpoint's."""
         self._executor.workers.check_weight_update()
         self._settle()
+        self._is_updating = False  # from here on it is gone, whatever becomes of it
         try:
             with accepted_interrupts():
                 self._executor.workers.finish_weight_update(version)
         except CapacityError:
             self._lose()
             raise
-        self._is_updating = False
         return self._done()
 
     def adopt_weights(self, tree: Any, version: str, donate: bool) -> WeightInfo:

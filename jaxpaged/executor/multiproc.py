@@ -101,8 +101,7 @@ class Everybody:
     def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
         if not isinstance(weights, str):
             raise UsageError("several processes compute, and arrays are in one of them. Give a file that all can read.")
-        self._ask("receive_weights", weights)
-        return self._own.bytes_arrived
+        return self._ask("receive_weights", weights)
 
     def abandon_weight_update(self) -> None:
         self._ask("abandon_weight_update")
@@ -119,8 +118,9 @@ class Everybody:
     def stats(self) -> dict[str, Any]:
         return {**self._own.stats(), "num_processes": len(self._group.ranks) + 1}
 
-    def _ask(self, method: str, *args: Any) -> None:
-        self._group.ask(method, args, lambda: getattr(self._own, method)(*args))
+    def _ask(self, method: str, *args: Any) -> Any:
+        """What the own worker returns."""
+        return self._group.ask(method, args, lambda: getattr(self._own, method)(*args))[0]
 
 
 class MultiProcExecutor:

@@ -44,11 +44,6 @@ class WeightUpdate:
             self._arriving.add_arrays(weights)
         return self._arriving.num_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that have come."""
-        return self._arriving.num_bytes
-
     def check(self) -> None:
         """Raise CheckpointError unless all is there that is to be replaced."""
         self._arriving.check_complete()

@@ -372,11 +372,6 @@ class Worker:
         """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, CheckpointError."""
         return self._begun().add(weights)
 
-    @property
-    def bytes_arrived(self) -> int:
-        """Bytes of an update that was begun."""
-        return 0 if self.weight_update is None else self.weight_update.num_bytes
-
     def abandon_weight_update(self) -> None:
         """Forget what has come of an update, if one was begun."""
         self.weight_update = None
