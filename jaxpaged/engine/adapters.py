@@ -168,6 +168,6 @@ def state_of(path: str) -> FolderState:
     return tuple(sorted((name, state.st_size, state.st_mtime_ns) for name, state in states))
 
 
-def salt_with(lora: LoRAInfo, cache_salt: str | None) -> str:
+def salt_with(lora: LoRAInfo | None, cache_salt: str | None) -> str | None:
     """What tells apart equal prompts that share no blocks since their adapters are others, for the choice of a core."""
-    return f"{lora.digest}/{cache_salt or ''}"
+    return cache_salt if lora is None else f"{lora.digest}/{cache_salt or ''}"

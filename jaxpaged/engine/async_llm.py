@@ -178,7 +178,7 @@ class AsyncLLM(AsyncEngineControl):
         await self._cores.until_ready(data_parallel_rank)  # it may have ended meanwhile
         if any(request_id in core.output_processor for core in self._cores.all):
             raise id_in_use(request_id)
-        salt = request.cache_salt if lora is None else salt_with(lora, request.cache_salt)
+        salt = salt_with(lora, request.cache_salt)
         core = self._cores.choose(request.prompt_token_ids, salt, data_parallel_rank)
         # What the core still says of an aborted request must not be taken for a later one of the same name.
         expected = self._expect_pictures if request.mm_features else self._expect
@@ -228,8 +228,7 @@ class AsyncLLM(AsyncEngineControl):
         self, token_ids: Sequence[int], cache_salt: str | None = None, lora: LoRAInfo | None = None
     ) -> int:
         """The `data_parallel_rank` that suits a prompt best now: for requests that are to go where one went."""
-        salt = cache_salt if lora is None else salt_with(lora, cache_salt)
-        return self._cores.choose(token_ids, salt).number
+        return self._cores.choose(token_ids, salt_with(lora, cache_salt)).number
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests: their last result has finish reason "abort". Unknown ids pass."""

@@ -50,9 +50,6 @@ class Plugins:
         return {**built_in, **self.added(seam)}
 
 
-NO_PLUGINS = Plugins()
-
-
 def load_plugins(plugin: Sequence[str], plugins: Sequence[str] | None) -> Plugins:
     """Those that the options of these names say, and what a script has registered. Raises ConfigError, with the
     traceback in the log, for one that fails, and for a name that two of them add."""

@@ -85,8 +85,7 @@ def as_plugin(value: Any) -> Plugin:
     raise ConfigError(f"{value!r} is no plugin; it must be a jaxpaged.Plugin, or a function that returns one.")
 
 
-def check_seam(name: str) -> str:
-    """The name, if there is such a seam. Raises ConfigError."""
+def check_seam(name: str) -> None:
+    """Raise ConfigError unless there is such a seam."""
     if name not in SEAMS:
         raise ConfigError(f"there is no seam {name!r}.{did_you_mean(name, SEAMS)}")
-    return name

@@ -13,7 +13,7 @@ from jaxpaged.engine.process.core_launcher import with_registered
 from jaxpaged.engine.process.gathering import given_here
 from jaxpaged.errors import ConfigError
 from jaxpaged.plugins import registered, sources
-from jaxpaged.plugins.loading import NO_PLUGINS, digests, load_plugins
+from jaxpaged.plugins.loading import Plugins, digests, load_plugins
 
 GENERAL = sources.GENERAL
 
@@ -81,7 +81,7 @@ def test_installed_general_plugins_load_unless_others_are_named(written, install
     install((GENERAL, "a", "package:make"), (GENERAL, "b", "other:MODEL"), ("console_scripts", "c", "nowhere:main"))
     assert set(load_plugins([], None).added("models")) == {"AForCausalLM", "BForCausalLM"}
     assert set(load_plugins([], ["b"]).added("models")) == {"BForCausalLM"}
-    assert load_plugins([], []) == NO_PLUGINS
+    assert load_plugins([], []) == Plugins()
     # A front end is told the names that its core has found: they open no door that was not named.
     install((GENERAL, "b", "other:MODEL"), ("jaxpaged.endpoint_plugins", "b", "no.such.module:make"))
     names = sources.chosen_names(None)

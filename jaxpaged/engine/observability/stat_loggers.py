@@ -24,12 +24,11 @@ class StatLoggerThread:
 
     def __init__(self, name: str, stat_logger: "StatLogger"):
         self._name, self._logger = name, stat_logger
-        self._snapshots: queue.Queue[Sequence[Metric] | None] = queue.Queue(maxsize=1)
+        self._snapshots: queue.Queue[Sequence[Metric]] = queue.Queue(maxsize=1)
         self._is_late = False
         threading.Thread(target=self._run, name=f"stat logger {name}", daemon=True).start()
 
-    def tell(self, metrics: Sequence[Metric] | None) -> None:
-        """A snapshot; None: there will be no more."""
+    def tell(self, metrics: Sequence[Metric]) -> None:
         try:
             self._snapshots.put_nowait(metrics)
         except queue.Full:
@@ -38,7 +37,8 @@ class StatLoggerThread:
             self._is_late = True
 
     def _run(self) -> None:
-        while (metrics := self._snapshots.get()) is not None:
+        while True:
+            metrics = self._snapshots.get()
             try:
                 self._logger.log(metrics)
             except Exception as error:
