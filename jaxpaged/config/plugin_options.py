@@ -30,3 +30,9 @@ class PluginConfig:
         "name of a plugin's queue policy, which gives requests their priority; with scheduling_policy priority",
         not_empty=True,
     )
+    io_processor_plugin: str | None = option(
+        None,
+        "name of a plugin's I/O processor, by which a model that pools takes data of another kind; see "
+        "guides/extending.md",
+        not_empty=True,
+    )

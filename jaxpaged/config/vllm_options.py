@@ -164,7 +164,6 @@ MODEL = (
     pointless("allow_deprecated_quantization", False, bool),
     absent("rope_scaling", None, {}, why="it is a field of config.json", do="Give it in hf_overrides."),
     absent("rope_theta", None, why="it is a field of config.json", do="Give it in hf_overrides."),
-    absent("io_processor_plugin", None, why="requests bring no code"),
     pointless("renderer_num_workers", 1, int),
     pointless("tokenizer_pool_size", 0, int),
     pointless("tokenizer_pool_type", "ray", str),

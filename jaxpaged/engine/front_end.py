@@ -15,6 +15,7 @@ from jaxpaged.engine.input.processor import TEXT_ONLY, InputProcessor
 from jaxpaged.engine.input.queue_policy import queue_policy_of
 from jaxpaged.engine.input.tokenizer import check_vocabulary, load_tokenizer
 from jaxpaged.engine.observability.stat_loggers import StatLoggers, stat_loggers
+from jaxpaged.engine.pooling.io_processor import io_processor_of
 from jaxpaged.engine.pooling.pooler import load_pooler
 from jaxpaged.engine.process.wire import CoreFacts
 from jaxpaged.errors import ConfigError, how_to_install, is_installed
@@ -77,6 +78,7 @@ def load_input_processor(
         pictures=pictures,
         why_no_pictures=why_none,
         queue_policy=queue_policy_of(config),
+        io_processor=io_processor_of(config),
     )
 
 

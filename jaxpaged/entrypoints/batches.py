@@ -6,18 +6,19 @@ others is kept here until they ask. So a batch may run inside a loop over a stre
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from jaxpaged.engine.input.processor import Prompt
+from jaxpaged.engine.input.processor import InputProcessor, Prompt
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.output.stream import joined
-from jaxpaged.errors import ConflictError, RequestError
+from jaxpaged.engine.pooling.io_processor import PLUGIN_TASK, processor_of, without_task
+from jaxpaged.errors import ConflictError, EngineError, RequestError
 from jaxpaged.interrupts import holding_interrupts
 from jaxpaged.messages import RequestOutput
-from jaxpaged.pooling import PoolingRequestOutput
+from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 Output = RequestOutput | PoolingRequestOutput
@@ -84,6 +85,47 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(value) != count:
         raise RequestError(f"{name} has {len(value)} entries for {count} prompts. Give one for all, or one each.", name)
     return list(value)
+
+
+def with_pooling_options(
+    params: PoolingParams | Sequence[PoolingParams] | None, task: str | None, keep: int | None
+) -> PoolingParams | list[PoolingParams]:
+    """Parameters of one or of each, with what arguments beside them say: their task, and how many tokens stay."""
+    changes = {name: each for name, each in {"task": task, "truncate_prompt_tokens": keep}.items() if each is not None}
+    if isinstance(params, Sequence):
+        return [msgspec.structs.replace(each, **changes) for each in params]
+    return msgspec.structs.replace(PoolingParams() if params is None else params, **changes)
+
+
+def data_of(prompts: Any, task: str | None) -> Any:
+    """What is for an I/O processor to read, as {"data": ...}; None for prompts. Raises RequestError for a task of its
+    without data."""
+    if isinstance(prompts, Mapping) and "data" in prompts:
+        if len(prompts) > 1:
+            raise RequestError(f"prompts has {', '.join(map(str, prompts))}. Give data alone.", "prompts")
+        if prompts["data"] is None:
+            raise RequestError("prompts has data, which is None. Give what the I/O processor takes.", "prompts")
+        return prompts["data"]
+    if task == PLUGIN_TASK:
+        raise RequestError('pooling_task is "plugin", but prompts has no data. Give {"data": ...}.', "prompts")
+    return None
+
+
+def processed(
+    input_processor: InputProcessor, data: Any, params: Any, request_id: str, encode: Callable[..., Any]
+) -> PoolingRequestOutput:
+    """What the I/O processor answers to data, in `outputs`. `encode` pools prompts with parameters. Raises RequestError
+    for data that it refuses, and EngineError where it fails, or a prompt does."""
+    processing = processor_of(input_processor)
+    if not isinstance(params, PoolingParams):
+        raise RequestError("pooling_params is a list, and data is one request. Give one.", "pooling_params")
+    prompts, params = processing.prepared(data, without_task(params), request_id)
+    outputs = encode(prompts, params)
+    for output in outputs:
+        if output.error is not None:
+            raise EngineError(output.error)
+    answer = processing.answer(outputs, request_id)
+    return PoolingRequestOutput(request_id, answer, [], sum(output.num_cached_tokens for output in outputs))
 
 
 class Results:

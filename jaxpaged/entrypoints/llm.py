@@ -7,6 +7,7 @@ This module knows nothing of how the engine works; it feeds `LLMEngine` and wait
 """
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,13 +31,16 @@ from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.batches import (
     Results,
     batch_of,
+    data_of,
     is_chat,
     is_conversation,
     naming,
     numbers,
     per_prompt,
+    processed,
     with_output_kind,
     with_outputs,
+    with_pooling_options,
     with_processor_kwargs,
 )
 from jaxpaged.entrypoints.notebook import show_results_of
@@ -341,18 +345,14 @@ class LLM(EngineControl):
         """The numbers of every prompt, as float32 arrays in `outputs.data`, in order.
 
         `truncate_prompt_tokens` keeps that many of a prompt's first tokens, -1 as many as fit; `tokenization_kwargs`
-        are those of `generate`. A request that fails while it is computed has its `error` set. Raises RequestError as
-        `generate` does.
+        are those of `generate`. A request that fails while it is computed has its `error` set. {"data": ...} is for the
+        I/O processor, whose answer is in `outputs`. Raises RequestError, and EngineError for a processor that fails.
         """
-        given = PoolingParams() if pooling_params is None else pooling_params
-        of_each = list(given) if isinstance(given, Sequence) else given
-        changes: dict[str, Any] = {} if pooling_task is None else {"task": pooling_task}
-        if truncate_prompt_tokens is not None:
-            changes["truncate_prompt_tokens"] = truncate_prompt_tokens
-        if isinstance(of_each, list):
-            of_each = [msgspec.structs.replace(each, **changes) for each in of_each]
-        else:
-            of_each = msgspec.structs.replace(of_each, **changes)
+        of_each = with_pooling_options(pooling_params, pooling_task, truncate_prompt_tokens)
+        if (data := data_of(prompts, pooling_task)) is not None:
+            options = {"use_tqdm": use_tqdm, "lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
+            request_id, encode = next(self._request_ids), functools.partial(self.encode, **options)
+            return [processed(self.llm_engine.input_processor, data, of_each, request_id, encode)]
         batch = batch_of(prompts)
         params = per_prompt("pooling_params", of_each, len(batch))
         with held_interrupts():

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from jaxpaged.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from jaxpaged.config import EngineConfig
     from jaxpaged.messages import EngineCoreRequest
     from jaxpaged.models.interface import Model
     from jaxpaged.parsing.parser import ToolFormat
     from jaxpaged.parsing.reasoning import ReasoningFormat
-    from jaxpaged.plugins.protocols import EndpointPlugin, StatLogger
+    from jaxpaged.plugins.protocols import EndpointPlugin, IOProcessor, StatLogger
     from jaxpaged.serving.adapter_resolvers import LoRAResolver
 
 
@@ -36,6 +37,7 @@ class Plugin:
     lora_resolvers: Mapping[str, "LoRAResolver"] = seam("LoRA resolver")
     stat_loggers: Mapping[str, type["StatLogger"]] = seam("stat logger")
     endpoints: Mapping[str, "EndpointPlugin"] = seam("endpoint")
+    io_processors: Mapping[str, "Callable[[EngineConfig], IOProcessor]"] = seam("I/O processor")
     replaces: Iterable[str] = ()
 
     def __post_init__(self) -> None:

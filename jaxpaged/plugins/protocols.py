@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from jaxpaged.config import EngineConfig
     from jaxpaged.engine.observability.metrics_types import Metric
+    from jaxpaged.pooling import PoolingRequestOutput
 
 
 class StatLogger(Protocol):
@@ -30,4 +31,25 @@ class EndpointPlugin(Protocol):
         """Each a `jaxpaged.entrypoints.http.endpoint.Endpoint`, of a path that is not taken. `engine` is the server's
         `AsyncLLM`. The server's API keys guard them, too. A handler that is no coroutine runs in a thread; a coroutine
         shares the loop with all requests and must not block it."""
+        ...
+
+
+class IOProcessor(Protocol):
+    """Lets a model that pools take data of a kind of its own, and answer in a form of its own.
+
+    Every call runs in a thread of its own. It may also have `merge_pooling_params(params)`, which returns the
+    `PoolingParams` of the prompts, given those of the request.
+    """
+
+    def parse_data(self, data: Any) -> Any:
+        """What a client sent, checked. ValueError, TypeError and RequestError refuse the request, and the client reads
+        their text. `parse_request` is vLLM's older name of it."""
+        ...
+
+    def pre_process(self, prompt: Any, request_id: str | None = None) -> Any:
+        """The prompt that this means, a text or token ids, or a list of prompts."""
+        ...
+
+    def post_process(self, model_output: "Sequence[PoolingRequestOutput]", request_id: str | None = None) -> Any:
+        """The answer, of the results of all prompts in order; where it goes out by HTTP, what JSON can say."""
         ...

@@ -20,6 +20,7 @@ from jaxpaged.plugins.plugin import Plugin, as_plugin
 from jaxpaged.plugins.registered import MODULES_OF_FILES
 
 GENERAL = "jaxpaged.general_plugins"
+IO_PROCESSORS = "jaxpaged.io_processor_plugins"
 NAMED_BY_OPTION = "option"
 """Stands for a group where an option has a plugin's place."""
 
@@ -38,6 +39,7 @@ GROUPS = {
     GENERAL: Group(None, shapes_programs=True),
     "jaxpaged.stat_logger_plugins": Group("stat_loggers"),
     "jaxpaged.endpoint_plugins": Group("endpoints", loads_unnamed=False),
+    IO_PROCESSORS: Group("io_processors", loads_unnamed=False),
 }
 """By vLLM's names. What opens a door to clients loads only where an option names it."""
 OUR_GROUP = re.compile(rb"^\[\s*jaxpaged\.", re.MULTILINE)

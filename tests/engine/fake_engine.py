@@ -20,6 +20,7 @@ from jaxpaged.engine.input.pictures import PictureIntake
 from jaxpaged.engine.input.processor import InputProcessor
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.pooling.io_processor import IOProcessing
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.kv_cache_spec import AttentionSpec, EncoderCacheConfig, KVCacheConfig, KVCacheGroup
@@ -309,6 +310,7 @@ def make_engine(
     pooler: Pooler | None = None,
     tokenizer: Tokenizer | None = None,
     pictures: PictureIntake | None = None,
+    io_processor: IOProcessing | None = None,
     **options,
 ) -> tuple[LLMEngine, FakeExecutor]:
     """An engine over a fake executor, whose model counts unless another is given. With `pictures` it takes some."""
@@ -327,6 +329,7 @@ def make_engine(
         grammar_checker=grammar_checker,
         pooler=pooler,
         pictures=pictures,
+        io_processor=io_processor,
     )
     if pictures is not None:
         executor.encoder_cache_config = EncoderCacheConfig(num_pages=64, page_size=16, max_step_embeds=256)

@@ -19,6 +19,7 @@ from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.input.picture_parts import PictureOptions, check_not_cut, refuse_pictures
 from jaxpaged.engine.input.prompts import ChatWithPictures, Prompt
 from jaxpaged.engine.input.tokenizer import Tokenizer, Truncation, checked_length, enough_text
+from jaxpaged.engine.pooling.io_processor import IOProcessing
 from jaxpaged.engine.pooling.pooler import Pooler
 from jaxpaged.engine.pooling.prompts import check_keep, text_ids, with_types
 from jaxpaged.errors import RequestError, check_unicode, did_you_mean, shown
@@ -84,10 +85,12 @@ class InputProcessor:
         pictures: "PictureIntake | None" = None,
         why_no_pictures: str = TEXT_ONLY,
         queue_policy: Callable[[EngineCoreRequest], int] | None = None,
+        io_processor: IOProcessing | None = None,
     ):
         """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
         none, and why, in the second half of a sentence. `queue_policy`: what gives requests their priority."""
         self._queue_policy = queue_policy
+        self.io_processor = io_processor
         self.pictures = pictures
         self.why_no_pictures = why_no_pictures
         self._picture_prompts: PicturePrompts | None = None

@@ -17,8 +17,8 @@ from jaxpaged.entrypoints.terminal import complain
 NAMING = ("plugin", "plugins")
 """Options that name plugins."""
 EPILOG = """\
-Installed plugins are entry points of the groups jaxpaged.general_plugins, jaxpaged.stat_logger_plugins
-and jaxpaged.endpoint_plugins. Those of the first two load by themselves.
+Installed plugins are entry points of the groups jaxpaged.general_plugins, jaxpaged.stat_logger_plugins,
+jaxpaged.endpoint_plugins and jaxpaged.io_processor_plugins. Those of the first two load by themselves.
 
 exit status: 0 all that load can be used; 1 one of them cannot
 

@@ -37,9 +37,11 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
 
 
 class PoolRequest(EmbeddingRequest, kw_only=True):
-    """The same, and what is wanted of the model, where the client wants to be sure: "embed", "classify" or "score"."""
+    """The same, and what is wanted of the model, where the client wants to be sure: "embed", "classify" or "score".
+    With `data` in place of `input` an I/O processor is asked, and with it the task may be "plugin"."""
 
     task: str | None = None
+    data: Any = None
 
 
 class ClassifyRequest(PoolingFields, kw_only=True):
@@ -136,6 +138,14 @@ class PoolingResponse(PooledResponse, kw_only=True):
 
     data: list[PooledItem]
     usage: Usage
+
+
+class ProcessedResponse(msgspec.Struct, kw_only=True):
+    """What an I/O processor answers."""
+
+    request_id: str
+    created_at: int
+    data: Any
 
 
 class ClassifyResponse(PooledResponse, kw_only=True):

@@ -8,8 +8,11 @@ import functools
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.engine.pooling.io_processor import PLUGIN_TASK
+from jaxpaged.entrypoints.http.body import read_struct
 from jaxpaged.entrypoints.http.pooling import write
 from jaxpaged.entrypoints.http.pooling.parse import parse_inputs, parse_rerank, parse_score
+from jaxpaged.entrypoints.http.pooling.processed import respond_processed
 from jaxpaged.entrypoints.http.pooling.protocol import (
     ClassifyRequest,
     EmbeddingRequest,
@@ -17,7 +20,7 @@ from jaxpaged.entrypoints.http.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from jaxpaged.entrypoints.http.respond import Stages, respond
+from jaxpaged.entrypoints.http.respond import Stages, respond, respond_to
 from jaxpaged.serving.service import Service
 
 EMBEDDINGS = Stages("embd", EmbeddingRequest, functools.partial(parse_inputs, "embed"), write.embeddings)
@@ -38,8 +41,13 @@ class Pooling:
         return await respond(self._service, EMBEDDINGS, request)
 
     async def pool(self, request: Request) -> Response:
-        """What the model gives for texts or token ids: an embedding, or a number for every label."""
-        return await respond(self._service, NUMBERS, request)
+        """What the model gives for texts or token ids: an embedding, or a number for every label. What an I/O processor
+        answers to `data`."""
+        await self._service.pace.turn()
+        body = await read_struct(request, PoolRequest, self._service.max_body_bytes)
+        if body.data is None and body.task != PLUGIN_TASK:
+            return await respond_to(self._service, NUMBERS, request, body)
+        return await respond_processed(self._service, request, body)
 
     async def classify(self, request: Request) -> Response:
         """The most likely label of texts or token ids, with the probabilities of all."""
