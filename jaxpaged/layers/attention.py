@@ -90,27 +90,45 @@ class AttentionBatch:
 
 
 def step_metadata(
-    context: AttentionContext, *where: jax.Array, block_size: int, window: int | None, **settings: Any
+    context: AttentionContext,
+    *where: jax.Array,
+    num_tokens: int,
+    block_size: int,
+    window: int | None,
+    chunk: int | None = None,
+    decodes_only: bool = False,
+    shared_6R: jax.Array | None = None,
+    visible_end_T: jax.Array | None = None,
 ) -> AttentionMetadata:
     """`make_metadata` of a step, for layers with keys and values; `block_size` counts slots of a device. A plan for a
     device's part of contexts has an axis in front, which is split over the devices of a group.
 
     Raises ValueError for a `visible_end_T` where contexts are split.
     """
-    settings |= {"block_size": block_size, "window": window, "backend": context.backend}
-    if context.context_shards == 1:
-        return rpa.make_metadata(*where, **settings)
-    if settings.get("visible_end_T") is not None:
+    if context.context_shards > 1 and visible_end_T is not None:
         raise ValueError(
             f"{context.context_shards} devices hold parts of each context, and pictures whose tokens see each other "
             "both ways need whole ones; split contexts over one device, or give --language-model-only."
         )
+    make = partial(
+        rpa.make_metadata,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        window=window,
+        backend=context.backend,
+        decodes_only=decodes_only,
+        shared_6R=shared_6R,
+        chunk=chunk,
+        visible_end_T=visible_end_T,
+    )
+    if context.context_shards == 1:
+        return make(*where)
 
     def of_device(*where: jax.Array) -> AttentionMetadata:
-        metadata = rpa.make_metadata(*where, **settings, share=share_here(context.context_shards, block_size))
+        metadata = make(*where, share=share_here(context.context_shards, block_size))
         return dataclasses.replace(metadata, plan=jax.tree.map(lambda x: x[None], metadata.plan))
 
-    whole, decodes_only = PartitionSpec(), settings.get("decodes_only", False)
+    whole = PartitionSpec()
     out_specs = metadata_specs(AttentionMetadata(*[whole] * 5, decodes_only=decodes_only), context)
     return on_devices(context, of_device, (whole,) * len(where), out_specs)(*where)
 

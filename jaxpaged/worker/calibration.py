@@ -86,7 +86,7 @@ class Calibration:
             tokens_C,
             *[None] * 8,
         )
-        settings = {"num_tokens": self._chunk, "decodes_only": False, "shared_6R": None}
+        settings = {"num_tokens": self._chunk, "decodes_only": False, "shared_6R": None, "visible_end_T": None}
         context = self._engine_spec.attention
         attention = [kind_of(spec).step_batch(context, spec, parts, tables, **settings) for spec in self._groups]
         caches = tuple((self._groups.index(spec), i) for i, spec in enumerate(self.specs))

@@ -113,7 +113,7 @@ class PagedModel:
         seq_lens = jnp.array([num_computed + num_tokens, 0])
         tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
         parts = StepParts(jnp.array([1]), jnp.arange(2), starts, seq_lens, tokens_T, *[None] * 8)
-        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None}
+        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None, "visible_end_T": None}
         attention = [kind_of(spec).step_batch(self.context, spec, parts, tables, **settings) for spec in self.groups]
         caches = tuple((self.groups.index(spec), i) for i, spec in enumerate(self.specs))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches)

@@ -116,9 +116,8 @@ class SeeingModel(PagedModel):
         tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
         seq_lens = jnp.array([num_computed + num_tokens, 0])
         parts = StepParts(jnp.array([1]), jnp.arange(2), starts, seq_lens, tokens_T, *[None] * 8)
-        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None}
-        if self.vision.bidirectional:
-            settings["visible_end_T"] = jnp.maximum(ends_T, positions_T + 1)
+        end_T = jnp.maximum(ends_T, positions_T + 1) if self.vision.bidirectional else None
+        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None, "visible_end_T": end_T}
         attention = [kind_of(spec).step_batch(self.context, spec, parts, tables, **settings) for spec in self.groups]
         caches = tuple((self.groups.index(spec), i) for i, spec in enumerate(self.specs))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches, None, visual_TE, is_visual_T)

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpaged.kv_cache_spec import AttentionSpec
@@ -47,7 +48,15 @@ def tensor_of_rank(
 
 
 def step_batch(
-    context: AttentionContext, spec: AttentionSpec, parts: StepParts, tables_RM: Any, **settings: Any
+    context: AttentionContext,
+    spec: AttentionSpec,
+    parts: StepParts,
+    tables_RM: Any,
+    *,
+    num_tokens: int,
+    decodes_only: bool,
+    shared_6R: jax.Array | None,
+    visible_end_T: jax.Array | None,
 ) -> AttentionBatch:
     context = context.of_cache(spec.context_shards)
     metadata = step_metadata(
@@ -56,10 +65,13 @@ def step_batch(
         parts.query_start_loc_R1,
         parts.seq_lens_R,
         tables_RM,
+        num_tokens=num_tokens,
         block_size=spec.device_slots,
         window=spec.window,
         chunk=spec.chunk,
-        **settings,
+        decodes_only=decodes_only,
+        shared_6R=shared_6R,
+        visible_end_T=visible_end_T,
     )
     return AttentionBatch(metadata, context, spec.window)
 

@@ -35,9 +35,18 @@ class CacheKind(Protocol):
         layers share it."""
 
     def step_batch(
-        self, context: AttentionContext, spec: Any, parts: StepParts, tables_RM: Any, **settings: Any
+        self,
+        context: AttentionContext,
+        spec: Any,
+        parts: StepParts,
+        tables_RM: Any,
+        *,
+        num_tokens: int,
+        decodes_only: bool,
+        shared_6R: jax.Array | None,
+        visible_end_T: jax.Array | None,
     ) -> AttentionBatch | StateBatch:
-        """What a step tells the layers of a group. `settings`: num_tokens, decodes_only, shared_6R."""
+        """What a step tells the layers of a group; `ragged_paged_attention.make_metadata` says what that is."""
 
     def gather(self, tensor: Any, id_P: Any, spec: Any, backend: str) -> tuple[Any, ...]:
         """Blocks of one layer, in the form of `spec.page_shape`, and their scales where each token has some."""

@@ -51,7 +51,15 @@ def tensor_of_rank(
 
 
 def step_batch(
-    context: AttentionContext, spec: LatentSpec, parts: StepParts, tables_RM: Any, **settings: Any
+    context: AttentionContext,
+    spec: LatentSpec,
+    parts: StepParts,
+    tables_RM: Any,
+    *,
+    num_tokens: int,
+    decodes_only: bool,
+    shared_6R: jax.Array | None,
+    visible_end_T: jax.Array | None,
 ) -> AttentionBatch:
     """Kernels for latents plan for themselves, so the metadata is that of whole blocks."""
     metadata = step_metadata(
@@ -60,9 +68,12 @@ def step_batch(
         parts.query_start_loc_R1,
         parts.seq_lens_R,
         tables_RM,
+        num_tokens=num_tokens,
         block_size=spec.block_size,
         window=None,
-        **settings,
+        decodes_only=decodes_only,
+        shared_6R=shared_6R,
+        visible_end_T=visible_end_T,
     )
     return AttentionBatch(metadata, context.of_cache(spec.context_shards), None)
 

@@ -40,9 +40,17 @@ def tensor_of_rank(
 
 
 def step_batch(
-    context: AttentionContext, spec: StateSpec, parts: StepParts, tables_RM: Any, *, num_tokens: int, **settings: Any
+    context: AttentionContext,
+    spec: StateSpec,
+    parts: StepParts,
+    tables_RM: Any,
+    *,
+    num_tokens: int,
+    decodes_only: bool,
+    shared_6R: jax.Array | None,
+    visible_end_T: jax.Array | None,
 ) -> StateBatch:
-    """What rows share, and that all of them decode, makes no difference to a state."""
+    """What rows share, that all of them decode, and what tokens see makes no difference to a state."""
     metadata = state_metadata(
         parts.rows_R,
         parts.query_start_loc_R1,

@@ -12,6 +12,7 @@ one program and not one per bucket.
 the slots of the encoder cache, and E the numbers of an embedding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,13 +198,9 @@ class StepFunctions:
         self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool
     ) -> tuple[AttentionBatch | StateBatch, ...]:
         """What attention needs to know of this step, once per KV group."""
-        if self.config.sees_both_ways:
-            return self.whole_texts(layout, parts, tables_GRM)
-        shared_G6R = layout.shared_of_groups(parts) if layout.shared_work and layout.reads_shared else None
-        visible = {}
-        if layout.has_visible_ends and not decodes_only:
-            _, positions_T, _ = locate_places(layout, parts)
-            visible = {"visible_end_T": jnp.maximum(parts.visible_ends_T, positions_T + 1)}
+        reads_shared = layout.shared_work and layout.reads_shared and not self.config.sees_both_ways
+        shared_G6R = layout.shared_of_groups(parts) if reads_shared else None
+        visible_ends = self.visible_ends(layout, parts, decodes_only)
 
         def of_group(g: int, spec: CacheSpec) -> AttentionBatch | StateBatch:
             batch = kind_of(spec).step_batch(
@@ -214,23 +211,26 @@ class StepFunctions:
                 num_tokens=layout.num_tokens,
                 decodes_only=decodes_only,
                 shared_6R=None if shared_G6R is None else shared_G6R[g],
-                **visible,
+                visible_end_T=visible_ends(spec),
             )
             return batch if spec.scales != "head" else batch.replace(scales_row=self.kv_cache.place_in_pool(g))
 
         return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
 
-    def whole_texts(self, layout: StepLayout, parts: StepParts, tables_GRM: Any) -> tuple[AttentionBatch, ...]:
-        """The same of an encoder: each token sees all of its text, or where layers have a window, as far behind itself
-        as before."""
+    def visible_ends(
+        self, layout: StepLayout, parts: StepParts, decodes_only: bool
+    ) -> Callable[[CacheSpec], jax.Array | None]:
+        """One past the last position that each token sees, in layers of a kind; None: its own is the last.
+
+        In an encoder each token sees all of its text, or where layers have a window, as far behind itself as before.
+        """
+        if decodes_only or not (layout.has_visible_ends or self.config.sees_both_ways):
+            return lambda spec: None
         _, positions_T, _ = locate_places(layout, parts)
-
-        def of_group(g: int, spec: CacheSpec) -> AttentionBatch:
-            end_T = positions_T + (spec.window or layout.num_tokens)  # ends of texts are before that
-            table_RM, settings = tables_GRM[g, parts.rows_R], {"num_tokens": layout.num_tokens, "visible_end_T": end_T}
-            return kind_of(spec).step_batch(self.attention, spec, parts, table_RM, **settings)
-
-        return tuple(of_group(g, group.spec) for g, group in enumerate(self.kv_cache.groups))
+        if self.config.sees_both_ways:
+            return lambda spec: positions_T + (spec.window or layout.num_tokens)  # ends of texts are before that
+        end_T = jnp.maximum(parts.visible_ends_T, positions_T + 1)
+        return lambda spec: end_T
 
     def logits(self, head: Any, sampled_SD: Any) -> Any:
         """Float32 logits [S, V], each device's part of the vocabulary computed where that part of the head lies.
