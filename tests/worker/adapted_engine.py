@@ -75,7 +75,9 @@ class Adapters:
 
 
 def merged(params: Any, weights: Mapping[str, AdapterWeights]) -> Any:
-    """The parameters of a model on one device, in float32, with an adapter in them, from sums in float64."""
+    """The parameters of a model on one device, in float32, with an adapter in them, from sums in float64. No weights
+    may lie side by side."""
+    left = set(weights)
 
     def of_leaf(path: Any, leaf: Any) -> jax.Array:
         whole = np.asarray(leaf if isinstance(leaf, jax.Array) else leaf.values, np.float64)
@@ -84,6 +86,7 @@ def merged(params: Any, weights: Mapping[str, AdapterWeights]) -> Any:
                 *leaf.scales.shape, *[1] * (whole.ndim - leaf.scales.ndim)
             )
         if (own := weights.get(jax.tree_util.keystr(path).removesuffix(".weight"))) is not None and whole.ndim > 1:
+            left.remove(jax.tree_util.keystr(path).removesuffix(".weight"))
             a, b = own.a.astype(np.float64), own.b.astype(np.float64)
             are_experts = a.ndim == b.ndim == whole.ndim == 3
             whole = whole + (np.einsum("eor,eri->eoi", b, a) if are_experts else np.tensordot(b, a, 1))
@@ -91,7 +94,9 @@ def merged(params: Any, weights: Mapping[str, AdapterWeights]) -> Any:
                 whole = whole * own.magnitude.reshape(*own.magnitude.shape, *[1] * (whole.ndim - own.magnitude.ndim))
         return jax.device_put(whole.astype(np.float32), jax.devices()[0])
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_quantized)
+    found = jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_quantized)
+    assert not left, f"weights of the adapter that are in no parameter: {left}"
+    return found
 
 
 class Steps:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ REFERENCE = "one device"
 ENGINES: dict[str, dict[str, Any]] = {
     "four devices, key heads twice": {"tensor_parallel_size": 4},
     "weights in 8 bits": {"quantization": "int8"},
-    "weights side by side": {},
+    "weights side by side": {"joins_weights": True},
     "two stages": {"pipeline_parallel_size": 2},
 }
 
@@ -36,10 +37,14 @@ class Engine:
         return self.executor.worker.read_lora(LoRARequest(f"a{number}", number, f"/nowhere/{number}"))
 
 
-def started(folder: Path, **options: Any) -> Iterator[Engine]:
-    executor = adapted_executor(folder, **options)
-    yield Engine(executor)
-    executor.shutdown()
+def started(folder: Path, joins_weights: bool = False, **options: Any) -> Iterator[Engine]:
+    """`joins_weights`: those that lie side by side on some platforms do here; without it none do anywhere, as
+    `answer_of_merged` needs them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(joined, "PLATFORMS", (jax.default_backend(),) if joins_weights else ())
+        executor = adapted_executor(folder, **options)
+        yield Engine(executor)
+        executor.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +65,7 @@ def engine(request, folder, reference):
     if request.param == REFERENCE:
         yield reference
         return
-    with pytest.MonkeyPatch.context() as patched:
-        if request.param == "weights side by side":
-            patched.setattr(joined, "PLATFORMS", ("cpu",))
-        yield from started(folder, max_lora_rank=32, **ENGINES[request.param])
+    yield from started(folder, max_lora_rank=32, **ENGINES[request.param])
 
 
 def answer_of_merged(reference: Engine, engine: Engine, number: int, prompt: list[int]) -> Any:
