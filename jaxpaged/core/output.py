@@ -177,9 +177,9 @@ def collect_prompt_logprobs(output: ModelRunnerOutput, requests: Mapping[str, Re
     for request_id, chunk in output.prompt_logprobs.items():
         request = requests[request_id]
         collected, k = request.prompt_logprobs, request.sampling_params.prompt_logprobs
-        if collected is None or k is None or request.is_finished:
+        if collected is None or k is None or request.first_scored is None or request.is_finished:
             continue
-        first = 1 + len(collected) - chunk.start
+        first = request.first_scored + len(collected) - chunk.start
         if first < 0:
             raise EngineError(
                 f"the prompt logprobs of request {request_id!r} go on at token {chunk.start}, but only "

@@ -58,6 +58,7 @@ class Request:
         "drafts",
         "eos_token_id",
         "finish_reason",
+        "first_scored",
         "loaded",
         "lora",
         "matcher",
@@ -131,8 +132,9 @@ class Request:
         # Collected over the chunks of the prompt; None when not asked for, or already sent.
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt_logprobs else None
         self.reports_logprobs = wants_prompt_logprobs or params.logprobs is not None
-        # Prompt tokens taken from the cache have no log probabilities.
-        self.reads_prefix_cache = not (wants_prompt_logprobs or params.skip_reading_prefix_cache)
+        # Prompt tokens taken from the cache have no log probabilities, nor has the one behind them.
+        self.first_scored = max(params.prompt_logprob_start, 1) if wants_prompt_logprobs else None
+        self.reads_prefix_cache = self.first_scored != 1 and not params.skip_reading_prefix_cache
 
         self.matcher: Matcher | BudgetMatcher | None = None  # of a grammar, or of a limit of thinking
 
@@ -155,6 +157,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def num_findable_tokens(self) -> int:
+        """Tokens that caches may have for it. The one before a token that is drawn or scored is always computed."""
+        return (self.num_tokens if self.first_scored is None else min(self.first_scored, self.num_tokens)) - 1
 
     @property
     def num_output_placeholders(self) -> int:

@@ -17,11 +17,17 @@ from jaxpaged.engine.output.stream import joined
 from jaxpaged.engine.pooling.io_processor import PLUGIN_TASK, processor_of, without_task
 from jaxpaged.errors import ConflictError, EngineError, RequestError
 from jaxpaged.interrupts import holding_interrupts
-from jaxpaged.messages import RequestOutput
+from jaxpaged.messages import LoRARequest, RequestOutput
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 Output = RequestOutput | PoolingRequestOutput
+UseTqdm = bool | Callable[..., Any]
+"""True for a progress bar on terminals, or a function that makes one."""
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or of each."""
+TOKENIZED = SamplingParams(seed=0)
+"""Parameters with which a prompt is tokenised: a seed of their own, so that none is drawn."""
 
 
 @contextlib.contextmanager
@@ -126,6 +132,19 @@ def processed(
             raise EngineError(output.error)
     answer = processing.answer(outputs, request_id)
     return PoolingRequestOutput(request_id, answer, [], sum(output.num_cached_tokens for output in outputs))
+
+
+def tokenized(engine: LLMEngine, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Prompts as token ids, checked, with what goes along with whatever continues them."""
+    found = []
+    for index, prompt in enumerate(prompts):
+        with naming("prompt", index, len(prompts)):
+            request, _ = engine.input_processor.process("", prompt, TOKENIZED)
+            start: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
+            if request.mm_features:
+                start["mm_features"] = request.mm_features
+            found.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
+    return found
 
 
 class Results:

@@ -7,13 +7,12 @@ This module knows nothing of how the engine works; it feeds `LLMEngine` and wait
 """
 
 import contextlib
-import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
+import numpy as np
 
 from jaxpaged.config import EMBEDDED_MODEL, EngineConfig
 from jaxpaged.config.vllm_options import check_arguments
@@ -21,41 +20,33 @@ from jaxpaged.engine.control import EngineControl
 from jaxpaged.engine.core_calls import CoreCall, LoadPrefix, SavePrefix
 from jaxpaged.engine.input.chat_template import Message
 from jaxpaged.engine.input.picture_parts import has_pictures
-from jaxpaged.engine.input.processor import Prompt, tokenization_options
+from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.engine.input.prompts import ChatWithPictures, carries_pictures
 from jaxpaged.engine.llm_engine import LLMEngine
 from jaxpaged.engine.observability.metrics import Metric
-from jaxpaged.engine.pooling.prompts import check_keep, pair_prompt
-from jaxpaged.engine.pooling.scoring import check_scores, joined_score, paired
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.batches import (
+    LoRARequests,
     Results,
+    UseTqdm,
     batch_of,
-    data_of,
     is_chat,
     is_conversation,
     naming,
-    numbers,
     per_prompt,
-    processed,
+    tokenized,
     with_output_kind,
-    with_outputs,
-    with_pooling_options,
     with_processor_kwargs,
 )
 from jaxpaged.entrypoints.notebook import show_results_of
+from jaxpaged.entrypoints.pooled import PoolingCalls
+from jaxpaged.entrypoints.scored_tokens import ScoredTokens
 from jaxpaged.entrypoints.terminal import ProgressLine
 from jaxpaged.errors import ConflictError, EngineDeadError, EngineError, RequestError
 from jaxpaged.interrupts import accepted_interrupts, held_interrupts, holding_interrupts
 from jaxpaged.kv_store.prefix_file import PrefixInfo
 from jaxpaged.messages import CompletionOutput, LoRARequest, RequestOutput
-from jaxpaged.pooling import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-    ScoringOutput,
-)
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxpaged.serving.beam_search import BeamSearch, BeamSearchOutput, add_texts, check_beam_width, one_token
 
@@ -64,13 +55,8 @@ if TYPE_CHECKING:
     from jaxpaged.tools.pictures.engine_stats import EngineStats
     from jaxpaged.tools.pictures.timeline import Timeline
 
-UseTqdm = bool | Callable[..., Any]
-"""True for a progress bar on terminals, or a function that makes one."""
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""The adapter of all prompts, or of each."""
 
-
-class LLM(EngineControl):
+class LLM(PoolingCalls, EngineControl):
     """A model, ready to complete prompts.
 
     `model` is a folder in Hugging Face format, a hub id, or "demo", the embedded model. `options` are those of
@@ -300,7 +286,7 @@ class LLM(EngineControl):
         check_arguments(concurrency_limit=concurrency_limit)
         processor = self.llm_engine.input_processor
         check_beam_width(params, processor.max_logprobs)
-        starts = self._beam_prompts(batch_of(prompts))
+        starts = tokenized(self.llm_engine, batch_of(prompts))
         loras = per_prompt("lora_request", lora_request, len(starts))
         token_ids = [start["prompt_token_ids"] for start in starts]
         search = BeamSearch(token_ids, params, processor.max_model_len, processor.eos_token_ids)
@@ -317,135 +303,23 @@ class LLM(EngineControl):
             add_texts(outputs, processor.tokenizer, params)
         return outputs
 
-    def _beam_prompts(self, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """Prompts as token ids, checked, with what goes along with every beam."""
-        starts = []
-        for index, prompt in enumerate(prompts):
-            with naming("prompt", index, len(prompts)):
-                request, _ = self.llm_engine.input_processor.process("", prompt)
-                start: dict[str, Any] = {"prompt_token_ids": request.prompt_token_ids, "priority": request.priority}
-                if request.mm_features:
-                    start["mm_features"] = request.mm_features
-                starts.append(start | ({"cache_salt": request.cache_salt} if request.cache_salt else {}))
-        return starts
-
-    # ---- pooling: for a model started for that; others refuse with a RequestError -------------------
-
-    def encode(
+    def score_tokens(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        completions: Sequence[Sequence[int]],
         *,
-        truncate_prompt_tokens: int | None = None,
         use_tqdm: UseTqdm = True,
         lora_request: LoRARequests = None,
-        pooling_task: str | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """The numbers of every prompt, as float32 arrays in `outputs.data`, in order.
+    ) -> list[np.ndarray]:
+        """The log probabilities of tokens behind prompts, at temperature 1: a float32 array for each completion.
 
-        `truncate_prompt_tokens` keeps that many of a prompt's first tokens, -1 as many as fit; `tokenization_kwargs`
-        are those of `generate`. A request that fails while it is computed has its `error` set. {"data": ...} is for the
-        I/O processor, whose answer is in `outputs`. Raises RequestError, and EngineError for a processor that fails.
+        `completions` are token ids, one list or array for each prompt. What prompts have in common is computed once,
+        where the prefix cache is on. Raises RequestError as `generate` does, UsageError for an engine whose
+        `logprobs_mode` has logits, and EngineError where a completion fails while it is computed.
         """
-        of_each = with_pooling_options(pooling_params, pooling_task, truncate_prompt_tokens)
-        if (data := data_of(prompts, pooling_task)) is not None:
-            options = {"use_tqdm": use_tqdm, "lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs}
-            request_id, encode = next(self._request_ids), functools.partial(self.encode, **options)
-            return [processed(self.llm_engine.input_processor, data, of_each, request_id, encode)]
-        batch = batch_of(prompts)
-        params = per_prompt("pooling_params", of_each, len(batch))
-        with held_interrupts():
-            request_ids = self._add_all(batch, params, [0] * len(batch), lora_request, tokenization_kwargs)
-            return self._run(request_ids, use_tqdm)
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: UseTqdm = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequests = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """An embedding of every prompt, as a list of floats in `outputs.embedding`. Raises what `encode` does."""
-        outputs = self.encode(
-            prompts,
-            pooling_params,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            pooling_task="embed",
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        return [with_outputs(output, EmbeddingOutput(numbers(output))) for output in outputs]
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: UseTqdm = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequests = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """A probability for every label, in `outputs.probs`. Raises what `encode` does."""
-        outputs = self.encode(
-            prompts,
-            pooling_params,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            pooling_task="classify",
-            tokenization_kwargs=tokenization_kwargs,
-        )
-        return [with_outputs(output, ClassificationOutput(numbers(output))) for output in outputs]
-
-    def score(
-        self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: UseTqdm = True,
-        pooling_params: PoolingParams | None = None,
-        lora_request: LoRARequests = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """How well texts fit, in `outputs.score`: one with many, or one by one.
-
-        An embedding model gives the cosine, a classifier with one label its result for the pair, always with its
-        special tokens. Raises RequestError.
-        """
-        first = [data_1] if isinstance(data_1, str) else list(data_1)
-        second = [data_2] if isinstance(data_2, str) else list(data_2)
-        pairs = paired(first, second, ("data_1", "data_2"))
-        processor = self.llm_engine.input_processor
-        params = pooling_params or PoolingParams()
-        options = tokenization_options(tokenization_kwargs)
-        keep = options.pop("truncate_prompt_tokens", truncate_prompt_tokens)
-        if keep is not None:
-            params = msgspec.structs.replace(params, truncate_prompt_tokens=keep)
-        if processor.pooler is not None and processor.pooler.convert == "classify":
-            check_scores(processor.pooler)
-            if options:
-                raise RequestError("add_special_tokens is for single texts, not for pairs.", "tokenization_kwargs")
-            keep = check_keep(params.truncate_prompt_tokens, processor.max_model_len)
-            pooler, tokenizer = processor.pooler, processor.tokenizer
-            prompts = [pair_prompt(tokenizer, pooler, (first[i], second[j]), keep) for i, j in pairs]
-            outputs = self.encode(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request, pooling_task="score")
-            return [with_outputs(each, ScoringOutput((numbers(each) or [float("nan")])[0])) for each in outputs]
-        vectors = self.encode(
-            [*first, *second],
-            params,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-            pooling_task="embed",
-            tokenization_kwargs=options,
-        )
-        return [joined_score(vectors[i], vectors[len(first) + j]) for i, j in pairs]
+        scored = ScoredTokens(self.llm_engine, tokenized(self.llm_engine, batch_of(prompts)), completions)
+        loras = scored.of_asked(per_prompt("lora_request", lora_request, len(scored.completions)))
+        return scored.read(self.generate(scored.prompts, scored.params, use_tqdm=use_tqdm, lora_request=loras))
 
     # ---- beginnings as files, which need the option kv_offload --------------------------------------
 

@@ -98,11 +98,12 @@ SAMPLING_HELP: dict[str, str] = {
     "bad_words": "a word whose tokens must not follow each other, with or without a space before it; may be repeated",
     "logprobs": "report this many of the most likely tokens per position (with --json); -1 reports all",
     "prompt_logprobs": "the same for the tokens of the prompt",
+    "prompt_logprob_start": "of the prompt's tokens only those from this number on, so that others may be cached",
     "logprob_token_ids": "report these tokens and not the most likely ones",
     "detokenize": "turn tokens into text (default: on)",
     "skip_special_tokens": "leave special tokens out of the text (default: on)",
     "spaces_between_special_tokens": "write spaces between special tokens (default: on)",
-    "skip_reading_prefix_cache": "compute the whole prompt (default: on with --prompt-logprobs)",
+    "skip_reading_prefix_cache": "compute the whole prompt (default: on with --prompt-logprobs of all tokens)",
     "structured_outputs": 'form of the output, as JSON: \'{"regex": "[0-9]+"}\'; or json, choice, grammar, ...',
     "thinking_token_budget": "longest thinking in tokens, for models that mark it with tokens; -1 sets no limit",
     "extra_args": "arguments for custom logits processors, as JSON",
@@ -152,6 +153,8 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     include_stop_str_in_output, ignore_eos: as they say.
     max_tokens, min_tokens: length of the output; `max_tokens=None` fills the context.
     logprobs, prompt_logprobs: how many of the most likely tokens to report per position; -1 for all.
+    prompt_logprob_start: the first prompt token, counted from 0, that has log probabilities. Those before it have none,
+        so the prefix cache may have them.
     logprob_token_ids: report these tokens in place of the most likely ones; `logprobs` becomes their number.
     detokenize, skip_special_tokens, spaces_between_special_tokens: how ids become text.
     logit_bias: token id -> what is added to its logit, clamped to [-100, 100].
@@ -160,7 +163,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     stream_interval: how many tokens of a sequence a result waits for, but for the first and the last one; at least the
         engine's own `stream_interval`.
     extra_args: for custom logits processors and connectors.
-    skip_reading_prefix_cache: compute the whole prompt; set when prompt log probabilities are asked for.
+    skip_reading_prefix_cache: compute the whole prompt; set when log probabilities of a whole prompt are asked for.
     structured_outputs: what shape the output must have, see `StructuredOutputsParams`; a dict of its fields will do.
     thinking_token_budget: how many tokens the model may think, each time it does, before it must end that; -1 and None:
         as many as it likes. For models whose vocabulary has tokens around thinking.
@@ -202,6 +205,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     thinking_token_ids: tuple[int, int] | None = None
     is_thinking: bool = False
     stream_interval: int | None = None
+    prompt_logprob_start: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -292,8 +296,15 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
             check_int("logprobs", self.logprobs, -1, 2**31 - 1, "-1 means the whole vocabulary")
         if self.prompt_logprobs is not None:
             check_int("prompt_logprobs", self.prompt_logprobs, -1, 2**31 - 1, "-1 means the whole vocabulary")
-            if self.skip_reading_prefix_cache is None:
-                self.skip_reading_prefix_cache = True
+        check_int("prompt_logprob_start", self.prompt_logprob_start, 0, 2**31 - 1)
+        if self.prompt_logprob_start and self.prompt_logprobs is None:
+            raise RequestError(
+                f"prompt_logprob_start is {self.prompt_logprob_start}, but log probabilities of the prompt were not "
+                "asked for. Set prompt_logprobs.",
+                "prompt_logprob_start",
+            )
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is None:
+            self.skip_reading_prefix_cache = self.prompt_logprob_start == 0
         if self.logprob_token_ids is None:
             return
         ids = self.logprob_token_ids = checked_ids("logprob_token_ids", self.logprob_token_ids)

@@ -44,7 +44,7 @@ class RequestRows:
         self.uploaded_ids: list[np.ndarray | None] = [None] * max_num_seqs
         self.num_known_R = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_R = np.zeros(max_num_seqs, np.int32)
-        self.prompt_logprobs_R = np.zeros(max_num_seqs, bool)
+        self.first_scored_R = np.zeros(max_num_seqs, np.int32)
         self.num_scored = 0
         self.stop_ids_RJ = np.full((max_num_seqs, NUM_STOP_IDS), -1, np.int32)
         self.lora_slots_R = np.zeros(max_num_seqs, np.int32)
@@ -75,8 +75,9 @@ class RequestRows:
         self.num_known_R[row] = len(request.token_ids)
         self.num_prompt_R[row] = request.num_prompt_tokens
         self.lora_slots_R[row] = request.lora_slot
-        self.prompt_logprobs_R[row] = request.sampling_params.prompt_logprobs is not None
-        self.num_scored += int(self.prompt_logprobs_R[row])
+        if request.sampling_params.prompt_logprobs is not None:
+            self.first_scored_R[row] = max(request.sampling_params.prompt_logprob_start, 1)
+            self.num_scored += 1
         stop_ids = (request.sampling_params.stop_token_ids or ())[:NUM_STOP_IDS]
         self.stop_ids_RJ[row] = -1
         self.stop_ids_RJ[row, : len(stop_ids)] = stop_ids
@@ -93,8 +94,8 @@ class RequestRows:
             self.token_ids[row] = self.uploaded_ids[row] = None
             if self.visual is not None:
                 self.visual.remove(row)
-            self.num_scored -= int(self.prompt_logprobs_R[row])
-            self.prompt_logprobs_R[row] = False
+            self.num_scored -= int(self.first_scored_R[row] > 0)
+            self.first_scored_R[row] = 0
             for group in self.shared:
                 group.end(row)
             self._free.append(row)

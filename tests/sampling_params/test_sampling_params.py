@@ -32,6 +32,7 @@ REFUSED = [
     ("thinking_token_budget", [-2, True, 0.5, 2**31]),
     ("logprobs", [-2, True, 1.5, "5"]),
     ("prompt_logprobs", [-2, True, 1.5]),
+    ("prompt_logprob_start", [-1, True, 1.5, None, 3]),
     ("logprob_token_ids", [[], [-1], list(range(129)), "12"]),
     ("logit_bias", [{1: NAN}, {1: INF}, {1: "x"}, {-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, [1]]),
     ("logit_bias", [dict.fromkeys(range(1025), 1.0)]),
@@ -129,6 +130,7 @@ def test_stop_texts_need_text():
 def test_prompt_logprobs_need_the_whole_prompt_to_be_computed():
     assert SamplingParams(prompt_logprobs=1).skip_reading_prefix_cache is True
     assert SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False).skip_reading_prefix_cache is False
+    assert SamplingParams(prompt_logprobs=1, prompt_logprob_start=2).skip_reading_prefix_cache is False
 
 
 def test_logprob_token_ids_set_the_number_of_logprobs():

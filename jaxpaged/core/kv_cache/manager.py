@@ -123,7 +123,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or not request.reads_prefix_cache:
             return self._no_hit
         self.hasher.extend(request)
-        tables, branch = self.groups.find_longest_hit(request.block_hashes, request.num_tokens - 1)
+        tables, branch = self.groups.find_longest_hit(request.block_hashes, request.num_findable_tokens)
         return CacheHit(tables, len(tables[0]) * self.groups.groups[0].block_size, branch)
 
     def hashes_filled(self, request: Request, num_new_tokens: int) -> list[bytes]:
@@ -139,7 +139,7 @@ class KVCacheManager:
         since there will hardly be one in the right place."""
         if not hashes or not request.reads_prefix_cache or self.groups.have_snapshots:
             return 0
-        first, end = hit.num_tokens // self.groups.unit, (request.num_tokens - 1) // self.groups.unit
+        first, end = hit.num_tokens // self.groups.unit, request.num_findable_tokens // self.groups.unit
         behind = takewhile(hashes.__contains__, request.block_hashes[first:end])
         return sum(1 for _ in behind) * self.groups.unit
 

@@ -149,7 +149,7 @@ class Matching:
 
     def missing(self, request: Request, hit: CacheHit) -> Missing:
         """What the prefix cache lacks of a request, of which it has `hit`."""
-        pieces, most = self._pieces, request.num_tokens - 1
+        pieces, most = self._pieces, request.num_findable_tokens
         blocks: dict[Place, list[int]] = {}
         for g, group in enumerate(self._groups.groups):
             per_piece = pieces.piece_sizes[g].num_blocks

@@ -432,7 +432,7 @@ class KVTransfers:
         if not missing.keys:
             return None, None
         if self._chunks is not None:
-            self._chunks.introduce(request, request.num_tokens - 1)
+            self._chunks.introduce(request, request.num_findable_tokens)
         ends = [zip(keys, pieces.ends(*place)) for place, keys in missing.keys.items()]
         view = RequestView(request, self, missing)
         self.connector.before_look_up(view, [each for pairs in ends for each in pairs])
@@ -440,7 +440,7 @@ class KVTransfers:
         end = (
             missing.end
             if num_new is None
-            else self._groups.align(min(hit.num_tokens + num_new, request.num_tokens - 1))
+            else self._groups.align(min(hit.num_tokens + num_new, request.num_findable_tokens))
         )
         open_keys = missing.open_keys if num_new is None else None
         if end <= hit.num_tokens:

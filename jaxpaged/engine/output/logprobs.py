@@ -83,9 +83,11 @@ class LatePromptLogprobs:
 def prompt_logprob_dicts(
     lines: Sequence[TokenLogprobs], tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
 ) -> list[dict[int, Logprob] | None]:
-    """An entry per prompt token. The first is None: nothing comes before it."""
+    """An entry per prompt token. The first is None: nothing comes before it; so are those that nobody asked for."""
     limit = None if params.prompt_logprobs == -1 else params.prompt_logprobs
+    num_without = len(prompt_token_ids) - len(lines)
     texts = wanted_texts(tokenizer, [], params)
     if texts is not None:
-        texts.advance(prompt_token_ids[0])
-    return [None, *(candidates(line, texts, limit) for line in lines)]
+        for token_id in prompt_token_ids[:num_without]:
+            texts.advance(token_id)
+    return [*[None] * num_without, *(candidates(line, texts, limit) for line in lines)]

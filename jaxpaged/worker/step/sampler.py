@@ -206,10 +206,10 @@ class PromptScorer:
         rows, (scheduled, requests) = self.ranks[rank], step.ranks[rank]
         tiles: dict[str, list[Tile]] = {}
         starts = requests.ends - requests.num_scheduled
-        for i in np.flatnonzero(rows.prompt_logprobs_R[requests.rows]):
+        for i in np.flatnonzero(rows.first_scored_R[requests.rows]):
             row, computed = requests.rows[i], int(requests.num_computed[i])
             end = min(computed + int(requests.num_scheduled[i]), int(rows.num_prompt_R[row]) - 1)
-            for first in range(computed, end, PROMPT_LOGPROB_TILE):
+            for first in range(max(computed, int(rows.first_scored_R[row]) - 1), end, PROMPT_LOGPROB_TILE):
                 count = min(PROMPT_LOGPROB_TILE, end - first)
                 packed = np.zeros((len(self.ranks), 2, PROMPT_LOGPROB_TILE), np.int32)
                 packed[rank, 0, :count] = int(starts[i]) + first - computed + np.arange(count)

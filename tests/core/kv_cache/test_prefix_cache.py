@@ -54,6 +54,13 @@ def test_some_requests_write_the_cache_and_do_not_read_it(option):
     assert hit_of(engine, "writer", prompt_of(12), **option) == 0
 
 
+@pytest.mark.parametrize(("start", "hit"), [(1, 0), (4, 0), (5, 4), (9, 8), (99, 8)])
+def test_what_comes_before_the_first_scored_token_is_found(start, hit):
+    engine = Engine()
+    warm(engine, prompt_of(12))
+    assert hit_of(engine, "scored", prompt_of(12), prompt_logprobs=0, prompt_logprob_start=start) == hit
+
+
 @pytest.mark.parametrize(
     "option", [{"cache_salt": "s"}, {"lora": adapter("l")}, {"mm_features": [picture("image", 1, 3)]}]
 )

@@ -243,6 +243,7 @@ def test_every_sampling_field_reaches_the_request():
         "ignore_eos": True,
         "logprobs": 2,
         "prompt_logprobs": 2,
+        "prompt_logprob_start": 3,
         "logprob_token_ids": [3],
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
@@ -260,7 +261,8 @@ def test_every_sampling_field_reaches_the_request():
     assert set(fields) == known, "a sampling parameter is missing here"
     plain = read_request(pb.GenerateRequest(text="a", final_only=True))
     for name, value in values.items():
-        params = pb.SamplingParams(**{name: value})
+        asked = {"prompt_logprobs": 1} if name == "prompt_logprob_start" else {}
+        params = pb.SamplingParams(**{name: value} | asked)
         changed = read_request(pb.GenerateRequest(text="a", final_only=True, sampling_params=params))
         assert changed != plain, name
 

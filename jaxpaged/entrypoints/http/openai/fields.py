@@ -27,8 +27,8 @@ SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "ultraf
 
 
 OTHERWISE = {
-    *("n", "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "stream_interval", "structured_outputs"),
-    *("extra_args", "detokenize", "output_kind", "skip_reading_prefix_cache", *FILLED_IN),
+    *("n", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids", "stream_interval"),
+    *("structured_outputs", "extra_args", "detokenize", "output_kind", "skip_reading_prefix_cache", *FILLED_IN),
 }
 """Sampling parameters that not every endpoint has under this name, or that no request sets."""
 TYPES = {"seed": Seed, "logit_bias": dict[str, float]}
@@ -167,7 +167,10 @@ def backend_options(backend: str | None) -> dict[str, bool]:
 
 SHAPE_NAMES = {"structured_outputs": "response_format"}
 TAG_FIELDS = ("type", "format", "structures", "triggers")
-SAMPLING = (*SamplingFields.__struct_fields__, "n", "prompt_logprobs", "logprob_token_ids", "stream_interval")
+SAMPLING = (
+    *SamplingFields.__struct_fields__,
+    *("n", "prompt_logprobs", "prompt_logprob_start", "logprob_token_ids", "stream_interval"),
+)
 """Fields that are sampling parameters under the same name."""
 
 KEPT_WITH_BEAMS = (
@@ -224,6 +227,7 @@ class GenerationFields(GuidedFields, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_start: int | None = None
     logprob_token_ids: list[int] | None = None
     use_beam_search: bool | None = False
     length_penalty: float | None = None
