@@ -60,7 +60,9 @@ class EngineControl(Protocol):
         parameters that are not sent stay. Raises UsageError for a quantised checkpoint, ConflictError."""
         self.call(core_calls.StartWeightUpdate(is_partial))
 
-    def update_weights(self, weights: Any, version: str = "", donate: bool = False) -> WeightInfo:
+    def update_weights(
+        self, weights: Any, version: str = "", donate: bool = False, mapping: str | None = None
+    ) -> WeightInfo:
         """Send weights: arrays by the checkpoint's names; the path of a safetensors file or of a folder of them, or
         several; or a tree like `apply_model(lambda params: params)[0]` with other arrays in it. Within an update that
         was begun they are a part of it, otherwise they are all of one, called `version`. Guide:
@@ -68,8 +70,11 @@ class EngineControl(Protocol):
 
         A tree is a whole update, and must be in this process. Of its arrays those that lie as the engine's do are taken
         without a copy: they are the caller's too, who must not donate them to a program, unless he gives them away
-        (`donate`). Raises CheckpointError for what does not fit, and then the engine serves on as before.
+        (`donate`). `mapping`: the tree is of "tunix", "maxtext" or "nnx"; it is copied, and may be a part.
+        Raises CheckpointError for what does not fit, and then the engine serves on as before.
         """
+        if mapping is not None:
+            [weights] = self.collective_rpc("named_weights", args=(weights, mapping))
         if isinstance(weights, str | Path):
             weights = [str(weights)]
         elif isinstance(weights, list | tuple) and all(isinstance(each, str | Path) for each in weights):

@@ -53,7 +53,7 @@ class ArrivingWeights:
         self._wanted = {each.names[0]: each for each in chain.from_iterable(expected_of(*spec) for spec in specs)}
         self._names = {spec: spec.tensor_names(sizes) for spec, sizes in specs}
         self._config = models[-1].config
-        self._is_partial = is_partial
+        self.is_partial = is_partial
         self.entries: dict[str, TensorEntry] = {}
 
     @property
@@ -103,7 +103,7 @@ class ArrivingWeights:
         missing = [
             name
             for spec, names in self._names.items()
-            if not self._is_partial or self.brings(spec)
+            if not self.is_partial or self.brings(spec)
             for name in names
             if name not in self.entries
         ]

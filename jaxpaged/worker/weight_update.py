@@ -19,6 +19,7 @@ from jaxpaged.models.decoder import Attention
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.joined import joined_params
 from jaxpaged.params.arriving import ArrivingWeights, Model
+from jaxpaged.params.expected import expected_of
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.engine_spec import EngineSpec
@@ -43,6 +44,11 @@ class WeightUpdate:
         else:
             self._arriving.add_arrays(weights)
         return self._arriving.num_bytes
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether parameters that do not come stay."""
+        return self._arriving.is_partial
 
     def check(self) -> None:
         """Raise CheckpointError unless all is there that is to be replaced."""
@@ -89,6 +95,20 @@ class WeightUpdate:
             return after
 
         return tree.unflatten(map(of_block, blocks, tree.flatten_up_to(params)))
+
+
+def named_by_framework(stages: Sequence[EngineSpec], tree: Any, mapping: str, is_partial: bool) -> dict[str, Any]:
+    """Arrays by the checkpoint's names, of a framework's tree. Raises CheckpointError, UsageError."""
+    from jaxpaged.params.framework_trees import Named, named_tensors  # which few engines need
+
+    specs = {
+        each.names[0]: spec
+        for stage in stages
+        for spec in jax.tree.leaves(stage.specs)
+        for each in expected_of(spec, stage.decoder.dim_sizes())
+    }
+    config = stages[-1].decoder
+    return named_tensors(tree, mapping, Named(specs, config.dim_sizes(), config.architecture), is_partial)
 
 
 def adopted(tree: Any, params: Any) -> Any:

@@ -62,7 +62,7 @@ from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
 from jaxpaged.worker.step.zero_pages import has_zero_pages
 from jaxpaged.worker.visual_rows import VisualRows
-from jaxpaged.worker.weight_update import WeightUpdate, adopted
+from jaxpaged.worker.weight_update import WeightUpdate, adopted, named_by_framework
 from jaxpaged.worker.weights import free, return_freed_pages, weights_of
 
 if TYPE_CHECKING:
@@ -371,6 +371,11 @@ class Worker:
     def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
         """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, CheckpointError."""
         return self._begun().add(weights)
+
+    def named_weights(self, tree: Any, mapping: str) -> dict[str, Any]:
+        """Arrays of a framework's tree by the checkpoint's names. Raises CheckpointError, UsageError."""
+        is_partial = self.weight_update is not None and self.weight_update.is_partial
+        return named_by_framework(self.stages, tree, mapping, is_partial)
 
     def abandon_weight_update(self) -> None:
         """Forget what has come of an update, if one was begun."""

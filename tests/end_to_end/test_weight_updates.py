@@ -9,6 +9,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams
 from jaxpaged.errors import CheckpointError, ConflictError
+from jaxpaged.params.expected import expected_of
+from jaxpaged.params.framework_trees import Named, tree_of
 from tests.models.checkpoints import CONFIGS, make_tensors
 
 SIZES = {
@@ -111,6 +113,30 @@ def test_afterwards_it_is_an_engine_of_these_weights(llm, folders, answers, way)
     assert said(llm) == answers[1] == said(llm), "cached or not"
     assert llm.get_weight_version() == "second"
     assert way != "parts" or llm.llm_engine.executor_stats()["recompiles"] == recompiles
+
+
+@pytest.mark.parametrize("mapping", ["tunix", "maxtext", "nnx"])
+def test_trees_of_frameworks_are_taken_by_a_mapping(llm, folders, answers, mapping):
+    specs = {each.names[0]: spec for spec, each in expected_tensors(llm)}
+    config = llm.collective_rpc(lambda worker: worker.stages[-1].decoder)[0]
+    model = Named(specs, config.dim_sizes(), config.architecture)
+    tree = tree_of(tensors_of(folders[1]), mapping, model)
+    llm.update_weights(tree, "second", mapping=mapping)
+    tokens, logprobs = said(llm)
+    assert tokens == answers[1][0] and logprobs == pytest.approx(answers[1][1], abs=1e-4)
+    if mapping == "tunix":
+        with pytest.raises(CheckpointError, match="the tree lacks embedder.input_embedding"):
+            llm.update_weights({"final_norm": tree["final_norm"]}, mapping=mapping)
+        llm.start_weight_update(is_partial=True)
+        llm.update_weights({"final_norm": {"w": tensors_of(folders[0])[NORM]}}, mapping=mapping)
+        llm.finish_weight_update()
+        assert said(llm) != answers[1]
+
+
+def expected_tensors(llm):
+    [stage] = llm.collective_rpc(lambda worker: worker.stages)[0]
+    leaves = jax.tree.leaves(stage.specs)
+    return [(spec, each) for spec in leaves for each in expected_of(spec, stage.decoder.dim_sizes())]
 
 
 def test_arrays_that_lie_right_are_taken_as_they_are_and_stay_the_callers(llm, folders, answers):
