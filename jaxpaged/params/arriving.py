@@ -6,7 +6,6 @@ when they are loaded rounds what arrives in the same way. Knows letters and file
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,16 +17,16 @@ from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
 from jaxpaged.params.checkpoint import canonical_name, every_entry
-from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of
+from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of, stored_tensors
 from jaxpaged.params.placing import place
 from jaxpaged.params.rooms import Rooms
-from jaxpaged.params.safetensors_reader import ALL_DTYPES, HeldTensor, TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_reader import HeldTensor, TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_writer import NAMES
 from jaxpaged.params.spec import Spec
 from jaxpaged.params.unused import check_unused
 
 GIVEN = Path("update_weights")
 """Stands for a file in errors about arrays."""
-NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 PIECE = 1 << 22
 """Numbers that are looked at together."""
 
@@ -121,10 +120,7 @@ class ArrivingWeights:
     def placed(self, spec: Spec, model: Model, mesh: Mesh, dtype: Any, rooms: Rooms) -> Any:
         """A parameter of those that came, on its devices."""
         sizes = model.config.dim_sizes()
-        with ExitStack() as maps:
-            stored = [
-                maps.enter_context(mapped(self.entries[name], dtypes_of(spec))) for name in spec.tensor_names(sizes)
-            ]
+        with stored_tensors(spec, self.entries, sizes) as stored:
             return place(spec, stored, sizes, mesh, dtype, rooms)
 
 

@@ -11,7 +11,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params import orbax_format
 from jaxpaged.params.encoded import matrices, settled
-from jaxpaged.params.expected import check_entries, dtypes_of, tensors_of
+from jaxpaged.params.expected import check_entries, stored_tensors, tensors_of
 from jaxpaged.params.gguf_folder.places_file import gguf_entries, is_gguf_folder
 from jaxpaged.params.hub import ASSETS
 from jaxpaged.params.kv_scales import LayerScales, stored_scales, without_kv_scales
@@ -43,7 +42,6 @@ from jaxpaged.params.recoding import Losses
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.safetensors_reader import (
     TensorEntry,
-    mapped,
     once_each,
     read_header,
 )
@@ -119,9 +117,7 @@ def load_params(
             found = matrices(spec, entries, sizes, shape, rows)
             array = place_encoded(spec, found, sizes, mesh, dtype, rooms, losses)
         else:
-            with ExitStack() as maps:
-                names = spec.tensor_names(sizes)
-                stored = [maps.enter_context(mapped(entries[name], dtypes_of(spec))) for name in names]
+            with stored_tensors(spec, entries, sizes) as stored:
                 array = place(spec, stored, sizes, mesh, dtype, rooms)
         done += array.nbytes
         progress(done, total)

@@ -5,6 +5,7 @@ error of its own, before anything is read. Knows letters and headers of files, a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params.encoded import WEIGHT, matrix_names, module_of, names_of, tensors_of_matrix
 from jaxpaged.params.other_formats import refuse_quantised_tensors
 from jaxpaged.params.placing import stored_shape
-from jaxpaged.params.safetensors_reader import DTYPES, EIGHT_BITS, WHOLE_DTYPES, TensorEntry
+from jaxpaged.params.safetensors_reader import DTYPES, EIGHT_BITS, WHOLE_DTYPES, TensorEntry, mapped
 from jaxpaged.params.schemes.scheme import Scheme
 from jaxpaged.params.spec import Spec
 from jaxpaged.params.unused import check_unused
@@ -38,6 +39,16 @@ class Expected:
 def dtypes_of(spec: Spec) -> Mapping[str, np.dtype]:
     """The types that a tensor of a parameter may have which nobody quantised."""
     return WHOLE_DTYPES if spec.dtype in WHOLE_DTYPES.values() else DTYPES
+
+
+@contextmanager
+def stored_tensors(
+    spec: Spec, entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]
+) -> Iterator[list[np.ndarray]]:
+    """The tensors of a parameter that nobody quantised, as they lie in files, which are open in the meantime. Raises
+    CheckpointError for files that are damaged."""
+    with ExitStack() as maps:
+        yield [maps.enter_context(mapped(entries[name], dtypes_of(spec))) for name in spec.tensor_names(sizes)]
 
 
 def expected_of(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Expected]:

@@ -3,7 +3,6 @@
 They are those of the checkpoint, decoded where it is quantised. Knows files and letters, and no adapters.
 """
 
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.params import orbax_format
 from jaxpaged.params.checkpoint import entries_of_folder
 from jaxpaged.params.encoded import matrices
-from jaxpaged.params.expected import dtypes_of
+from jaxpaged.params.expected import stored_tensors
 from jaxpaged.params.placing import own_part, own_rows, stored_shape
-from jaxpaged.params.safetensors_reader import TensorEntry, mapped
+from jaxpaged.params.safetensors_reader import TensorEntry
 from jaxpaged.params.spec import Spec
 
 
@@ -40,11 +39,9 @@ class BaseWeights:
             rows = own_rows(spec, self._sizes)
             found = matrices(spec, self._entries, self._sizes, stored_shape(spec, self._sizes), rows)
             return np.stack([matrix.dequantized(np.float32) for matrix in found]).reshape(shape)
-        names = spec.tensor_names(self._sizes)
-        if missing := [name for name in names if name not in self._entries]:
+        if missing := [name for name in spec.tensor_names(self._sizes) if name not in self._entries]:
             raise CheckpointError(f"{self._folder} has no {missing[0]} any more, which the adapter needs. Restart.")
-        with ExitStack() as maps:
-            stored = [maps.enter_context(mapped(self._entries[name], dtypes_of(spec))) for name in names]
+        with stored_tensors(spec, self._entries, self._sizes) as stored:
             part = own_part(spec, stored, self._sizes)
             if isinstance(part, np.ndarray):
                 return part.astype(np.float32)
