@@ -26,7 +26,10 @@ class LoRAConfig:
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     lora_target_modules: tuple[str, ...] = option(
-        (), "modules that adapters may adapt, such as q_proj; default: all that the model has", several=True
+        (),
+        "modules that adapters may adapt, such as q_proj; default: all-linear, which are all of the layers'; "
+        "embed_tokens and lm_head may be named beside",
+        several=True,
     )
 
     def __post_init__(self) -> None:

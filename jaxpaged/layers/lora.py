@@ -44,11 +44,19 @@ class ExpertStack:
 
 
 @struct.dataclass
+class TableStack:
+    """The same of a table of embeddings [V, D], whose rows are looked up: `a` is [S, r, D] and `b` [S, V, r]."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+@struct.dataclass
 class LoraStacks:
     """What the slots add to one linear layer. `growth` [S, outputs...], float32: by how much more than itself W x is
     counted (DoRA); zero for others, and None where no adapter of a step has one."""
 
-    parts: tuple[LoraStack | ExpertStack, ...]
+    parts: tuple[LoraStack | ExpertStack | TableStack, ...]
     growth: jax.Array | None = None
 
 
@@ -64,6 +72,20 @@ class TokenSlots:
     def are_few(self) -> bool:
         """Whether there are fewer tokens than slots: then each takes its own ranks from the stacks, and no others."""
         return self.own_TS.shape[0] < self.own_TS.shape[1]
+
+
+@struct.dataclass
+class SlottedLines:
+    """Hidden states of tokens [T, D], and the slots of their adapters, int32 [T]: what logits are computed of where
+    adapters change the output head."""
+
+    lines: jax.Array
+    slots: jax.Array
+
+
+def plain_lines(hidden: Any) -> Any:
+    """Hidden states alone."""
+    return hidden.lines if isinstance(hidden, SlottedLines) else hidden
 
 
 @struct.dataclass
@@ -129,6 +151,16 @@ def grown_TO(base_TO: jax.Array, growth: jax.Array | None, slots: TokenSlots) ->
     growth_SO = growth.reshape(len(growth), -1)
     more_TO = jnp.einsum("TS,SO->TO", slots.own_TS, growth_SO, precision=jax.lax.Precision.HIGHEST)
     return base_TO * (1 + more_TO)
+
+
+def adapted_rows(row_TD: jax.Array, ids_T: jax.Array, lora: BoundLora) -> jax.Array:
+    """Rows of a table with what the adapter of each token adds to them, in their type."""
+    slots, sum_TD = lora.slots, grown_TO(row_TD, lora.stacks.growth, lora.slots)
+    for part in lora.stacks.parts:
+        u_Tr = part.b.at[slots.place_T, ids_T].get(mode="clip")
+        u_TSr = u_Tr[:, None, :].astype(jnp.float32) * slots.own_TS[:, :, None]
+        sum_TD += stacked_product(u_TSr.reshape(len(ids_T), -1).astype(part.a.dtype), part.a)
+    return sum_TD.astype(row_TD.dtype)
 
 
 # ---- of matrices that latent attention absorbs, head by head: letters as in `models/deepseek.py` ----

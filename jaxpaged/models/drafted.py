@@ -18,6 +18,7 @@ from flax import struct
 
 from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import KVTensor
+from jaxpaged.layers.embedding import plain_table
 from jaxpaged.models import heads
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, DraftModel, ForwardOutput, Head, Model
@@ -92,9 +93,9 @@ def head_pass(
 
 
 def embeddings(params: DraftedParams) -> Any:
-    """The table from which a head takes embeddings."""
+    """The table from which a head takes embeddings, which are the base's."""
     own = params.draft.embed_tokens
-    return params.decoder.embed_tokens if own is None else own
+    return plain_table(params.decoder.embed_tokens) if own is None else own
 
 
 def decoder_head(model: Model, params: DraftedParams) -> Any:

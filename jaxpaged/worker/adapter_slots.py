@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, ConflictError
+from jaxpaged.layers.lora import plain_lines
 from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramKey
 from jaxpaged.params.adapters.adapter import Adapter
 from jaxpaged.params.adapters.base import BaseWeights
@@ -35,6 +36,7 @@ class HostAdapter(NamedTuple):
     info: LoRAInfo
     lines: tuple[tuple[Mapping[int, np.ndarray], ...], ...]
     level: int
+    changes_layers: bool
     grows: bool  # it has magnitudes (DoRA), which follow from the weights of the checkpoint
 
 
@@ -46,7 +48,7 @@ class Probe:
 
     def complaint(self) -> str | None:
         """Why the adapter must not be used; None: it changes what the model computes."""
-        with_it, without = map(np.asarray, self._arrays)
+        with_it, without = (np.asarray(plain_lines(each)) for each in self._arrays)
         if not np.array_equal(with_it, without):
             return None
         return (
@@ -108,7 +110,9 @@ class AdapterSlots:
             num_bytes=adapter.num_bytes,
         )
         lines = tuple(spec.pack(adapter.weights) for spec in self._specs)
-        self._host[request.lora_int_id] = HostAdapter(info, lines, last.level_of(adapter.rank, grows), grows)
+        changes_layers = any(spec.changes_layers(adapter.weights) for spec in self._specs)
+        level = last.level_of(adapter.rank, grows)
+        self._host[request.lora_int_id] = HostAdapter(info, lines, level, changes_layers, grows)
         return info
 
     def check_changeable(self) -> None:
@@ -132,7 +136,7 @@ class AdapterSlots:
         self._in_slots[slot], self._levels[slot] = adapter, adapter.level
         self.probes.pop(slot, None)
         self._put(device, slot, adapter)
-        return (lora_int_id, adapter.info.digest) not in self._probed
+        return adapter.changes_layers and (lora_int_id, adapter.info.digest) not in self._probed
 
     def _put(self, device: Device, slot: int, adapter: HostAdapter) -> None:
         uploads = tuple(map(uploads_of, self._specs, adapter.lines))
@@ -196,9 +200,9 @@ def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> Non
     if others := sorted({*adapter.weights, *adapter.replaced} - has_stacks):
         raise CheckpointError(
             f"{path}: the adapter changes {len(others)} matrices of which the engine keeps no adapters, the first of "
-            f"them {others[0].removeprefix('.')}. Where lora_target_modules leaves a module out, name it there; "
-            "adapters of embeddings, output heads, classifiers and vision towers are not served: merge such a one into "
-            "its model (jaxpaged merge)."
+            f"them {others[0].removeprefix('.')}. Where lora_target_modules leaves a module out, name it there; tables "
+            "have adapters where they are named, as in --lora-target-modules all-linear embed_tokens lm_head. Adapters "
+            "of classifiers and vision towers are not served: merge such a one into its model (jaxpaged merge)."
         )
 
 

@@ -52,7 +52,7 @@ from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, encoder_spec
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
-from jaxpaged.worker.lora_stacks import LoraSpec, lora_spec, of_stage
+from jaxpaged.worker.lora_stacks import LoraSpec, check_modules, lora_spec, of_stage
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.step.expert_moves import with_tables
@@ -405,7 +405,8 @@ class EngineSpec:
             raise ConfigError(
                 "enable_lora and eplb_config are given, but adapters do not move with experts. Leave one out."
             )
-        targets = targets_of(self.whole_specs)
+        targets, modules = targets_of(self.whole_specs), options.lora_target_modules or None
+        check_modules(targets, modules)
         if self.stage is not None:
             targets = of_stage(targets, targets_of(self.specs))
         return lora_spec(
@@ -416,7 +417,7 @@ class EngineSpec:
             max_loras=options.max_loras,
             max_rank=options.max_lora_rank,
             dtype=self.dtype if options.lora_dtype == "auto" else jnp.dtype(options.lora_dtype),
-            modules=options.lora_target_modules or None,
+            modules=modules,
             prefix=".decoder" if self.draft is not None else "",
         )
 

@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks
+from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks, TableStack
 from jaxpaged.models.joined import concatenated
 from jaxpaged.params.adapters.adapter import AdapterWeights
-from jaxpaged.params.adapters.targets import ABSORBED, EXPERTS, LINEAR, ROUTER, Target
+from jaxpaged.params.adapters.targets import ABSORBED, EMBED_TOKENS, EMBEDDING, EXPERTS, HEAD, LINEAR, ROUTER, Target
 from jaxpaged.params.placing import cut
 from jaxpaged.params.sharding import (
     MESH_AXES_OF,
@@ -34,7 +34,9 @@ from jaxpaged.params.sharding import (
 )
 
 KINDS = frozenset((LINEAR, ROUTER, EXPERTS, ABSORBED))
-"""Of targets that have stacks."""
+"""Of targets that have stacks where nothing else is asked for."""
+ALL_LINEAR = "all-linear"
+"""What PEFT calls all of these."""
 SMALL_RANK = 16
 """Ranks of the first part of stacks: adapters of at most so many pay for no more."""
 
@@ -87,6 +89,16 @@ class Stacked:
     def is_experts(self) -> bool:
         return self.targets[0].kind == EXPERTS
 
+    @property
+    def is_table(self) -> bool:
+        """Whether rows of it are looked up."""
+        return self.targets[0].kind == EMBEDDING
+
+    @property
+    def growing(self) -> tuple[tuple[int, ...], PartitionSpec]:
+        """The axes of what DoRA scales, and how they lie."""
+        return (self.inputs, self.in_axes) if self.is_table else (self.outputs, self.out_axes)
+
     def slot_axes(self) -> tuple[int, int]:
         """Which axes of `a` and of `b` are the slots."""
         return (1, 1 + len(self.outputs)) if self.is_experts else (0, 0)
@@ -102,10 +114,22 @@ class Stacked:
             a[:, : own_a.shape[1]], b[..., : own_b.shape[-1]] = own_a[expert_e], own_b[expert_e]
         return a, b
 
+    def part_of_table(self, weights: Mapping[str, AdapterWeights], ranks: range) -> tuple[np.ndarray, np.ndarray]:
+        """(a [r, D], b [V, r]) of some ranks; zeros where none are."""
+        (target,) = self.targets
+        a, b = np.zeros((len(ranks), *self.inputs), np.float32), np.zeros((*self.outputs, len(ranks)), np.float32)
+        if (own := weights.get(target.path)) is not None:
+            own_a, own_b = own.a[ranks.start : ranks.stop].astype(np.float32), own.b[..., ranks.start : ranks.stop]
+            a[: len(own_a)] = own_a if own.magnitude is None else own_a * own.magnitude
+            b[: len(own_b), : own_b.shape[1]] = own_b
+        return a, b
+
     def part_of(self, weights: Mapping[str, AdapterWeights], ranks: range) -> tuple[np.ndarray, np.ndarray]:
         """(a [r, inputs...], b [r, outputs...]) of some ranks, in the sizes of devices, zeros where none are."""
         if self.is_experts:
             return self.part_of_experts(weights, ranks)
+        if self.is_table:
+            return self.part_of_table(weights, ranks)
         count = len(ranks)
         a = np.zeros((len(self.targets), count, *self.inputs), np.float32)
         parts_b = []
@@ -123,12 +147,15 @@ class Stacked:
         return a.reshape(-1, *self.inputs), self._joined(parts_b)
 
     def growth_of(self, weights: Mapping[str, AdapterWeights]) -> np.ndarray:
-        """Float32 [outputs...]: by how much more W x counts."""
+        """Float32 [outputs...], [D] of a table: by how much more W x, or rows, count."""
         parts = []
         for target in self.targets:
-            part, own = np.zeros((1, *self._outputs_of(target)), np.float32), weights.get(target.path)
+            shape, letters = self._outputs_of(target), target.outputs
+            if self.is_table:
+                shape, letters = self.inputs, target.inputs
+            part, own = np.zeros((1, *shape), np.float32), weights.get(target.path)
             if own is not None and own.magnitude is not None:
-                part = self._placed(own.magnitude[None] - np.float32(1), target.outputs)
+                part = self._placed(own.magnitude[None] - np.float32(1), letters)
             parts.append(part)
         return self._joined(parts)[0]
 
@@ -145,10 +172,22 @@ class Stacked:
 
 
 def is_wanted(target: Target, modules: Sequence[str] | None) -> bool:
-    """Whether a target has stacks: those of linear layers, or of these modules alone."""
+    """Whether a target has stacks: those of linear layers, or of these modules alone. Embeddings of tokens and the
+    output head have some where they are named."""
+    named = modules or (ALL_LINEAR,)
+    is_named = target.module.rpartition(".")[2] in named or target.attribute in named
+    if target.kind == HEAD or (target.kind == EMBEDDING and EMBED_TOKENS.search(target.path)):
+        return is_named
     if target.kind not in KINDS or not target.outputs:  # a vector is no linear layer
         return False
-    return modules is None or target.module.rpartition(".")[2] in modules or target.attribute in modules
+    return is_named or ALL_LINEAR in named
+
+
+def check_modules(targets: Mapping[str, Target], modules: Sequence[str] | None) -> None:
+    """Raise ConfigError when no target of a model is among `modules`."""
+    if not any(is_wanted(target, modules) for target in targets.values()):
+        known = ", ".join(sorted({target.attribute for target in targets.values()}))
+        raise ConfigError(f"lora_target_modules are {modules}, and no module of the model is one. There are {known}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,13 +221,17 @@ class LoraSpec:
         def part(ranks: range) -> LoraStack:
             if linear.is_experts:
                 return self._stack_of_experts(linear, len(ranks))
+            if linear.is_table:  # whole on every device: what it is added to is
+                a = shape(linear.inputs, linear.in_axes, self.dtype, len(ranks))
+                b = shape((*linear.outputs, len(ranks)), PartitionSpec(None, None), self.dtype)
+                return TableStack(a, b)
             count = len(linear.targets) * len(ranks)
             return LoraStack(
                 shape(linear.inputs, linear.in_axes, self.dtype, count),
                 shape(linear.outputs, linear.out_axes, self.dtype, count),
             )
 
-        growth = None if linear.is_experts else shape(linear.outputs, linear.out_axes, jnp.float32)
+        growth = None if linear.is_experts else shape(*linear.growing, jnp.float32)
         return LoraStacks(tuple(map(part, self.ranks)), growth)
 
     def _stack_of_experts(self, linear: Stacked, count: int) -> ExpertStack:
@@ -219,6 +262,21 @@ class LoraSpec:
     def num_levels(self) -> int:
         """Levels of programs: no adapter is 0, and the last one has all parts."""
         return len(self.ranks)
+
+    def changes_layers(self, weights: Mapping[str, AdapterWeights]) -> bool:
+        """Whether an adapter changes what layers make of all tokens, and not tables alone."""
+        return not self.layers.isdisjoint(weights)
+
+    @cached_property
+    def head(self) -> str | None:
+        """Whose stacks are those of the output head, if some are."""
+        return next((path for path, linear in self.linears.items() if linear.targets[0].kind == HEAD), None)
+
+    @cached_property
+    def layers(self) -> frozenset[str]:
+        """The targets that are parts of layers."""
+        targets = (target for linear in self.linears.values() for target in linear.targets)
+        return frozenset(target.path for target in targets if target.kind in KINDS)
 
     @cached_property
     def paths(self) -> frozenset[str]:
@@ -333,12 +391,8 @@ def lora_spec(
     prefix: str = "",
 ) -> LoraSpec:
     """The stacks for some of a model's targets. `params`: shapes of the parameters as programs take them, in which
-    weights may be joined, and whose targets are below `prefix`. `sizes`: letter -> size in the checkpoint. Raises
-    ConfigError when no target is among `modules`."""
+    weights may be joined, and whose targets are below `prefix`. `sizes`: letter -> size in the checkpoint."""
     wanted = {path: target for path, target in targets.items() if is_wanted(target, modules)}
-    if not wanted:
-        known = ", ".join(sorted({target.attribute for target in targets.values()}))
-        raise ConfigError(f"lora_target_modules are {modules}, and no module of the model is one. There are {known}.")
     there = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     placed, linears = sizes_on(mesh, sizes), dict[str, Stacked]()
     joined = {part: name for name, parts in JOINED.items() for part in parts}

@@ -13,7 +13,7 @@ from jaxpaged.engine.build import resolve_model
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import LoRARequest, NewRequestData, SchedulerOutput
 from jaxpaged.params.adapters.adapter import Adapter, AdapterWeights
-from jaxpaged.params.adapters.targets import targets_of
+from jaxpaged.params.adapters.targets import EMBEDDING, targets_of
 from jaxpaged.params.quantized import QuantizedArray, is_quantized
 from jaxpaged.sampling_params import SamplingParams
 
@@ -65,7 +65,8 @@ class Adapters:
             experts = [self._sizes["E"]] if target.is_experts else []
             a = draw.normal(size=(*experts, rank, *inputs)).astype(np.float32) / np.sqrt(np.prod(inputs))
             b = draw.normal(size=(*experts, *outputs, rank)).astype(np.float32) * scale / np.sqrt(rank)
-            magnitude = 1 + draw.normal(size=outputs).astype(np.float32) / 4 if dora else None
+            scaled = inputs if target.kind == EMBEDDING else outputs
+            magnitude = 1 + draw.normal(size=scaled).astype(np.float32) / 4 if dora else None
             weights[path] = AdapterWeights(a, b, magnitude)
         self.made[number] = Adapter(f"digest {number}", rank, 2 * len(weights), weights)
         return weights
@@ -76,25 +77,32 @@ class Adapters:
 
 def merged(params: Any, weights: Mapping[str, AdapterWeights]) -> Any:
     """The parameters of a model on one device, in float32, with an adapter in them, from sums in float64. No weights
-    may lie side by side."""
+    may lie side by side. A head that is the table of embeddings becomes one of its own."""
     left = set(weights)
 
     def of_leaf(path: Any, leaf: Any) -> jax.Array:
+        return changed(jax.tree_util.keystr(path), leaf)
+
+    def changed(path: str, leaf: Any) -> jax.Array:
         whole = np.asarray(leaf if isinstance(leaf, jax.Array) else leaf.values, np.float64)
         if isinstance(leaf, QuantizedArray):
             whole = whole * np.asarray(leaf.scales, np.float64)[..., None].reshape(
                 *leaf.scales.shape, *[1] * (whole.ndim - leaf.scales.ndim)
             )
-        if (own := weights.get(jax.tree_util.keystr(path).removesuffix(".weight"))) is not None and whole.ndim > 1:
-            left.remove(jax.tree_util.keystr(path).removesuffix(".weight"))
+        if (own := weights.get(path.removesuffix(".weight"))) is not None and whole.ndim > 1:
+            left.remove(path.removesuffix(".weight"))
             a, b = own.a.astype(np.float64), own.b.astype(np.float64)
             are_experts = a.ndim == b.ndim == whole.ndim == 3
             whole = whole + (np.einsum("eor,eri->eoi", b, a) if are_experts else np.tensordot(b, a, 1))
-            if own.magnitude is not None:
+            if own.magnitude is not None and path == ".embed_tokens":
+                whole = whole * own.magnitude
+            elif own.magnitude is not None:
                 whole = whole * own.magnitude.reshape(*own.magnitude.shape, *[1] * (whole.ndim - own.magnitude.ndim))
         return jax.device_put(whole.astype(np.float32), jax.devices()[0])
 
     found = jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_quantized)
+    if ".lm_head" in left and params.lm_head is None:
+        found = found.replace(lm_head=changed(".lm_head", params.embed_tokens))
     assert not left, f"weights of the adapter that are in no parameter: {left}"
     return found
 

@@ -18,9 +18,10 @@ from tests.worker.adapted_engine import Adapters, Steps, adapted_executor, merge
 
 PROMPTS = [[5, 9, 17, 4, 33], [7, 7, 101], [5, 9, 17, 4, 33], [150, 3, 88]]
 REFERENCE = "one device"
+TABLES = ("all-linear", "embed_tokens", "lm_head")
 ENGINES: dict[str, dict[str, Any]] = {
-    "four devices, key heads twice": {"tensor_parallel_size": 4},
-    "weights in 8 bits": {"quantization": "int8"},
+    "four devices, key heads twice, and tables": {"tensor_parallel_size": 4, "modules": TABLES},
+    "weights in 8 bits": {"quantization": "int8", "modules": TABLES},
     "weights side by side": {"joins_weights": True},
     "two stages": {"pipeline_parallel_size": 2},
 }
@@ -73,8 +74,9 @@ def answer_of_merged(reference: Engine, engine: Engine, number: int, prompt: lis
     device, source = reference.executor.worker.device, engine.executor.worker.device.params
     plain, weights = device.params, engine.adapters.made[number].weights
     is_rounded = engine.executor.worker.engine_spec.has_quantized
-    device.params = merged(source if is_rounded else plain, weights)
-    device.head, head = reference.executor.worker._head(device.params), device.head
+    whole = merged(source if is_rounded else plain, weights)
+    device.head, head = reference.executor.worker._head(whole), device.head
+    device.params = whole.replace(lm_head=None) if plain.lm_head is None else whole
     try:
         return reference.steps.answers([prompt], [0])[0]
     finally:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # --help must not wait for it
     from jaxpaged.messages import LoRARequest
 
 CONFIG = "adapter_config.json"
+TABLES = ("embed_tokens", "lm_head")
 MOST_CONFIG_BYTES = 2**20
 
 
@@ -45,22 +46,44 @@ def options_for(adapter: "LoRARequest | None", options: dict[str, Any]) -> dict[
     """The options of an engine that can have the adapter: those that are given stay as they are."""
     if adapter is None:
         return options
-    rank = rank_of(adapter.lora_path)
+    found: dict[str, Any] = {"enable_lora": True}
+    config = config_of(adapter.lora_path)
+    rank = rank_of(config)
     enough = next((each for each in RANKS if rank is not None and each >= max(rank, RANKS[1])), None)
-    return {"enable_lora": True, **({} if enough is None else {"max_lora_rank": enough}), **options}
+    if enough is not None:
+        found["max_lora_rank"] = enough
+    if tables := tables_of(config):
+        found["lora_target_modules"] = ("all-linear", *tables)
+    return {**found, **options}
 
 
-def rank_of(path: str) -> int | None:
-    """The largest rank that an adapter says that it has; None where that cannot be seen: reading it says why."""
+def config_of(path: str) -> dict[str, Any]:
+    """What an adapter says of itself; nothing where that cannot be seen: reading it says why."""
     try:
         file = Path(path).expanduser() / CONFIG
         if file.stat().st_size > MOST_CONFIG_BYTES:
-            return None
+            return {}
         config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def rank_of(config: dict[str, Any]) -> int | None:
+    """The largest rank that an adapter says that it has."""
+    try:
         ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
-        return max(ranks) if all(type(rank) is int for rank in ranks) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, AttributeError):
         return None
+    return max(ranks) if all(type(rank) is int for rank in ranks) else None
+
+
+def tables_of(config: dict[str, Any]) -> list[str]:
+    """The tables that an adapter says that it changes, which have adapters where an engine is told so."""
+    named = config.get("target_modules")
+    given = {str(name).rpartition(".")[2] for name in named} if isinstance(named, list) else set()
+    tied = bool(config.get("ensure_weight_tying")) and bool(given.intersection(TABLES))
+    return [table for table in TABLES if tied or table in given]
 
 
 def with_adapter(adapter: "LoRARequest | None") -> dict[str, Any]:

@@ -325,7 +325,7 @@ def lighter(
 ) -> tuple[Program, ...]:
     """A kind's programs for steps without adapters, and with small ones alone."""
     base, small = LORA_KINDS[kind]
-    without_stacks = signature.replace("params", "base_params", 1)
+    without_stacks = signature.replace("params", "base_params", 1).replace(" head ", " base_head ", 1)
     return (
         with_layers(base, axis, at_level(0, function), without_stacks, both(has_base_steps, where), ON_DEMAND),
         with_layers(small, axis, at_level(1, function), signature, both(has_small_steps, where), ON_DEMAND),

@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxpaged.layers.embedding import AdaptedTable
 from jaxpaged.layers.linear import Linear
-from jaxpaged.layers.lora import BoundLora, LoraStacks, token_slots
+from jaxpaged.layers.lora import BoundLora, LoraStacks, TokenSlots, token_slots
+from jaxpaged.params.quantized import is_quantized
 from jaxpaged.worker.lora_stacks import LoraSpec
 
 
 @struct.dataclass
 class AdaptedParams:
-    """The parameters of a model, and the stacks of its adapters by path in them."""
+    """The parameters of a model, or its head, and the stacks of its adapters by path in them."""
 
     params: Any
     stacks: dict[str, LoraStacks]
@@ -36,15 +38,30 @@ def bound_params(adapted: AdaptedParams, spec: LoraSpec, slot_T: jax.Array, leve
 
     def of_node(path: Any, node: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        if not isinstance(node, Linear) or name not in adapted.stacks:
+        if name not in adapted.stacks:
             return node
-        stacks = adapted.stacks[name]
-        if level < spec.num_levels:
-            stacks = LoraStacks(stacks.parts[:level])
-        return node.replace(lora=BoundLora(stacks, slots, spec.linears[name].split(spec.mesh)))
+        lora = bound(adapted, spec, name, slots, level)
+        return node.replace(lora=lora) if isinstance(node, Linear) else AdaptedTable(node, lora)
 
-    is_linear = lambda node: isinstance(node, Linear)
-    return jax.tree_util.tree_map_with_path(of_node, adapted.params, is_leaf=is_linear)
+    is_whole = lambda node: isinstance(node, Linear) or is_quantized(node)
+    return jax.tree_util.tree_map_with_path(of_node, adapted.params, is_leaf=is_whole)
+
+
+def bound(adapted: AdaptedParams, spec: LoraSpec, name: str, slots: TokenSlots, level: int) -> BoundLora:
+    """The stacks of a path with the slots of tokens."""
+    stacks = adapted.stacks[name]
+    if level < spec.num_levels:
+        stacks = LoraStacks(stacks.parts[:level])
+    return BoundLora(stacks, slots, spec.linears[name].split(spec.mesh))
+
+
+def bound_head(head: Any, spec: LoraSpec, slot_S: jax.Array, level: int) -> Any:
+    """The output head, which adds what the adapters in these slots make of hidden states. One that came without stacks
+    is as it is."""
+    if not isinstance(head, AdaptedParams):
+        return head
+    assert spec.head is not None, "only an engine with adapters of the head has stacks of it"
+    return AdaptedTable(head.params, bound(head, spec, spec.head, token_slots(slot_S, spec.max_loras), level))
 
 
 def load_adapter(spec: LoraSpec, stacks: Any, uploads: tuple[jax.Array, ...], slot: jax.Array) -> Any:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.layers.lora import SlottedLines
 from jaxpaged.layers.ranks import of_any_rank
 from jaxpaged.sampling.rows import NUM_COLUMNS, lines_of_active
 from jaxpaged.worker.step.adapters import without_adapters
@@ -123,10 +124,12 @@ def decode_step(
         layout.step, params, state.kv, tables_GRM, state.rows, step_parts, decodes_only=True
     )
     num_rows, num_lines = layout.step.num_rows, layout.num_lines
-    hidden_SD = jnp.pad(hidden_TD[step_parts.sample_idxs_R], ((0, num_lines - num_rows), (0, 0)))
+    if functions.lora is not None and functions.lora.head is not None and layout.step.lora_level:
+        hidden_TD = SlottedLines(hidden_TD, functions.slots_of_tokens(layout.step, step_parts))
+    hidden_SD = functions.lines_of(hidden_TD, step_parts.sample_idxs_R, num_lines)
     active_S = jnp.pad(active_R, (0, num_lines - num_rows))
     lines_SF = lines_of_active(ends.lines_SF, active_S, functions.max_num_seqs)
-    logits_SV = functions.logits(head, hidden_SD)
+    logits_SV = functions.logits(head, hidden_SD, layout.step.lora_level)
     rows, tokens_S, sampling, lines = functions.draw(logits_SV, rows, state.sampling, lines_SF)
     logprobs = jax.tree.map(lambda kept, new: kept.at[state.step].set(new[:num_rows]), state.logprobs, lines)
     tokens_R = tokens_S[:num_rows]

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
+from jaxpaged.layers.lora import SlottedLines
 from jaxpaged.layers.ranks import lying_like, of_ranks
 from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
@@ -37,7 +38,7 @@ from jaxpaged.sampling.state import SamplingState
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.lora_stacks import LoraSpec
-from jaxpaged.worker.step.adapters import bound_params
+from jaxpaged.worker.step.adapters import bound_head, bound_params
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import (
     Answers,
@@ -53,7 +54,7 @@ TABLE_CHUNK = 1024
 """Block table entries that one call of the table program writes."""
 
 
-RESULT_TYPES = (KVTensor, StateTensor, SamplingState, LogprobOutput, RowTokens, Answers)
+RESULT_TYPES = (KVTensor, StateTensor, SamplingState, LogprobOutput, RowTokens, Answers, SlottedLines)
 """What programs return besides arrays, tuples and lists."""
 
 PROMPT_LOGPROB_TILE = 32
@@ -116,9 +117,19 @@ class StepFunctions:
         hidden_TD, kv, rows = self.hidden_states(
             layout, params, kv, tables_GRM, rows, parts, stream_TD=stream_TD, encoded_SE=encoded_SE
         )
-        sampled_RD = hidden_TD[parts.sample_idxs_R]
-        sampled_SD = jnp.pad(sampled_RD, ((0, self.num_sampled - layout.num_rows), (0, 0)))
-        return kv, tables_GRM, rows, jax.lax.dynamic_update_slice(hidden_LD, hidden_TD, (0, 0)), sampled_SD
+        if self.lora is not None and self.lora.head is not None:
+            hidden_TD = SlottedLines(hidden_TD, self.slots_of_tokens(layout, parts))
+        sampled_SD = self.lines_of(hidden_TD, parts.sample_idxs_R, self.num_sampled)
+        return kv, tables_GRM, rows, jax.tree.map(with_first, hidden_LD, hidden_TD), sampled_SD
+
+    def lines_of(self, hidden_TD: Any, idxs_R: Any, num_lines: int) -> Any:
+        """Some of the hidden states, with zeros behind them."""
+
+        def of_array(array: Any) -> Any:
+            lines = array[idxs_R]
+            return jnp.pad(lines, ((0, num_lines - len(lines)), *[(0, 0)] * (array.ndim - 1)))
+
+        return jax.tree.map(of_array, hidden_TD)
 
     def forward_of_stage(
         self, layout: StepLayout, params: Any, kv: Any, tables_GRM: Any, rows: RowTokens, packed: Any, given: Any
@@ -145,7 +156,7 @@ class StepFunctions:
         masks_ISW: Any = None,
     ) -> tuple[Any, ...]:
         """A token for each of `size` rows -> (rows, tokens_IS, sampling state, log probabilities); see `draw`."""
-        logits_SV = self.logits(head, sampled_SD[:size])
+        logits_SV = self.logits(head, jax.tree.map(lambda lines: lines[:size], sampled_SD))
         masks_SW = None if masks_ISW is None else masks_ISW[0]
         rows, tokens_S, sampling, logprobs = self.draw(logits_SV, rows, sampling, packed_SF, masks_SW)
         return rows, tokens_S[None], sampling, jax.tree.map(lambda lines: lines[None], logprobs)
@@ -190,9 +201,14 @@ class StepFunctions:
     def with_adapters(self, layout: StepLayout, params: Any, parts: StepParts) -> Any:
         """The model's parameters with what the adapters of the tokens' requests add."""
         assert self.lora is not None, "steps have slots where the engine has adapters"
+        return bound_params(params, self.lora, self.slots_of_tokens(layout, parts), layout.lora_level)
+
+    def slots_of_tokens(self, layout: StepLayout, parts: StepParts) -> Any:
+        """Int32 [T], 0 for tokens of requests without an adapter and for padding."""
+        if not layout.lora_level:
+            return jnp.zeros(layout.num_tokens, jnp.int32)
         seq_T, _, is_padding_T = locate_places(layout, parts)
-        slot_T = jnp.where(is_padding_T, 0, parts.lora_slots_R[seq_T])
-        return bound_params(params, self.lora, slot_T, layout.lora_level)
+        return jnp.where(is_padding_T, 0, parts.lora_slots_R[seq_T])
 
     def attention_batches(
         self, layout: StepLayout, parts: StepParts, tables_GRM: Any, decodes_only: bool
@@ -232,12 +248,17 @@ class StepFunctions:
         end_T = jnp.maximum(parts.visible_ends_T, positions_T + 1)
         return lambda spec: end_T
 
-    def logits(self, head: Any, sampled_SD: Any) -> Any:
+    def logits(self, head: Any, sampled_SD: Any, lora_level: int | None = None) -> Any:
         """Float32 logits [S, V], each device's part of the vocabulary computed where that part of the head lies.
 
         Without the constraint XLA lets what reads the logits, the kernel that finds limits row by row, say how they
         are split, and sends the whole head to every device in each step: 2 GB of Llama 3.1 70B's in place of 33 MB.
+        `lora_level`: how much of the head's stacks the program takes, where there are some; None: all.
         """
+        if isinstance(sampled_SD, SlottedLines):
+            assert self.lora is not None, "only an engine with adapters has slots"
+            level = self.lora.num_levels if lora_level is None else lora_level
+            head, sampled_SD = bound_head(head, self.lora, sampled_SD.slots, level), sampled_SD.lines
         logits_SV = self.model.compute_logits(head, self.config, sampled_SD)
         if self.attention.mesh.size == 1:
             return logits_SV
@@ -285,8 +306,13 @@ class StepFunctions:
 
     def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""
-        logits_CV = self.logits(head, hidden_LD[packed_2C[0]])
+        logits_CV = self.logits(head, jax.tree.map(lambda lines: lines[packed_2C[0]], hidden_LD))
         return prompt_logprobs(logits_CV, packed_2C[1], self.max_logprobs, self.logprobs_mode, self.limits)
+
+
+def with_first(kept: Any, new: Any) -> Any:
+    """An array whose first lines are new."""
+    return jax.lax.dynamic_update_slice(kept, new, (0,) * new.ndim)
 
 
 def with_embeddings(batch: Batch, token_ids_T: Any, encoded_SE: Any) -> Batch:

@@ -88,7 +88,7 @@ class Sampler:
         is_full = key.kind not in PLAIN_KINDS
         masks = () if masks_NW is None else (self._pack_masks(masks_NW, step, num_most, key.size),)
         state.rows, tokens, kept, logprobs, *num_drafts = device.call(
-            key, device.head, hidden, state.rows, state.row_state if is_full else None, lines, *masks
+            key, device.head_for(key), hidden, state.rows, state.row_state if is_full else None, lines, *masks
         )
         if is_full:
             state.row_state = kept
@@ -123,7 +123,12 @@ class Sampler:
         is_full = key.kind not in PLAIN_KINDS
         donated = state.kv, state.tables, state.rows, state.row_state if is_full else None
         state.kv, state.tables, state.rows, kept, tokens, logprobs = device.call(
-            step.program, device.params_for(step.program), device.head, *donated, step.packed, lines_SC
+            step.program,
+            device.params_for(step.program),
+            device.head_for(step.program),
+            *donated,
+            step.packed,
+            lines_SC,
         )
         if is_full:
             state.row_state = kept
@@ -215,7 +220,8 @@ class PromptScorer:
                 packed[rank, 0, :count] = int(starts[i]) + first - computed + np.arange(count)
                 packed[rank, 1, :count] = rows.token_ids[row][first + 1 : first + 1 + count]
                 packed = packed.reshape(-1, PROMPT_LOGPROB_TILE)
-                tile = device.call(ProgramKey(ProgramKind.PROMPT_LOGPROBS), device.head, device.state.hidden, packed)
+                key = ProgramKey(ProgramKind.PROMPT_LOGPROBS)
+                tile = device.call(key, device.head_for(key), device.state.hidden, packed)
                 own = slice(rank * PROMPT_LOGPROB_TILE, rank * PROMPT_LOGPROB_TILE + count)
                 tiles.setdefault(scheduled.request_ids[i], []).append((first + 1, own, start_copy(tile)))
         return tiles

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpaged.layers.lora import SlottedLines
 from jaxpaged.models.seeing import tower_of, without_tower
 from jaxpaged.params.sharding import num_ranks
 from jaxpaged.sampling.rows import NUM_COLUMNS
@@ -54,7 +55,9 @@ class Shapes:
         rows = functions.max_num_seqs + 1
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
         self.rows = self._row_tokens(rows, max_model_len)
-        self.head = functions.model.head(params)
+        self.head = self.base_head = functions.model.head(params)
+        if functions.lora is not None and (path := functions.lora.head) is not None:
+            self.head = AdaptedParams(self.base_head, {path: functions.lora.shapes[path]})
         self.state: tuple[Any, ...] = (self.kv, self.tables, self.rows)
         """All that lives on the devices from step to step, in the order of `DeviceState`: the KV cache, then the rest,
         whose size does not depend on the number of blocks."""
@@ -89,7 +92,12 @@ class Shapes:
     def _packed(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(shape, jnp.int32)
 
-    def hidden_states(self, size: int) -> jax.ShapeDtypeStruct:
+    def hidden_states(self, size: int) -> Any:
+        """What logits are computed of."""
+        lora, lines = self.functions.lora, self._lines(size)
+        return lines if lora is None or lora.head is None else SlottedLines(lines, self._packed(size))
+
+    def _lines(self, size: int) -> jax.ShapeDtypeStruct:
         return self._array((size, self.functions.config.hidden_size), jnp.dtype(self.functions.config.dtype))
 
     def argument(self, name: str, bucket: Any) -> Any:
@@ -112,14 +120,14 @@ class Shapes:
 
     def stream(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """What a stage gives to the next one."""
-        return self.hidden_states(layout.num_tokens)
+        return self._lines(layout.num_tokens)
 
     def given(self, layout: StepLayout) -> jax.ShapeDtypeStruct:
         """What a stage that is not the last one is given: the first one gets the newest tokens of all rows."""
         return self.rows.last_token_R if self.functions.is_first else self.stream(layout)
 
     @property
-    def sampled(self) -> jax.ShapeDtypeStruct:
+    def sampled(self) -> Any:
         """Hidden states of the tokens that sample."""
         return self.hidden_states(self.functions.num_sampled)
 

@@ -60,7 +60,7 @@ def verify(
     row_S, num_most = lines_SF[:, ROW], rows.drafts_RK.shape[1] + 1
     nth_I = jnp.arange(num_most, dtype=jnp.int32)
     place_IS = first_S + jnp.minimum(nth_I[:, None], jnp.maximum(count_S - 1, 0))
-    logits_SV = functions.logits(head, hidden_LD[place_IS.reshape(-1)])
+    logits_SV = functions.logits(head, jax.tree.map(lambda lines: lines[place_IS.reshape(-1)], hidden_LD))
     logits_ISV = logits_SV.reshape(num_most, len(row_S), -1)
     drafts_SI = jnp.pad(rows.drafts_RK[row_S], ((0, 0), (0, 1)), constant_values=NOTHING)
     drafts_SI = jnp.where(nth_I + 1 < count_S[:, None], drafts_SI, NOTHING)

@@ -45,6 +45,21 @@ def test_the_engine_has_room_for_its_rank_unless_told_otherwise(run, tmp_path, c
     assert options.pop("max_lora_rank", None) == rank and options == {"enable_lora": True}
 
 
+@pytest.mark.parametrize(
+    ("config", "tables"),
+    [
+        ({"target_modules": ["q_proj", "model.embed_tokens"]}, ["embed_tokens"]),
+        ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, ["embed_tokens", "lm_head"]),
+        ({"target_modules": ["q_proj"], "ensure_weight_tying": True}, []),
+        ({"target_modules": "all-linear"}, []),
+        ({"target_modules": [7]}, []),
+    ],
+)
+def test_the_engine_has_adapters_of_tables_where_this_one_changes_them(run, tmp_path, config, tables):
+    options = run("generate", "--lora", adapter(tmp_path / "a", **config), "Hi").options
+    assert options.get("lora_target_modules") == (("all-linear", *tables) if tables else None)
+
+
 @pytest.mark.parametrize("given", ["", "a=", "=/a"])
 def test_what_names_no_adapter_is_wrong_usage(run, given):
     finished = run("generate", "--lora", given, "Hi")
