@@ -157,15 +157,16 @@ def call(
 def form_of(weight: Any, tiles: Tiles, interpret: bool) -> Form:
     """What the kernel must know of a weight. Its inputs are neither folded nor shared where parts would not be whole
     groups and pieces, and those of gates are not shared."""
-    D, folds, groups, has_zeros, is_packed = weight.shape[-1], tiles.folds, 0, False, False
+    D, folds, groups, has_zeros, is_packed, is_shrunk = weight.shape[-1], tiles.folds, 0, False, False, False
     units = D
     if isinstance(weight, ScaledWeight):
         groups, has_zeros, is_packed = weight.scales.shape[-1], weight.zeros is not None, weight.is_packed
         units = groups if groups > 1 else 1 if has_zeros else D // (PACKED_GROUP if is_packed else 1)
+        is_shrunk = weight.dtype != jnp.float8_e4m3fn
     folds = folds if units % folds == 0 else 1
     is_shared = len(weight.shape) == 2 and D // folds % (tiles.parts * tiles.inputs) == 0
     parts = tiles.parts if is_shared else 1
-    return Form(folds, parts, groups and max(1, groups // folds), has_zeros, is_packed, interpret)
+    return Form(folds, parts, groups and max(1, groups // folds), has_zeros, is_packed, is_shrunk, interpret)
 
 
 def odd_groups(weight: ScaledWeight) -> str | None:

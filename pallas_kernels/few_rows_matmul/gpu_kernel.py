@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.few_rows_matmul.scaled import PACKED_GROUP
 from pallas_kernels.int4_matmul import ZERO
 from pallas_kernels.shapes import ceil_div
+from pallas_kernels.triton_bytes import LEAST, SHRUNK, SIGN, multiplied_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +40,16 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for. parts: programs that share inputs; results have another axis then. groups: of a
-    row of weights, 0 where there are no scales. interpret: no machine code is there."""
+    """What a kernel is compiled for. parts: programs that share inputs; their sums are the last of the results, which
+    have another axis then. groups: of a row of weights, 0 where there are no scales. is_shrunk: sums are those
+    of whole numbers times `SHRUNK`. interpret: no machine code is there."""
 
     folds: int
     parts: int = 1
     groups: int = 0
     has_zeros: bool = False
     is_packed: bool = False
+    is_shrunk: bool = False
     interpret: bool = False
 
 
@@ -97,9 +100,8 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
         scale = of_groups(scales, start) if form.groups > 1 else None
         whole = jnp.zeros_like(sum) if scales_sums else sum
         for half in range(halves):
-            w_wd, x_ud = as_bfloat16(values_wb, zero, half, form), inputs_of(half, start)
-            if scale is not None and not scales_sums:
-                w_wd *= scale.astype(jnp.bfloat16)
+            w_wd = as_bfloat16(values_wb, zero, None if scales_sums else scale, half, form)
+            x_ud = inputs_of(half, start)
             left, right = (w_wd, x_ud) if tiles.weight_first else (x_ud, w_wd)
             whole += plgpu.dot(left, right, trans_b=True)
         if not scales_sums:
@@ -110,6 +112,8 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
     zero_sums = jnp.zeros((num_w, num_u) if tiles.weight_first else (num_u, num_w), jnp.float32)
     sum_wu = lax.fori_loop(0, count, add_piece, zero_sums)
     sum_wt = unfolded(sum_wu if tiles.weight_first else sum_wu.T, folds)
+    if form.is_shrunk:
+        sum_wt *= 1 / SHRUNK
     if form.groups == 1:
         num_x = num_w // folds
         first_x = pl.program_id(1) * num_x
@@ -133,41 +137,36 @@ def apart(refs: Sequence[Any], form: Form) -> tuple[Any, Any, Any, Any]:
     return scales, zeros, others.pop() if others else None, out
 
 
-def as_bfloat16(values_wb: jax.Array, zero: jax.Array | None, half: int, form: Form) -> jax.Array:
-    """Values less zeros, exactly; of bytes of two values those of a half."""
-    if form.is_packed:
-        # In bfloat16 128 + value differs from 128 in its last four bits.
-        values, none = with_128(values_wb, 4 * half, form.interpret), jnp.bfloat16(128 + ZERO)
-        return values - (none if zero is None else zero + jnp.bfloat16(128))
+def as_bfloat16(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Form) -> jax.Array:
+    """(values - zero) * scale * SHRUNK, of bytes of two values those of a half; without a scale they are exact. Of
+    float8 neither zero nor `SHRUNK` are in it, and a weight without groups stays as it is."""
+    if not form.groups:
+        return values_wb
     if values_wb.dtype == jnp.float8_e4m3fn:
         # Triton's own way to bfloat16 has a slow instruction a value.
-        values_wb = values_wb.astype(jnp.float16).astype(jnp.float32)
-    values = values_wb.astype(jnp.bfloat16)
-    return values if zero is None else values - zero
+        values = values_wb.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
+        return values if scale is None else values * scale.astype(jnp.bfloat16)
+    if scale is not None:
+        scale = scale.astype(jnp.bfloat16)
+    if form.interpret:
+        return by_numbers(values_wb, zero, scale, half, form)
+    lowest = ZERO if form.is_packed else SIGN
+    factor, taken = SHRUNK / LEAST / (16 if half else 1), (0xF0 if half else 0x0F) if form.is_packed else None
+    # With zeros that are not powers of two the product with a scale would be rounded twice.
+    if zero is not None or scale is None:
+        added = -lowest * SHRUNK
+        if zero is not None:
+            added = (zero if form.is_packed else zero + SIGN) * -SHRUNK
+        values = multiplied_bytes(values_wb, factor, added, taken)
+        return values if scale is None else values * scale
+    return multiplied_bytes(values_wb, scale * factor, scale * (-lowest * SHRUNK), taken)
 
 
-def with_128(bytes_wb: jax.Array, shift: int, interpret: bool) -> jax.Array:
-    """128 more than the four bits of each byte that begin at `shift`."""
-    if interpret:
-        return ((bytes_wb >> shift) & 15).astype(jnp.bfloat16) + jnp.bfloat16(128)
-    shape = jax.ShapeDtypeStruct(bytes_wb.shape, jnp.bfloat16)
-    asm = WITH_128.replace("SHIFT", str(shift))
-    (out,) = plgpu.elementwise_inline_asm(
-        asm, args=[bytes_wb], constraints="=r,=r,r", pack=4, result_shape_dtypes=[shape]
-    )
-    return out
-
-
-WITH_128 = """{
-.reg .b32 first, second;
-prmt.b32 first, $2, 0, 0x4140;
-prmt.b32 second, $2, 0, 0x4342;
-shr.b32 first, first, SHIFT;
-shr.b32 second, second, SHIFT;
-lop3.b32 $0, first, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 $1, second, 0x000f000f, 0x43004300, 0xea;
-}"""
-"""Of a register of four bytes: each in 16 bits, its four bits, those of 128 as bfloat16."""
+def by_numbers(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Form) -> jax.Array:
+    """The same without machine code."""
+    values = ((values_wb >> (4 * half)) & 15 if form.is_packed else values_wb).astype(jnp.float32)
+    values -= (ZERO if form.is_packed else 0) if zero is None else zero.astype(jnp.float32)
+    return (values * SHRUNK * (1 if scale is None else scale.astype(jnp.float32))).astype(jnp.bfloat16)
 
 
 def load(ref: Any, mask: jax.Array | None, **settings: Any) -> jax.Array:

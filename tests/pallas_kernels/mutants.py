@@ -300,8 +300,7 @@ MUTANTS = (
         ),
         ("nothing is added", "result_tf += load", "result_tf + load"),
         ("both halves of bytes meet the first half's inputs", "half * width", "0 * width"),
-        ("zeros of 4 bits are forgotten", "zero + jnp.bfloat16(128)", "jnp.bfloat16(128)"),
-        ("zeros of 8 bits are forgotten", "values if zero is None else values - zero", "values"),
+        ("zeros are forgotten", "(ZERO if form.is_packed else 0) if zero is None else zero.astype(jnp.float32)", "0"),
         ("parts have the first part's inputs", "(first_piece + i) * inputs", "i * inputs"),
         (
             "groups of a piece have the first one's scale",

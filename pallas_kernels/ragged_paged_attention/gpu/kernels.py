@@ -25,6 +25,7 @@ from pallas_kernels.ragged_paged_attention.gpu.statics import LOG2_E, LOWEST, pi
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized
 from pallas_kernels.shapes import ceil_div
 from pallas_kernels.token_places import first_visible
+from pallas_kernels.triton_bytes import LEAST, SHRUNK, SIGN, multiplied_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,10 +305,11 @@ def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | N
     """The softmax state with C more slots."""
     top_X1, total_X1, *out_XP = state
     dtype = operand_dtype(q_XP[0].dtype, slots.k_CP[0].dtype)
-    k_CP, v_CP = ([as_operand(layer.reads_float8, x, dtype) for x in pieces] for pieces in (slots.k_CP, slots.v_CP))
+    k_CP, v_CP = ([converted(layer, x, dtype) for x in pieces] for pieces in (slots.k_CP, slots.v_CP))
     score_XC = sum(dot(layer, q.astype(dtype), k, transposed=True) for q, k in zip(q_XP, k_CP))
+    grown = 1 / SHRUNK if by_bytes(layer, slots.k_CP[0].dtype, dtype) else 1
     if slots.k_scale is not None:
-        score_XC *= slots.k_scale
+        score_XC *= slots.k_scale * grown
     if layer.soft_cap is not None:
         score_XC = soft_cap(score_XC * layer.scale, layer.soft_cap)
     if visible_XC is not None:
@@ -318,7 +320,7 @@ def _add_slots(layer: Layer, q_XP: list, slots: Slots, visible_XC: jax.Array | N
     fade_X1 = jnp.exp2((top_X1 - highest_X1) * factor(layer))
     total_X1 = total_X1 * fade_X1 + jnp.sum(weight_XC, axis=1)[:, None]
     if slots.v_scale is not None:
-        weight_XC *= slots.v_scale
+        weight_XC *= slots.v_scale * grown
     weight_XC = weight_XC.astype(dtype)
     out_XP = [out * fade_X1 + dot(layer, weight_XC, v) for out, v in zip(out_XP, v_CP)]
     return highest_X1, total_X1, *out_XP
@@ -350,11 +352,25 @@ def operand_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
     return q_dtype if is_quantized(kv_dtype) else kv_dtype
 
 
+def by_bytes(layer: Layer, kv_dtype: Any, dtype: Any) -> bool:
+    """Whether `converted` makes bfloat16 of bytes."""
+    return kv_dtype == jnp.int8 and dtype == jnp.bfloat16 and not layer.interpreted
+
+
+def converted(layer: Layer, x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in the type of the products, times `SHRUNK` if it is made of bytes."""
+    if by_bytes(layer, x.dtype, dtype):
+        return multiplied_bytes(x, SHRUNK / LEAST, -SIGN * SHRUNK)
+    return as_operand(layer.reads_float8, x, dtype)
+
+
 def as_operand(reads_float8: bool, x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in the type of the products. Of 8 bits this is most of what decodes issue, which bounds them at half of the
-    bandwidth (counted by SASS)."""
-    if x.dtype != jnp.float8_e4m3fn or reads_float8:
+    """`x` in the type of the products."""
+    if x.dtype != jnp.float8_e4m3fn:
         return x.astype(dtype)
+    if reads_float8:
+        # Triton's own way to bfloat16 has a slow instruction a number.
+        return x.astype(jnp.float16).astype(jnp.float32).astype(dtype)
     # The bits of a float16 whose exponent is too small by 8: its bias is 15, not 7. Holds for subnormal numbers too.
     bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)

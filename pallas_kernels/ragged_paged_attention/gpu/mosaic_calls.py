@@ -1,6 +1,6 @@
 """The launch of Mosaic GPU's kernel for prompts, with the signature of `calls.attend`.
 
-This module knows nothing of who asks (mosaic.py says for which layers it was timed), and of how the kernel works.
+This module knows nothing of who asks, and of how the kernel works.
 """
 
 import dataclasses
@@ -42,10 +42,11 @@ def attend(
     layer = Layer(**shape, **what, **how, programs=num_cores(device_kind(interpret)))
     sinks = (sinks_of_rows(sinks_N, layer),) if rule.has_sinks else ()
 
-    def kernel(items_ref, num_items_ref, tables_ref, *refs, **shared):
+    def kernel(items_ref, num_items_ref, seq_lens_ref, tables_ref, *refs, **shared):
         read_refs, part_refs = refs[:-3], refs[-3:]
         sinks_ref, (k_ref, v_ref, out_ref) = read_refs[0] if sinks else None, read_refs[len(sinks) :]
-        arrays = Arrays(items_ref, num_items_ref, tables_ref, sinks_ref, k_ref, v_ref, out_ref, *part_refs)
+        where = items_ref, num_items_ref, seq_lens_ref, tables_ref
+        arrays = Arrays(*where, sinks_ref, k_ref, v_ref, out_ref, *part_refs)
         mosaic_kernels.attend_kernel(arrays, Shared(**shared), layer)
 
     state = (sizes.num_parts, K, GROUPS * ROWS)
@@ -66,7 +67,8 @@ def attend(
     out_ref = jax.new_ref(q_TNH)  # what is written takes the place of what was read
     rows_of_cache = (x.reshape(-1, H) for x in kv)
     num_items = jnp.sum(items.items_I[:, NUM_QUERIES] > 0, dtype=jnp.int32)[None]
-    parts = launch(items.items_I, num_items, metadata.block_tables_RM, *sinks, *rows_of_cache, out_ref)
+    where = items.items_I, num_items, metadata.seq_lens_R, metadata.block_tables_RM
+    parts = launch(*where, *sinks, *rows_of_cache, out_ref)
     rows = calls.layer_of(rule, tiles, sizes, q_TNH, K, interpret)
     return calls.merge(dataclasses.replace(rows, in_halves=True), items, sinks_N, parts, out_ref[...], K, interpret)
 
@@ -83,7 +85,8 @@ def scratch(layer: Layer, dtype: Any) -> dict[str, Any]:
     rows, slots = (GROUPS, ROWS, layer.head_dim), (layer.stages, layer.slots, layer.head_dim)
     barrier, runs = plgpu.Barrier, layer.slots // layer.run
     return {
-        "rows": plgpu.SMEM(rows, dtype),
+        "queries": plgpu.SMEM(rows, dtype),
+        "outputs": plgpu.SMEM(rows, dtype),
         "q": tiled(rows),
         "k": tiled(slots),
         "v": tiled(slots),

@@ -9,8 +9,8 @@ The rows of a warp group are its tokens for the first query head of the kv head,
 since TMA fetches the same columns of neighbouring tokens at once. A last tile's outputs are written token by token, as
 what lies behind them is somebody else's.
 
-What a tile's queries do not see of the blocks that it reads may be NaN. As keys it is masked; values are replaced by
-zeros in shared memory, which both groups do, with the same result.
+What no query of the row sees of the blocks that are read may be NaN. As keys it is masked; values are replaced by zeros
+in shared memory, which both groups do, with the same result.
 
 This module knows nothing of how the work was cut (items.py), nor of how a program is launched (mosaic_calls.py).
 
@@ -72,12 +72,13 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """References to arrays: items [I, 11], of which the first num_items [1] are used, tables [R, M], sinks [K, X] in
-    powers of 2 or None, k and v [B * K * S, H], out [T, N, H], which holds the queries, and partial results: part
-    [parts, K, 2 * X, H], top and total [parts, K, 2 * X]."""
+    """References to arrays: items [I, 11], of which the first num_items [1] are used, seq_lens [R], tables [R, M],
+    sinks [K, X] in powers of 2 or None, k and v [B * K * S, H], out [T, N, H], which holds the queries, and partial
+    results: part [parts, K, 2 * X, H], top and total [parts, K, 2 * X]."""
 
     items: Any
     num_items: Any
+    seq_lens: Any
     tables: Any
     sinks: Any
     k: Any
@@ -90,11 +91,12 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """References to shared memory and its barriers. rows [2, X, H]: queries as they come, outputs as they go. q, k, v:
-    as products want them, [2, X, H] and [stages, C, H]. weights [2, X, C], if products take nothing from registers.
+    """References to shared memory and its barriers. queries and outputs [2, X, H]: as they come and go. q, k, v: as
+    products want them, [2, X, H] and [stages, C, H]. weights [2, X, C], if products take nothing from registers.
     turn: whose products are next."""
 
-    rows: Any
+    queries: Any
+    outputs: Any
     q: Any
     k: Any
     v: Any
@@ -110,11 +112,12 @@ class Shared:
 @dataclasses.dataclass(frozen=True)
 class Walk:
     """Which iterations an item takes, [begin, end); those before `full_begin` and from `full_end` on are masked. Its
-    queries see slots [lowest, last] of row `row` at most. done: iterations that the program took for other items."""
+    queries see slots from `lowest` on of row `row`, which holds those up to `held`. done: iterations that the program
+    took for other items."""
 
     row: jax.Array
     lowest: jax.Array
-    last: jax.Array
+    held: jax.Array
     begin: jax.Array
     full_begin: jax.Array
     full_end: jax.Array
@@ -134,22 +137,68 @@ class Walk:
         return self.done + self.end - self.begin
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The items of a program, one a round.
+
+    Items are sorted: of each round of as many as there are programs, the first one has the most work, so every other
+    round is handed out from behind.
+    """
+
+    layer: Layer
+    arrays: Arrays
+
+    @property
+    def rounds(self) -> jax.Array:
+        num_places, programs = self.arrays.num_items[0] * self.layer.num_kv_heads, jnp.int32(self.layer.programs)
+        whole, rest = lax.div(num_places, programs), lax.rem(num_places, programs)
+        return jnp.where(self.turned(whole) < rest, whole + 1, whole)
+
+    def turned(self, round: jax.Array) -> jax.Array:
+        program = lax.axis_index("program")
+        return jnp.where(lax.rem(round, jnp.int32(2)) == 0, program, self.layer.programs - 1 - program)
+
+    def item(self, round: jax.Array) -> tuple[jax.Array, Callable]:
+        """(kv head, the item's facts by their columns)."""
+        place, heads = round * self.layer.programs + self.turned(round), jnp.int32(self.layer.num_kv_heads)
+        index = lax.div(place, heads)
+        return lax.rem(place, heads), lambda column: self.arrays.items[index, column]
+
+    def walk(self, fact: Callable, done: jax.Array) -> Walk:
+        """As Triton's kernels walk: between the masked iterations every query of the tile sees every slot."""
+        slots, window, row = jnp.int32(self.layer.slots), self.layer.window, fact(at.ROW)
+        above = lambda position: lax.div(position + (self.layer.slots - 1), slots)
+        # No `zeros_like`: with a mesh of explicit axes it asks for a sharding.
+        lowest_of = lambda position: jnp.int32(0) if window is None else jnp.maximum(position - (window - 1), 0)
+        begin = lax.div(fact(at.BEGIN), slots)
+        end = jnp.maximum(begin, above(fact(at.END)))
+        full_begin = jnp.minimum(jnp.maximum(above(lowest_of(fact(at.LAST))), begin), end)
+        full_end = jnp.minimum(jnp.maximum(lax.div(fact(at.POSITION) + 1, slots), full_begin), end)
+        lowest, held = lowest_of(fact(at.POSITION)), self.arrays.seq_lens[row] - 1
+        return Walk(row, lowest, held, begin, full_begin, full_end, end, done)
+
+
 def attend_kernel(arrays: Arrays, shared: Shared, layer: Layer) -> None:
     """Attend from the items that are this program's: write outputs, or a partial result when an item is not all of its
     tile. Grid (programs,), three threads."""
-    group = lax.axis_index("group")
+    group, work = lax.axis_index("group"), Work(layer, arrays)
 
     @pl.when(group == FETCHER)
     def _():
         plgpu.set_max_registers(REGISTERS_TO_FETCH, action="decrease")
-        fetch(layer, arrays, shared)
+        fetch(work, shared)
 
     @pl.when(group < FETCHER)
     def _():
         plgpu.set_max_registers(REGISTERS_TO_ATTEND, action="increase")
+        rounds = work.rounds
+        pl.when(rounds > 0)(lambda: load_queries(work, jnp.int32(0), shared, group))
 
-        def attend_item(head, fact, walk):
-            load_queries(layer, fact, arrays, shared, head, group)
+        def attend_item(round, done):
+            head, fact = work.item(round)
+            walk = work.walk(fact, done)
+            place_queries(shared, group)
+            pl.when(round + 1 < rounds)(lambda: load_queries(work, round + 1, shared, group))
             state = attend(layer, walk, fact, shared, group)
             pl.when(group == 0)(lambda: give_turn(layer, shared))
 
@@ -162,54 +211,23 @@ def attend_kernel(arrays: Arrays, shared: Shared, layer: Layer) -> None:
                 store_part(layer, fact, arrays, head, group, state)
 
             pl.when(group == 0)(lambda: await_turn(layer, shared))
+            return walk.after
 
-        for_items(layer, arrays, attend_item)
-
-
-def for_items(layer: Layer, arrays: Arrays, function: Callable[[jax.Array, Callable, Walk], None]) -> None:
-    """Call `function(head, fact, walk)` for the program's items, in a loop.
-
-    Items are sorted: of each round of as many as there are programs, the first one has the most work, so every other
-    round is handed out from behind.
-    """
-    program, programs = lax.axis_index("program"), jnp.int32(layer.programs)
-    num_places = arrays.num_items[0] * layer.num_kv_heads
-    from_behind = programs - 1 - program
-    turned = lambda round: jnp.where(lax.rem(round, jnp.int32(2)) == 0, program, from_behind)
-    whole, rest = lax.div(num_places, programs), lax.rem(num_places, programs)
-
-    def take(round, done):
-        place = round * programs + turned(round)
-        item, head = lax.div(place, jnp.int32(layer.num_kv_heads)), lax.rem(place, jnp.int32(layer.num_kv_heads))
-        fact = lambda column: arrays.items[item, column]
-        walk = walk_of(layer, fact, done)
-        function(head, fact, walk)
-        return walk.after
-
-    lax.fori_loop(0, jnp.where(turned(whole) < rest, whole + 1, whole), take, jnp.int32(0))
-
-
-def walk_of(layer: Layer, fact: Callable, done: jax.Array) -> Walk:
-    """As Triton's kernels walk: between the masked iterations every query of the tile sees every slot."""
-    slots, first, last = jnp.int32(layer.slots), fact(at.POSITION), fact(at.LAST)
-    above = lambda position: lax.div(position + (layer.slots - 1), slots)
-    # No `zeros_like`: with a mesh of explicit axes it asks for a sharding.
-    lowest_of = lambda position: jnp.int32(0) if layer.window is None else jnp.maximum(position - layer.window + 1, 0)
-    begin = lax.div(fact(at.BEGIN), slots)
-    end = jnp.maximum(begin, above(fact(at.END)))
-    full_begin = jnp.minimum(jnp.maximum(above(lowest_of(last)), begin), end)
-    full_end = jnp.minimum(jnp.maximum(lax.div(first + 1, slots), full_begin), end)
-    return Walk(fact(at.ROW), lowest_of(first), last, begin, full_begin, full_end, end, done)
+        lax.fori_loop(0, rounds, attend_item, jnp.int32(0))
 
 
 # ---- fetch ---------------------------------------------------------------------------------------
 
 
-def fetch(layer: Layer, arrays: Arrays, shared: Shared) -> None:
+def fetch(work: Work, shared: Shared) -> None:
     """Copy the slots of all iterations to shared memory, as stages become free. A warp for keys, one for values."""
+    layer, arrays = work.layer, work.arrays
 
     def load(source: Any, target: Any, ready: Any, free: Any) -> None:
-        def load_item(head, _, walk):
+        def load_item(round, done):
+            head, fact = work.item(round)
+            walk = work.walk(fact, done)
+
             def step(iteration, places):
                 stage = walk.stage(layer, iteration)
 
@@ -227,7 +245,9 @@ def fetch(layer: Layer, arrays: Arrays, shared: Shared) -> None:
             def _():
                 lax.fori_loop(walk.begin, walk.end, step, places_of(layer, walk, arrays.tables, head, walk.begin))
 
-        for_items(layer, arrays, load_item)
+            return walk.after
+
+        lax.fori_loop(0, work.rounds, load_item, jnp.int32(0))
 
     @plgpu.warp_map
     def _(warp):
@@ -236,11 +256,11 @@ def fetch(layer: Layer, arrays: Arrays, shared: Shared) -> None:
 
 
 def places_of(layer: Layer, walk: Walk, tables: Any, head: jax.Array, iteration: jax.Array) -> tuple[jax.Array, ...]:
-    """Where the runs of an iteration lie in the cache; of those that no query sees, where another one does."""
+    """Where the runs of an iteration lie in the cache; of those that no query of a row sees, where another one does."""
     S, places = jnp.int32(layer.block_size), []
     for number in range(layer.slots // layer.run):
         position = iteration * layer.slots + number * layer.run
-        is_needed = (position + layer.run > walk.lowest) & (position <= walk.last)
+        is_needed = (position + layer.run > walk.lowest) & (position <= walk.held)
         position = jnp.where(is_needed, position, walk.lowest)
         block = tables[walk.row, lax.div(position, S)]
         offset = lax.div(lax.rem(position, S), jnp.int32(layer.run)) * layer.run
@@ -251,14 +271,19 @@ def places_of(layer: Layer, walk: Walk, tables: Any, head: jax.Array, iteration:
 # ---- attend --------------------------------------------------------------------------------------
 
 
-def load_queries(layer: Layer, fact: Any, arrays: Arrays, shared: Shared, head: jax.Array, group: jax.Array) -> None:
-    """Bring a warp group's queries to where products read them. What lies behind the tile's is loaded and ignored."""
-    token, Q = fact(at.TOKEN) + group * layer.queries, layer.queries
+def load_queries(work: Work, round: jax.Array, shared: Shared, group: jax.Array) -> None:
+    """Begin to load a warp group's queries of this round. What lies behind the tile's is loaded and ignored."""
+    (head, fact), layer, Q = work.item(round), work.layer, work.layer.queries
+    token = fact(at.TOKEN) + group * Q
     for member in range(layer.group_size):
-        source = arrays.out.at[pl.ds(token, Q), head * layer.group_size + member]
-        plgpu.copy_gmem_to_smem(source, shared.rows.at[group, pl.ds(member * Q, Q)], shared.q_ready.at[group])
+        source = work.arrays.out.at[pl.ds(token, Q), head * layer.group_size + member]
+        plgpu.copy_gmem_to_smem(source, shared.queries.at[group, pl.ds(member * Q, Q)], shared.q_ready.at[group])
+
+
+def place_queries(shared: Shared, group: jax.Array) -> None:
+    """Bring a warp group's queries to where products read them."""
     plgpu.barrier_wait(shared.q_ready.at[group])
-    shared.q[group] = plgpu.load(shared.rows.at[group], layout=MATRIX, optimized=False)
+    shared.q[group] = plgpu.load(shared.queries.at[group], layout=MATRIX, optimized=False)
     plgpu.commit_smem()
 
 
@@ -369,16 +394,16 @@ def visible(layer: Layer, first: jax.Array, iteration: jax.Array) -> jax.Array:
 
 
 def clear_values(layer: Layer, walk: Walk, values: Any, stage: jax.Array, iteration: jax.Array) -> None:
-    """Have zeros for the values of slots that no query of the tile sees: zero times what they hold may be NaN."""
+    """Have zeros for the values of slots that no query of the row sees: zero times what they hold may be NaN."""
     begin = iteration * layer.slots
 
-    @pl.when((begin < walk.lowest) | (begin + layer.slots > walk.last + 1))
+    @pl.when((begin < walk.lowest) | (begin + layer.slots > walk.held + 1))
     def _():
         for offset in range(0, layer.slots, CLEARED):
             here = values.at[stage, pl.ds(offset, CLEARED)]
             value_CH = plgpu.load(here, layout=MATRIX)
             position_CH = plgpu.broadcasted_iota(jnp.int32, value_CH.shape, 0, layout=MATRIX) + (begin + offset)
-            is_seen_CH = (position_CH >= walk.lowest) & (position_CH <= walk.last)
+            is_seen_CH = (position_CH >= walk.lowest) & (position_CH <= walk.held)
             here[...] = jnp.where(is_seen_CH, value_CH, jnp.zeros(value_CH.shape, value_CH.dtype))
         plgpu.commit_smem()
 
@@ -405,8 +430,8 @@ def store_outputs(
         scale_X = weight_X / (total_X * weight_X + jnp.exp2(sink_X - highest_X))
     else:
         scale_X = 1 / total_X
-    rows, Q = shared.rows.at[group], layer.queries
-    store(rows, (out_XH * wide(scale_X, out_XH.shape)).astype(shared.rows.dtype))
+    rows, Q = shared.outputs.at[group], layer.queries
+    store(rows, (out_XH * wide(scale_X, out_XH.shape)).astype(shared.outputs.dtype))
     plgpu.commit_smem()
     token, left = fact(at.TOKEN) + group * Q, fact(at.NUM_QUERIES) - group * Q
     column = lambda member: head * layer.group_size + member
@@ -436,6 +461,7 @@ def store_part(
     store(arrays.part.at[where], out_XH)
     store(arrays.top.at[where], jnp.where(total_X > 0, top_X * kernels.factor(layer), LOWEST))
     store(arrays.total.at[where], total_X)
+    plgpu.commit_smem()  # all warps of the group are here before the next queries take the place of these
 
 
 def store(ref: Any, value: jax.Array) -> None:

@@ -87,8 +87,7 @@ def default_tiles(work: str, head_dim: int, dtype: Any, kind: str) -> Tiles:
     """Sizes that compile without spills, and were fast on an H200 (27 November 2026).
 
     Decodes: 32 KiB of keys and values an iteration in two stages let four programs fit a core, so that 64 rows of 8 kv
-    heads run at once. Caches of 8 bits wait for instructions.
-    Prompts: 128 slots need the shared memory of Hopper, and scale outputs half as often.
+    heads run at once. Prompts: 128 slots need the shared memory of Hopper, and scale outputs half as often.
     """
     if kind == INTERPRETER:
         return Tiles(rows=16, slots=32, per_core=6, min_slots=64, warps=4, stages=1)
@@ -101,6 +100,8 @@ def default_tiles(work: str, head_dim: int, dtype: Any, kind: str) -> Tiles:
     slots = 64 if head_dim <= 128 else 32
     if work == "decode" and jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
         return Tiles(rows=16, slots=64 if head_dim > 64 else 128, per_core=4, min_slots=256, warps=4, stages=2)
+    if work == "decode" and jnp.dtype(dtype).itemsize == 1 and head_dim <= 128 and reads_float8(kind):
+        return Tiles(rows=16, slots=128, per_core=3, min_slots=256, warps=4, stages=2)
     if work == "decode":
         return Tiles(rows=16, slots=slots, per_core=4, min_slots=256, warps=4, stages=3)
     if jnp.dtype(dtype).itemsize == 1 and not reads_float8(kind):  # what is converted takes registers
