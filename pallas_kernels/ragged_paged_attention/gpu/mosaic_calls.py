@@ -1,6 +1,6 @@
 """The launch of Mosaic GPU's kernel for prompts, with the signature of `calls.attend`.
 
-This module knows nothing of who asks, and of how the kernel works.
+This module knows nothing of who asks (mosaic.py says for which layers it was timed), and of how the kernel works.
 """
 
 import dataclasses

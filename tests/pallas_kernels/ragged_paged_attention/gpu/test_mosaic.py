@@ -88,8 +88,8 @@ MUTANTS = {
     "a short tile is written as a whole": (QUICK, "@pl.when(left >= Q)", "@pl.when(left > 0)"),
     "an item of the last round is forgotten": (
         "prompts, head_dim 128",
-        "turned(whole) < rest",
-        "turned(whole) + 1 < rest",
+        "self.turned(whole) < rest",
+        "self.turned(whole) + 1 < rest",
     ),
     "a sink is forgotten": (QUICK, "if layer.has_sinks:", "if False:"),
     "parts have tops of scores": ("prompts, head_dim 128", "top_X * kernels.factor(layer), LOWEST", "top_X, LOWEST"),
