@@ -10,8 +10,7 @@ embeddings, heads, routers, norms, towers. Names and files are those of the mode
 Letters: O outputs and I inputs of a matrix.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.errors import UsageError
-from jaxpaged.params.checkpoint import INDEX, every_entry
+from jaxpaged.params.derived_folder import write_derived
 from jaxpaged.params.encoded import WEIGHT, holds_weights, kind_of
-from jaxpaged.params.orbax_format import copy_side_files, make_folder
 from jaxpaged.params.quantized import LARGEST, LARGEST_FLOAT8, OF_TOWERS
 from jaxpaged.params.safetensors_reader import ALL_DTYPES, DTYPES, TensorEntry, mapped
 from jaxpaged.params.safetensors_writer import safetensors_of
@@ -62,36 +60,26 @@ def write_rounded(
     """
     if config.quantization is not None:
         raise UsageError(f"{folder} is quantised already. Name the 16-bit model that it was made of.")
-    rounding, entries = ROUNDINGS[scheme], every_entry(folder)
-    sizes = config.dim_sizes()
+    rounding, sizes = ROUNDINGS[scheme], config.dim_sizes()
     linears = {name for spec in jax.tree.leaves(specs) if is_linear(spec) for name in spec.tensor_names(sizes)}
-    make_folder(out_folder)
-    files: dict[Path, dict[str, TensorEntry]] = {}
-    for name, entry in entries.items():
-        files.setdefault(entry.path, {})[name] = entry
-    index: dict[str, str] = {}
-    left: list[str] = []
-    done, total = 0, sum(path.stat().st_size for path in files)
-    for path, own in files.items():
+    left: list[str] = []  # modules that stay as they are
+
+    def write_file(path: Path, entries: Mapping[str, TensorEntry]) -> Iterable[str]:
         stored: Tensors = {}
-        for name, entry in own.items():
+        for name, entry in entries.items():
             rounded = rounded_entry(entry, rounding) if name in linears else None
             if rounded is None:
                 stored[entry.name] = copied(entry)
-                left += [entry.name.removesuffix(f".{WEIGHT}")] if len(entry.shape) == 2 else []
+                left.extend([entry.name.removesuffix(f".{WEIGHT}")] if len(entry.shape) == 2 else [])
             else:
                 module = entry.name.removesuffix(WEIGHT)
                 stored |= {module + end: tensor for end, tensor in rounded.items()}
-        file_name = path.name if path.parent == folder else f"{path.parent.name}-{path.name}"  # of a model beside it
-        with (out_folder / file_name).open("wb") as file:
+        with path.open("wb") as file:
             file.writelines(safetensors_of(stored))
-        index |= dict.fromkeys(stored, file_name)
-        progress(done := done + path.stat().st_size, total)
-    if len(files) > 1:
-        text = json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n"
-        (out_folder / INDEX).write_text(text, encoding="utf-8")
-    said = description(rounding, left)
-    copy_side_files(folder, out_folder, lambda hf: {**hf, "quantization_config": said})
+        return stored
+
+    with_rounding = lambda hf: {**hf, "quantization_config": description(rounding, left)}
+    write_derived(folder, out_folder, write_file, with_rounding, progress)
 
 
 def is_linear(spec: Spec) -> bool:

@@ -103,8 +103,8 @@ MUTANTS = (
         ("magnitudes are left out", "if magnitude is not None:", "if False:"),
         (
             "heads stay tied",
-            "copy_side_files(folder, out_folder, untied if unties else",
-            "copy_side_files(folder, out_folder, lambda hf: hf if True else",
+            "write_file, untied if unties else",
+            "write_file, lambda hf: hf if True else",
         ),
     ),
 )

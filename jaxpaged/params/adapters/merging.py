@@ -4,8 +4,7 @@ Names, files and types are those of the base; what an adapter changes is added u
 of embeddings becomes one of its own where the adapter changes one of the two. Knows letters and files, and no models.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from jaxpaged.params.adapters.adapter import Adapter, AdapterWeights
 from jaxpaged.params.adapters.base import BaseWeights
 from jaxpaged.params.adapters.reading import read_adapter
 from jaxpaged.params.adapters.targets import EMBEDDING, TIED_HEAD, Target, targets_of
-from jaxpaged.params.checkpoint import INDEX, check_folder, every_entry
+from jaxpaged.params.checkpoint import check_folder
+from jaxpaged.params.derived_folder import write_derived
 from jaxpaged.params.gguf_folder.places_file import is_gguf_folder
-from jaxpaged.params.orbax_format import copy_side_files, make_folder
 from jaxpaged.params.placing import own_part
 from jaxpaged.params.safetensors_reader import ALL_DTYPES, DTYPES, TensorEntry, mapped
 from jaxpaged.params.safetensors_writer import header_of_file
@@ -85,26 +84,16 @@ def write_merged(
     check_folder(specs, config, folder)
     base_weight = BaseWeights(folder, specs, config)
     adapter = read_adapter(adapter_folder, specs, config, dtype=np.float32, base_weight=base_weight, may_replace=True)
-    changes, sizes = changes_by(adapter, specs, config.dim_sizes()), config.dim_sizes()
-    make_folder(out_folder)
-    files: dict[Path, dict[str, TensorEntry]] = {}
-    for name, entry in every_entry(folder).items():
-        files.setdefault(entry.path, {})[name] = entry
-    unties = any(target.is_tied for target in targets_of(specs).values()) and (
-        OWN_HEAD in changes or any(name in changes for name in tables(specs))
-    )
-    index: dict[str, str] = {}
-    done, total = 0, sum(path.stat().st_size for path in files)
-    for path, own in files.items():
-        own = with_own_head(own, specs) if unties else own
-        file_name = path.name if path.parent == folder else f"{path.parent.name}-{path.name}"  # of a model beside it
-        write_file(out_folder / file_name, own, changes, sizes)
-        index |= dict.fromkeys(stored_names(own).values(), file_name)
-        progress(done := done + path.stat().st_size, total)
-    if len(files) > 1:
-        text = json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n"
-        (out_folder / INDEX).write_text(text, encoding="utf-8")
-    copy_side_files(folder, out_folder, untied if unties else lambda hf: hf)
+    sizes, targets = config.dim_sizes(), targets_of(specs)
+    changes = changes_by(adapter, specs, targets, sizes)
+    tables = [target.spec.hf_name for target in targets.values() if target.is_tied]  # that are heads too
+    unties = bool(tables) and any(name in changes for name in (OWN_HEAD, *tables))
+
+    def write_file(path: Path, entries: Mapping[str, TensorEntry]) -> Iterable[str]:
+        own = with_own_head(entries, tables) if unties else entries
+        return write_tensors(path, own, changes, sizes)
+
+    write_derived(folder, out_folder, write_file, untied if unties else lambda hf: hf, progress)
 
 
 def refuse_other_forms(config: Any, folder: Path) -> None:
@@ -118,9 +107,9 @@ def refuse_other_forms(config: Any, folder: Path) -> None:
         raise UsageError(f"{folder} was written by `jaxpaged convert`. Name the folder that it was made of.")
 
 
-def changes_by(adapter: Adapter, specs: Any, sizes: Sizes) -> Changes:
+def changes_by(adapter: Adapter, specs: Any, targets: Mapping[str, Target], sizes: Sizes) -> Changes:
     """What an adapter does, by tensors of the checkpoint."""
-    targets, changed = targets_of(specs), dict[str, list[Change]]()
+    changed: dict[str, list[Change]] = {}
     for path, weights in adapter.weights.items():
         target = targets[path]
         names = [OWN_HEAD] if target.is_tied else target.spec.tensor_names(sizes)
@@ -130,16 +119,11 @@ def changes_by(adapter: Adapter, specs: Any, sizes: Sizes) -> Changes:
     return Changes(changed, {leaves[path].hf_name: whole for path, whole in adapter.replaced.items()})
 
 
-def tables(specs: Any) -> list[str]:
-    """Names of the tables of embeddings that are heads too."""
-    return [target.spec.hf_name for target in targets_of(specs).values() if target.is_tied]
-
-
-def with_own_head(own: Mapping[str, TensorEntry], specs: Any) -> dict[str, TensorEntry]:
+def with_own_head(entries: Mapping[str, TensorEntry], tables: Sequence[str]) -> dict[str, TensorEntry]:
     """The tensors of a file, with a head beside the table of embeddings, if that is here."""
-    table = next((name for name in tables(specs) if name in own), None)
-    others = {name: entry for name, entry in own.items() if name != OWN_HEAD}
-    return others if table is None else {**others, OWN_HEAD: own[table]}
+    table = next((name for name in tables if name in entries), None)
+    others = {name: entry for name, entry in entries.items() if name != OWN_HEAD}
+    return others if table is None else {**others, OWN_HEAD: entries[table]}
 
 
 def untied(hf: dict[str, Any]) -> dict[str, Any]:
@@ -149,20 +133,16 @@ def untied(hf: dict[str, Any]) -> dict[str, Any]:
     return {**hf, **inner, "tie_word_embeddings": False}
 
 
-def stored_names(own: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Name as a text model has it -> name in the file."""
-    return {name: OWN_HEAD if name == OWN_HEAD else entry.name for name, entry in own.items()}
-
-
-def write_file(path: Path, own: Mapping[str, TensorEntry], changes: Changes, sizes: Sizes) -> None:
-    """A file with the tensors of one of the base's, one at a time."""
-    names = stored_names(own)
+def write_tensors(path: Path, own: Mapping[str, TensorEntry], changes: Changes, sizes: Sizes) -> Iterable[str]:
+    """Write a file with these tensors, one at a time; their names there."""
+    names = {name: OWN_HEAD if name == OWN_HEAD else entry.name for name, entry in own.items()}
     with path.open("wb") as file:
         file.write(header_of_file({names[name]: (ALL_DTYPES[each.dtype], each.shape) for name, each in own.items()}))
         for name, entry in own.items():
             with mapped(entry, ALL_DTYPES) as stored:
                 tensor = merged(name, entry, stored, changes, sizes) if name in changes else stored
                 file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+    return names.values()
 
 
 def merged(name: str, entry: TensorEntry, stored: np.ndarray, changes: Changes, sizes: Sizes) -> np.ndarray:
