@@ -337,6 +337,13 @@ class LoRAStats(msgspec.Struct, array_like=True):
     num_host_evictions: int = 0
 
 
+class WeightStats(msgspec.Struct, array_like=True):
+    """What outputs call the weights that compute now, "" for those that the engine loaded; and how many came since."""
+
+    version: str
+    num_updates: int
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The state of the queues and of the KV cache after a step."""
 
@@ -362,6 +369,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     mm_cache_hits: int = 0
     mm_cache_usage: float = 0.0  # 0..1, of the encoder cache, by pictures that requests still read
     lora: LoRAStats | None = None  # None: no request has an adapter
+    weights: WeightStats | None = None  # None: there were no others than those that the engine loaded
 
 
 class StepRecord(msgspec.Struct, gc=False):

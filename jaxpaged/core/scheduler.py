@@ -37,6 +37,7 @@ from jaxpaged.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
+    WeightStats,
 )
 from jaxpaged.sampling_params.features import Extra
 
@@ -433,6 +434,8 @@ class Scheduler:
         """Other weights compute from now on: cached content is lost, and never found again. No request holds blocks,
         and no step is in flight. `label`: what clients know them by, None for those that the engine loaded."""
         self._weights_label = label
+        num_before = 0 if self._stats.weights is None else self._stats.weights.num_updates
+        self._stats.weights = WeightStats(label or "", num_before + (label is not None))
         self.lose_slots()
         for rank in self.ranks:
             rank.lose_content()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxpaged.messages import EngineSnapshot, KVBlockMap, LoRAStats, SchedulerStats, StepRecord
+from jaxpaged.messages import EngineSnapshot, KVBlockMap, LoRAStats, SchedulerStats, StepRecord, WeightStats
 
 OF_EACH_DEVICE = ("weight_bytes", "state_bytes", "kv_cache_bytes", "encoder_cache_bytes")
 """Counters of an executor that tell what one device holds: those of any core."""
@@ -52,7 +52,15 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         mm_cache_hits=total("mm_cache_hits"),
         mm_cache_usage=total("mm_cache_usage") / len(stats),
         lora=merged_lora_stats([each.lora for each in stats if each.lora is not None]),
+        weights=merged_weight_stats([each.weights for each in stats]),
     )
+
+
+def merged_weight_stats(stats: Sequence[WeightStats | None]) -> WeightStats | None:
+    """Those of the core that has taken the fewest updates. None where no core has taken any."""
+    if not any(stats):
+        return None
+    return min((each or WeightStats("", 0) for each in stats), key=lambda each: each.num_updates)
 
 
 def merged_lora_stats(stats: Sequence[LoRAStats]) -> LoRAStats | None:

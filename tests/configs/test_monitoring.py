@@ -39,6 +39,8 @@ NOT_SHOWN = {
         )
     },
     "vllm:lora_requests_info": "routers read it",
+    "jaxpaged:weight_version_info": "only where a trainer sends weights",
+    "jaxpaged:weight_updates": "only where a trainer sends weights",
     **{
         f"jaxpaged:lora_{what}": "only where requests name adapters"
         for what in ("loads", "evictions", "host_hits", "host_misses", "host_evictions")

@@ -30,6 +30,13 @@ class BlockStored(msgspec.Struct, tag=True, tag_field="type", kw_only=True, froz
     kv_cache_spec_sliding_window: int | None = None
 
 
+class VersionedBlockStored(BlockStored, tag="BlockStored", tag_field="type", kw_only=True, frozen=True):
+    """The same of content that others than the engine's first weights computed. `weight_version`: what outputs call
+    them; "" for those that the engine loaded. Its hashes begin with the version."""
+
+    weight_version: str
+
+
 class BlockRemoved(msgspec.Struct, tag=True, tag_field="type", kw_only=True, frozen=True):
     """These blocks of one KV group can no longer be found in the cache."""
 

@@ -255,6 +255,7 @@ class EngineMetrics:
             Counter("vllm:generation_tokens", {}, self.generation_tokens),
             *self._carried.added_to(counts_of_core(stats, executor_stats)),
             *lora_info(stats),
+            *weight_info(stats),
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),
             *([] if self.spans_lost is None else [Counter("jaxpaged:trace_spans_lost", {}, self.spans_lost())]),
@@ -282,7 +283,15 @@ def counts_of_core(stats: SchedulerStats, executor_stats: Mapping[str, Any]) -> 
         ),
         *draft_counters(stats),
         *lora_counters(stats),
+        *([] if stats.weights is None else [Counter("jaxpaged:weight_updates", {}, stats.weights.num_updates)]),
     ]
+
+
+def weight_info(stats: SchedulerStats) -> list[Gauge]:
+    """What outputs call the weights that compute now; nothing where there were no others."""
+    if stats.weights is None:
+        return []
+    return [Gauge("jaxpaged:weight_version_info", {"weight_version": stats.weights.version}, 1.0)]
 
 
 def draft_counters(stats: SchedulerStats) -> list[Counter]:

@@ -141,7 +141,7 @@ def times_of(prompt: PromptState, now: float) -> PromptTimes:
 
 
 def attributes_of(prompt: PromptState, times: PromptTimes) -> dict[str, Any]:
-    """Of the span of a prompt: vLLM's, and after them two of OpenTelemetry's conventions and one of ours."""
+    """Of the span of a prompt: vLLM's, and after them two of OpenTelemetry's conventions and ours."""
     request, sequences = prompt.request, prompt.sequences
     params = request.sampling_params
     attributes: dict[str, Any] = {f"gen_ai.latency.{name}": seconds for name, seconds in times.latencies()}
@@ -154,6 +154,9 @@ def attributes_of(prompt: PromptState, times: PromptTimes) -> dict[str, Any]:
         attributes["gen_ai.request.top_p"] = params.top_p
     attributes["gen_ai.usage.cache_read.input_tokens"] = prompt.num_cached_tokens or 0
     attributes["gen_ai.response.finish_reasons"] = list(dict.fromkeys(each.finish_reason for each in sequences))
+    if any(each.weight_spans for each in sequences):
+        versions = (version for each in sequences for _, version in each.weight_spans or [(0, "")])
+        attributes["jaxpaged.weight_versions"] = list(dict.fromkeys(versions))
     attributes["jaxpaged.num_preemptions"] = prompt.metrics.num_preemptions
     return attributes
 

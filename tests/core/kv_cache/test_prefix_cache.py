@@ -167,6 +167,19 @@ class TestEvents:
         )
         assert engine.scheduler.kv_cache_manager.take_events() == []
 
+    def test_events_name_the_weights_once_there_are_others(self):
+        engine = self.engine()
+        warm(engine, prompt_of(6))
+        engine.scheduler.change_weights("first.1", "first")
+        warm(engine, prompt_of(6))
+        engine.scheduler.change_weights("", None)
+        warm(engine, prompt_of(6))
+        events = engine.scheduler.kv_cache_manager.take_events()
+        stored = [msgspec.to_builtins(event) for event in events if isinstance(event, BlockStored)]
+        assert [each.pop("weight_version", None) for each in stored] == [None, "first", None]
+        assert {each["type"] for each in stored} == {"BlockStored"}
+        assert stored[0].keys() == stored[1].keys() and stored[0]["block_hashes"] != stored[1]["block_hashes"]
+
     def test_later_blocks_name_their_parent(self):
         engine = self.engine()
         warm(engine, prompt_of(10), max_tokens=8, **ENDLESS)

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.engine.async_llm import CHILDREN_AT_ONCE
+from jaxpaged.engine.merged_results import merged_stats
 from jaxpaged.engine.observability import trace_export
 from jaxpaged.engine.observability.metrics import Counter, Histogram
 from jaxpaged.engine.observability.trace_export import check_endpoint
 from jaxpaged.engine.observability.tracing import times_of
 from jaxpaged.engine.output.prompt_state import PromptState
 from jaxpaged.errors import ConfigError, RequestError
-from jaxpaged.messages import EngineCoreRequest
+from jaxpaged.messages import EngineCoreRequest, SchedulerStats
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.collector import (
@@ -105,6 +106,21 @@ def test_latencies_are_the_numbers_that_the_metrics_have(engine, collector):
         "gen_ai.latency.time_in_model_decode": sums["vllm:request_decode_time_seconds"],
         "gen_ai.latency.time_in_model_inference": pytest.approx(sums["vllm:request_inference_time_seconds"], abs=1e-6),
     }
+
+
+def test_weights_that_drew_its_tokens_are_named_once_there_are_others(engine, collector):
+    named = lambda: {metric.labels.get("weight_version", metric.value) for metric in told()}
+    told = lambda: [metric for metric in engine.get_metrics() if metric.name.startswith("jaxpaged:weight_")]
+    assert not named()
+    for version in ("first", "second"):
+        engine.start_weight_update()
+        engine.finish_weight_update(version)
+    run(engine, [5, 6, 7], params=SamplingParams(n=2, max_tokens=3, temperature=1.0, seed=1))
+    [span] = collector.wait_for(1)
+    assert span.attributes["jaxpaged.weight_versions"] == ["second"]
+    assert named() == {"second", 2}
+    mine = merged_stats([SchedulerStats(), engine.metrics.stats]).weights
+    assert (mine.version, mine.num_updates) == ("", 0), "the core that is behind is told of"
 
 
 def test_several_sequences_are_one_span_from_the_first_to_the_last(engine, collector):
