@@ -1,11 +1,16 @@
 """LoRA adapters (arXiv 2106.09685) that requests name beside the model."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from jaxpaged.config.option_checks import option
 from jaxpaged.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+ADAPTER_CONFIG = "adapter_config.json"
+MOST_CONFIG_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,15 @@ def check_adapters(lora: LoRAConfig, num_processes: int) -> None:
             f"enable_lora is given, but {num_processes} processes compute as one, and adapters are not read in all of "
             "them yet. Let one process compute, or merge the adapter: jaxpaged merge."
         )
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """What an adapter says of itself; nothing where that cannot be seen: reading the adapter says why."""
+    try:
+        file = folder / ADAPTER_CONFIG
+        if file.stat().st_size > MOST_CONFIG_BYTES:
+            return {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxpaged.config import EMBEDDED_MODEL
+from jaxpaged.config.lora import ADAPTER_CONFIG
 from jaxpaged.config.speculation import OWN_DRAFT_MODELS
 from jaxpaged.errors import CheckpointError, without_secrets
 from jaxpaged.params.gguf_folder.hub_names import PART, HubName, chosen, hub_name, models_in
@@ -29,12 +30,12 @@ WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tikt
 DESCRIPTION_FILES = [
     "config.json",
     "model_index.json",
-    "adapter_config.json",
+    ADAPTER_CONFIG,
     "*quant*_config.json",
     "*processor_config.json",
 ]
 TOKENIZER_FILES = [name for name in WANTED_FILES if not name.endswith(".safetensors")]
-ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
+ADAPTER_FILES = [ADAPTER_CONFIG, "adapter_model.safetensors"]
 UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""
 

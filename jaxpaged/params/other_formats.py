@@ -3,11 +3,11 @@
 Each function raises CheckpointError for what it recognises and is silent otherwise: the caller has the general words.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpaged.config.lora import ADAPTER_CONFIG, adapter_config
 from jaxpaged.errors import CheckpointError
 
 LFS_FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
@@ -77,20 +77,17 @@ OTHER_FILES = {
     "*.task": "MediaPipe",
 }
 """Files of models in other formats -> whose they are."""
-ADAPTER = "adapter_config.json"
 
 
 def refuse_adapter(folder: Path) -> None:
     """For a folder with an adapter and without the weights of a model, which it may describe nevertheless."""
     of_adapter, weights = set(folder.glob("adapter_model*")), set(folder.glob("*.safetensors"))
     is_described = (folder / "config.json").exists()
-    if not (folder / ADAPTER).exists() or (is_described and (weights - of_adapter or not of_adapter)):
+    if not (folder / ADAPTER_CONFIG).exists() or (is_described and (weights - of_adapter or not of_adapter)):
         return
-    try:
-        given = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-        kind, base = str(given.get("peft_type") or "LoRA")[:40], str(given.get("base_model_name_or_path") or "")[:200]
-    except (OSError, ValueError, AttributeError):
-        kind, base = "PEFT", ""
+    given = adapter_config(folder)
+    kind = str(given.get("peft_type") or ("LORA" if given else "PEFT"))[:40]
+    base = str(given.get("base_model_name_or_path") or "")[:200]
     kind = "LoRA" if kind == "LORA" else kind
     if kind == "LoRA":
         todo = (
@@ -100,7 +97,7 @@ def refuse_adapter(folder: Path) -> None:
     else:
         todo = "Only LoRA is read: merge it with peft (merge_and_unload, then save_pretrained), and serve what you get."
     raise CheckpointError(
-        f"{folder} holds a {kind} adapter ({ADAPTER}) and not a whole model{f', which is {base}' if base else ''}. "
+        f"{folder} holds a {kind} adapter ({ADAPTER_CONFIG}) and not a whole model{base and f', which is {base}'}. "
         f"{todo} {SUPPORTED}"
     )
 

@@ -6,16 +6,14 @@ A resolver may raise, or never answer: only the requests that ask for the name h
 import asyncio
 import contextlib
 import inspect
-import json
 import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxpaged.config.lora import adapter_config
 from jaxpaged.messages import LoRARequest
 
-CONFIG = "adapter_config.json"
-MOST_CONFIG_BYTES = 2**20
 ANY_ID = 1
 """A server numbers adapters itself."""
 
@@ -49,8 +47,8 @@ class FolderResolver:
         path = below(self._folder / lora_name, [self._folder])
         if path is None or path == self._folder:
             return None
-        base = base_of(path)
-        if base is None or base not in {base_model_name, *self._base_names}:
+        base = adapter_config(path).get("base_model_name_or_path")
+        if not isinstance(base, str) or base not in {base_model_name, *self._base_names}:
             return None
         return LoRARequest(lora_name, ANY_ID, str(path), base)
 
@@ -73,18 +71,6 @@ def below(path: Path, folders: Collection[Path]) -> Path | None:
     except (OSError, ValueError, RuntimeError):
         return None
     return found if any(found.is_relative_to(folder) for folder in folders) else None
-
-
-def base_of(folder: Path) -> str | None:
-    """The model that the adapter in a folder says that it adapts; None where there is none."""
-    try:
-        file = folder / CONFIG
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            return None
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return base if isinstance(base, str) else None
 
 
 class OwnThreads:

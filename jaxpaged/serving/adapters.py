@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from jaxpaged.config.lora import ADAPTER_CONFIG
 from jaxpaged.engine.adapters import why_no_name
 from jaxpaged.errors import CapacityError, EngineError, JaxpagedError
 from jaxpaged.messages import LoRAInfo, LoRARequest
-from jaxpaged.serving.adapter_resolvers import ANY_ID, CONFIG, LoRAResolver, OwnThreads, asked, below
+from jaxpaged.serving.adapter_resolvers import ANY_ID, LoRAResolver, OwnThreads, asked, below
 from jaxpaged.serving.errors import RETRY_SECONDS, ErrorKind, ServingError, scrubbed
 from jaxpaged.serving.lora_modules import LoraModule
 
@@ -292,7 +293,7 @@ class ServedAdapters:
         if path in self._repos:
             return path
         found = below(Path(path), self._folders)
-        if found is not None and not (found / CONFIG).is_file():
+        if found is not None and not (found / ADAPTER_CONFIG).is_file():
             raise ServingError(f"No adapter found for '{path[:300]}'.", "lora_path", kind=ErrorKind.NOT_FOUND)
         if found is None:
             raise ServingError(

@@ -4,19 +4,16 @@ It switches on what the engine needs for one adapter, unless flags say otherwise
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpaged.config.lora import RANKS
+from jaxpaged.config.lora import RANKS, adapter_config
 from jaxpaged.errors import UsageError
 
 if TYPE_CHECKING:  # --help must not wait for it
     from jaxpaged.messages import LoRARequest
 
-CONFIG = "adapter_config.json"
 TABLES = ("embed_tokens", "lm_head")
-MOST_CONFIG_BYTES = 2**20
 
 
 def add_lora_flag(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +44,7 @@ def options_for(adapter: "LoRARequest | None", options: dict[str, Any]) -> dict[
     if adapter is None:
         return options
     found: dict[str, Any] = {"enable_lora": True}
-    config = config_of(adapter.lora_path)
+    config = adapter_config(Path(adapter.lora_path).expanduser())
     rank = rank_of(config)
     enough = next((each for each in RANKS if rank is not None and each >= max(rank, RANKS[1])), None)
     if enough is not None:
@@ -55,18 +52,6 @@ def options_for(adapter: "LoRARequest | None", options: dict[str, Any]) -> dict[
     if tables := tables_of(config):
         found["lora_target_modules"] = ("all-linear", *tables)
     return {**found, **options}
-
-
-def config_of(path: str) -> dict[str, Any]:
-    """What an adapter says of itself; nothing where that cannot be seen: reading it says why."""
-    try:
-        file = Path(path).expanduser() / CONFIG
-        if file.stat().st_size > MOST_CONFIG_BYTES:
-            return {}
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def rank_of(config: dict[str, Any]) -> int | None:

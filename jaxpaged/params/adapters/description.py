@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpaged.config.lora import ADAPTER_CONFIG
 from jaxpaged.errors import CheckpointError, shown
 from jaxpaged.params.safetensors_reader import once_each
 from jaxpaged.params.schemes.fields import Fields
-
-CONFIG = "adapter_config.json"
 
 WITH_PEFT = (
     "Merge it into its model with peft (merge_and_unload, then save_pretrained), and serve the folder that you get."
@@ -95,7 +94,7 @@ def read_description(text: bytes, source: str) -> Description:
         raise CheckpointError(f"{source} is not readable as JSON ({error}). Download it again.") from None
     if not isinstance(given, dict):
         raise CheckpointError(f"{source} is no JSON object. Download it again.")
-    fields = Fields(given, source, CONFIG)
+    fields = Fields(given, source, ADAPTER_CONFIG)
     refuse_other_kinds(fields)
     check_names(fields)
     description = Description(

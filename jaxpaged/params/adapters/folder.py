@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxpaged.config.lora import ADAPTER_CONFIG
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.adapters.description import CONFIG, Description, read_description
+from jaxpaged.params.adapters.description import Description, read_description
 from jaxpaged.params.other_formats import refuse_pointers
 from jaxpaged.params.safetensors_reader import DTYPES, TensorEntry, header_of
 
@@ -37,8 +38,8 @@ class AdapterFiles:
 def read_files(folder: Path) -> AdapterFiles:
     """Read an adapter's files. Raises CheckpointError for files that are missing, damaged, or of another kind."""
     check_folder(folder)
-    config, weights = (bytes_of(folder / name) for name in (CONFIG, WEIGHTS))
-    description = read_description(config, str(folder / CONFIG))
+    config, weights = (bytes_of(folder / name) for name in (ADAPTER_CONFIG, WEIGHTS))
+    description = read_description(config, str(folder / ADAPTER_CONFIG))
     entries = header_of(BytesIO(weights), folder / WEIGHTS, len(weights))
     if not entries:
         raise CheckpointError(f"{folder / WEIGHTS} holds no tensors. Save the adapter again, or download it again.")
@@ -50,11 +51,11 @@ def read_files(folder: Path) -> AdapterFiles:
 def check_folder(folder: Path) -> None:
     """CheckpointError where the files are not there, saying what is."""
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}. Name the folder of an adapter, with its {CONFIG}.")
+        raise CheckpointError(f"there is no folder {folder}. Name the folder of an adapter, with its {ADAPTER_CONFIG}.")
     refuse_pointers(folder)
-    if not (folder / CONFIG).exists():
+    if not (folder / ADAPTER_CONFIG).exists():
         what = " It holds a whole model: name it as the model." if (folder / "config.json").exists() else ""
-        raise CheckpointError(f"{folder} has no {CONFIG}, so it is not the folder of an adapter.{what}")
+        raise CheckpointError(f"{folder} has no {ADAPTER_CONFIG}, so it is not the folder of an adapter.{what}")
     if (folder / WEIGHTS).exists():
         return
     if (folder / OLD_WEIGHTS).exists():
@@ -62,7 +63,7 @@ def check_folder(folder: Path) -> None:
             f"{folder} has {OLD_WEIGHTS} and no {WEIGHTS}. Loading the former can run code, so it is not read. Where "
             f"you trust it, convert it in that folder: {TO_SAFETENSORS}"
         )
-    raise CheckpointError(f"{folder} has {CONFIG} but no {WEIGHTS}. Download it, or save the adapter again.")
+    raise CheckpointError(f"{folder} has {ADAPTER_CONFIG} but no {WEIGHTS}. Download it, or save the adapter again.")
 
 
 def bytes_of(path: Path) -> bytes:

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpaged.config.lora import RANKS
+from jaxpaged.config.lora import ADAPTER_CONFIG, RANKS
 from jaxpaged.errors import CheckpointError, did_you_mean
 from jaxpaged.params.adapters import names
 from jaxpaged.params.adapters.adapter import Adapter, AdapterWeights
-from jaxpaged.params.adapters.description import CONFIG, WITH_PEFT
+from jaxpaged.params.adapters.description import WITH_PEFT
 from jaxpaged.params.adapters.folder import WEIGHTS, AdapterFiles, read_files
 from jaxpaged.params.adapters.matrices import (
     Factors,
@@ -39,8 +39,8 @@ from jaxpaged.params.placing import stored_shape
 from jaxpaged.params.spec import Spec
 
 OTHER_MODEL = (
-    f"Check that the adapter belongs to this model: base_model_name_or_path in its {CONFIG} names the one that it was "
-    "trained for."
+    f"Check that the adapter belongs to this model: base_model_name_or_path in its {ADAPTER_CONFIG} names the one that "
+    "it was trained for."
 )
 MERGE = "Merge it into its model with `jaxpaged merge`, and serve the folder that you get."
 BaseWeight = Callable[[Spec], np.ndarray]
@@ -85,7 +85,7 @@ def read_adapter(
     if max_rank is not None and reading.rank > max_rank:
         needed = next((rank for rank in RANKS if rank >= reading.rank), None)
         raise CheckpointError(
-            f"{files.folder / CONFIG}: the adapter has rank {reading.rank}, but max_lora_rank is {max_rank}. "
+            f"{files.folder / ADAPTER_CONFIG}: the adapter has rank {reading.rank}, but max_lora_rank is {max_rank}. "
             + (f"Start with --max-lora-rank {needed}." if needed else f"Larger ones are not supported. {MERGE}")
         )
     return Adapter(files.digest, reading.rank, len(files.tensors), weights, replaced)
@@ -218,7 +218,7 @@ class Reading:
                 if found is None
                 else ("lora_magnitude_vector, but use_dora is false")
             )
-            raise self._error(f"{module.name.given} has {state} in {CONFIG}. Save the adapter again.")
+            raise self._error(f"{module.name.given} has {state} in {ADAPTER_CONFIG}. Save the adapter again.")
         return None if found is None else found.astype(np.float32).reshape(-1)
 
     def _checked_scaling(self, name: str, part: str, a: np.ndarray, num_experts: int) -> float:
@@ -227,8 +227,8 @@ class Reading:
         rank, wanted = a.shape[0] // num_experts, self._description.rank_of(name)
         if rank != wanted:
             raise self._error(
-                f"{name} has {part} of rank {rank}, but {CONFIG} makes it {wanted} (r, rank_pattern), and its scaling "
-                "follows from that. Check that both files are of one adapter."
+                f"{name} has {part} of rank {rank}, but {ADAPTER_CONFIG} makes it {wanted} (r, rank_pattern), and its "
+                "scaling follows from that. Check that both files are of one adapter."
             )
         self.rank = max(self.rank, rank)
         return self._description.scaling_of(name)
@@ -264,7 +264,7 @@ class Reading:
         place = module.place
         if place is None or len(place.targets) != 1 or place.targets[0].kind not in (EMBEDDING, HEAD):
             raise self._error(
-                f"tensor {given}.weight is of no module that modules_to_save in {CONFIG} names. {OTHER_MODEL}"
+                f"tensor {given}.weight is of no module that modules_to_save in {ADAPTER_CONFIG} names. {OTHER_MODEL}"
             )
         (target,) = place.targets
         if tensor.shape != module_shape(place, self._sizes):
@@ -280,8 +280,8 @@ class Reading:
         classifier, unless they may be replaced."""
         if self._description.saved and not self._whole:
             raise self._error(
-                f"modules_to_save in {CONFIG} names {', '.join(self._description.saved)}, but no tensor is one of "
-                "these. Save the adapter again."
+                f"modules_to_save in {ADAPTER_CONFIG} names {', '.join(self._description.saved)}, but no tensor is one "
+                "of these. Save the adapter again."
             )
         leaves = jax.tree_util.tree_flatten_with_path(specs)[0]
         by_name = {spec.hf_name: (jax.tree_util.keystr(path), spec) for path, spec in leaves if not spec.fused}

@@ -209,7 +209,8 @@ def test_a_configuration_that_means_something_else_is_refused_by_name(changed, w
 @pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva", "mica", None])
 def test_ways_to_begin_that_left_the_base_alone_are_taken(start, bases, tmp_path):
     config, tensors = parts_of("plain")
-    read(write(tmp_path / "a", {**config, "init_lora_weights": start}, tensors), bases["plain"])
+    found = read(write(tmp_path / "a", {**config, "init_lora_weights": start}, tensors), bases["plain"])
+    assert_same(found, read(GOLDEN / "plain", bases["plain"]))
 
 
 Q_PROJ = f"{LAYER}.self_attn.q_proj"
