@@ -18,9 +18,20 @@ from jax.sharding import Mesh
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
 from jaxpaged.params.checkpoint import canonical_name, every_entry
 from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of, stored_tensors
+from jaxpaged.params.patches import (
+    INDICES,
+    VALUES,
+    Single,
+    WholeRow,
+    changed,
+    check_half,
+    check_pair,
+    singles,
+    split_name,
+)
 from jaxpaged.params.placing import place
 from jaxpaged.params.rooms import Rooms
-from jaxpaged.params.safetensors_reader import HeldTensor, TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_reader import DTYPES, WHOLE_DTYPES, HeldTensor, TensorEntry, mapped, read_header
 from jaxpaged.params.safetensors_writer import NAMES
 from jaxpaged.params.spec import Spec
 from jaxpaged.params.unused import check_unused
@@ -51,13 +62,16 @@ class ArrivingWeights:
             )
         self._wanted = {each.names[0]: each for each in chain.from_iterable(expected_of(*spec) for spec in specs)}
         self._names = {spec: spec.tensor_names(sizes) for spec, sizes in specs}
+        self._shapes = {spec: tuple(sizes[each] for each in spec.stored_dims) for spec, sizes in specs}
         self._config = models[-1].config
         self.is_partial = is_partial
         self.entries: dict[str, TensorEntry] = {}
+        self._patches: dict[str, dict[str, TensorEntry]] = {}  # by tensor, and by the end of a half's name
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries.values())
+        halves = chain.from_iterable(each.values() for each in self._patches.values())
+        return sum(entry.num_bytes for entry in chain(self.entries.values(), halves))
 
     def add_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Arrays of numpy or JAX by the checkpoint's names. They are copied when the update is finished, and must not
@@ -81,8 +95,10 @@ class ArrivingWeights:
 
     def _add(self, entries: Iterable[TensorEntry]) -> None:
         added: dict[str, TensorEntry] = {}
+        patches = {name: dict(halves) for name, halves in self._patches.items()}
         for entry in entries:
-            name = canonical_name(entry.name)
+            tensor, end = split_name(entry.name)
+            name = canonical_name(tensor)
             expected = self._wanted.get(name)
             if expected is None:
                 if check_unused([name], {**self.entries, **added, name: entry}, self._config):
@@ -90,32 +106,64 @@ class ArrivingWeights:
                         f"{entry.path}: the model has no weight {entry.name}.{did_you_mean(name, self._wanted)}"
                     )
                 continue
-            if name in added or name in self.entries:
+            halves = patches.get(name, {})
+            if name in added or name in self.entries or end in halves or (halves and not end):
                 raise CheckpointError(f"{entry.path}: {entry.name} comes for the second time in this update.")
+            if end:
+                patches[name] = self._with_half(name, halves, end, entry)
+                continue
             check_entry(entry, expected)
             check_finite(entry, expected)
             added[name] = entry
         self.entries |= added
+        self._patches = patches
+
+    def _with_half(
+        self, name: str, halves: Mapping[str, TensorEntry], end: str, entry: TensorEntry
+    ) -> dict[str, TensorEntry]:
+        """A patch with another half, which is checked."""
+        if not self.is_partial:
+            raise CheckpointError(f"{entry.path}: {entry.name} is for an update that was begun with is_partial.")
+        check_half(entry, end, self._wanted[name])
+        both = {**halves, end: entry}
+        if len(both) == 2:
+            check_pair(name, both, self._wanted[name])
+        return both
 
     def check_complete(self) -> None:
-        """CheckpointError unless all weights are there, or, of a part, all tensors of each parameter."""
-        missing = [
-            name
-            for spec, names in self._names.items()
-            if not self.is_partial or self.brings(spec)
-            for name in names
-            if name not in self.entries
-        ]
-        if missing or not self.entries:
+        """CheckpointError unless all weights are there, or, of a part, both halves of what is sparse."""
+        for name, halves in self._patches.items():
+            if len(halves) < 2:
+                [end] = {INDICES, VALUES} - halves.keys()
+                raise CheckpointError(f"{name}{end} did not come. Send it, too.")
+        missing = [] if self.is_partial else [name for name in self._wanted if name not in self.entries]
+        if missing or not (self.entries or self._patches):
             first = f", the first is {missing[0]}" if missing else ""
             raise CheckpointError(
                 f"{len(missing)} of {len(self._wanted)} weights did not come{first}. Send them, or say when the update "
-                "starts that it is partial; all tensors of a parameter come together."
+                "starts that it is partial."
             )
 
     def brings(self, spec: Spec) -> bool:
         """Whether anything of a parameter has come."""
-        return any(name in self.entries for name in self._names[spec])
+        return any(name in self.entries or name in self._patches for name in self._names[spec])
+
+    def brings_all(self, spec: Spec) -> bool:
+        """Whether all of it has."""
+        return all(name in self.entries for name in self._names[spec])
+
+    def changed(self, spec: Spec, before: jax.Array) -> jax.Array:
+        """A parameter of which parts came, with them."""
+        changes = list[WholeRow | Single]()
+        for number, name in enumerate(self._names[spec]):
+            if name in self.entries:
+                with mapped(self.entries[name], dtypes_of(spec)) as array:
+                    changes.append(WholeRow(number, np.array(array).reshape(before.shape[1:])))
+            elif name in self._patches:
+                halves, first = self._patches[name], number if spec.is_stacked else None
+                with mapped(halves[INDICES], WHOLE_DTYPES) as indices, mapped(halves[VALUES], DTYPES) as values:
+                    changes.append(singles(self._shapes[spec], first, np.array(indices), np.array(values)))
+        return changed(before, changes)
 
     def placed(self, spec: Spec, model: Model, mesh: Mesh, dtype: Any, rooms: Rooms) -> Any:
         """A parameter of those that came, on its devices."""

@@ -20,7 +20,10 @@ from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.joined import joined_params
 from jaxpaged.params.arriving import ArrivingWeights, Model
 from jaxpaged.params.expected import expected_of
+from jaxpaged.params.patches import why_not
+from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.sharding import param_shapes
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.engine_spec import EngineSpec
 
@@ -62,11 +65,28 @@ class WeightUpdate:
                         f"{missing.hf_name} did not come, but its weights lie beside others on this device that did. "
                         "Send all weights of a block together."
                     )
+            self._check_parts(stage, model)
+
+    def _check_parts(self, stage: EngineSpec, model: Model) -> None:
+        """Raise CheckpointError for a parameter of which a part came, and which only can be replaced as a whole."""
+        specs = jax.tree.leaves(model.specs)
+        parts = [spec for spec in specs if self._arriving.brings(spec) and not self._arriving.brings_all(spec)]
+        if not parts:
+            return
+        shapes = param_shapes(model.specs, model.config, stage.mesh, stage.dtype)
+        own = dict(zip(specs, jax.tree.leaves(shapes, is_leaf=is_quantized), strict=True))
+        alone = jax.tree.leaves(model.specs, is_leaf=self._is_block(stage))
+        for spec in parts:
+            why = why_not(spec, own[spec], model.config.dim_sizes())
+            if why is None and spec not in (each for each in alone if isinstance(each, Spec)):
+                why = "it lies beside others on this device"
+            if why is not None:
+                raise CheckpointError(f"a part of {spec.hf_name} came, but {why}. Send all of it.")
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing stays of the old weights."""
-        return all(self._arriving.brings(spec) for model in self._models for spec in jax.tree.leaves(model.specs))
+        return all(self._arriving.brings_all(spec) for model in self._models for spec in jax.tree.leaves(model.specs))
 
     def replace(self, params: Any, release: Callable[[Any], None]) -> Any:
         """The parameters with what came in them. `release` frees those that are replaced."""
@@ -89,6 +109,10 @@ class WeightUpdate:
         def of_block(block: Any, before: Any) -> Any:
             if not any(self._arriving.brings(spec) for spec in jax.tree.leaves(block)):
                 return before
+            if isinstance(block, Spec) and not self._arriving.brings_all(block):
+                after = self._arriving.changed(block, before)
+                release(before)
+                return after
             make = lambda: jax.tree.map(load, block)
             after = joined_params(make) if stage.joins_weights else make()
             release(before)

@@ -178,6 +178,101 @@ def test_a_part_leaves_the_others(llm, folders, answers):
     assert one.keys() == other.keys()
 
 
+def test_single_numbers_are_replaced(llm, folders, answers, tmp_path):
+    one, other = map(tensors_of, folders)
+    llm.start_weight_update(is_partial=True)
+    llm.update_weights({name: tensor for name, tensor in other.items() if name not in SPARSE})
+    random = np.random.default_rng(3)
+    halves = {}
+    for name in SPARSE:
+        order = random.permutation(other[name].size)
+        first, rest = np.split(order, [order.size // 2])
+        halves[name] = first.astype(np.int32), rest
+    patch = lambda name, indices: {
+        f"{name}.sparse_indices": indices,
+        f"{name}.sparse_values": other[name].reshape(-1)[indices],
+    }
+    for name in SPARSE:
+        llm.update_weights(patch(name, halves[name][0]))
+    llm.finish_weight_update()
+    assert said(llm) not in answers
+    parts = [patch(name, halves[name][1]) for name in SPARSE]
+    save_file({key: array for part in parts for key, array in part.items()}, tmp_path / "rest.safetensors")
+    llm.start_weight_update(is_partial=True)
+    llm.update_weights(tmp_path / "rest.safetensors")
+    llm.finish_weight_update("both")
+    assert said(llm) == answers[1] and llm.get_weight_version() == "both"
+    assert one.keys() == other.keys()
+
+
+SPARSE = ("model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight", NORM)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "words"),
+    [
+        ([0, 1], [1.0], "2 indices and 1 values"),
+        ([0, 48], [1.0, 1.0], "goes from 0 to 48, but .* has 48 numbers"),
+        ([-1], [1.0], "goes from -1"),
+        ([3, 3], [1.0, 1.0], "names one number twice"),
+        ([3], [np.inf], "sparse_values is not finite"),
+        ([[3]], [1.0], "must have one axis"),
+        (None, [1.0], "sparse_indices did not come"),
+    ],
+)
+def test_single_numbers_that_cannot_be_leave_the_engine_as_it_is(llm, answers, indices, values, words):
+    halves = {"sparse_indices": indices and np.array(indices), "sparse_values": np.array(values, np.float32)}
+    llm.start_weight_update(is_partial=True)
+    sent = {f"{NORM}.{end}": array for end, array in halves.items() if array is not None}
+    finish = lambda: (llm.update_weights(sent), llm.finish_weight_update())
+    with pytest.raises(CheckpointError, match=words):
+        finish()
+    llm.abandon_weight_update()
+    assert said(llm) == answers[0]
+
+
+def test_parts_of_parameters_are_for_partial_updates(llm, answers):
+    patch = {f"{NORM}.sparse_indices": np.array([0]), f"{NORM}.sparse_values": np.ones(1, np.float32)}
+    with pytest.raises(CheckpointError, match="begun with is_partial"):
+        llm.update_weights(patch)
+    llm.start_weight_update(is_partial=True)
+    llm.update_weights(patch)
+    with pytest.raises(CheckpointError, match="comes for the second time"):
+        llm.update_weights({NORM: np.ones(48, np.float32)})
+    llm.abandon_weight_update()
+    assert said(llm) == answers[0]
+
+
+def test_single_experts_are_replaced(tmp_path):
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    shapes = {name: tensor.shape for name, tensor in make_tensors("mixtral").items()}
+    tensors = [random_tensors(shapes, seed) for seed in range(2)]
+    tensors[1] = {name: tensors[1][name] if ".experts." in name else array for name, array in tensors[0].items()}
+    for folder, each in zip(folders, tensors):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIGS["mixtral"]))
+        save_file(each, folder / "model.safetensors")
+    llm, wanted = (LLM(str(folder), **SIZES) for folder in folders)
+    before, after = said(llm), said(wanted)
+    wanted.shutdown()
+    for numbers in ((0, 3), (1, 2), (4,)):
+        assert said(llm) != after
+        llm.start_weight_update(is_partial=True)
+        chosen = tuple(f".experts.{number}." for number in numbers)
+        llm.update_weights({name: array for name, array in tensors[1].items() if any(each in name for each in chosen)})
+        llm.finish_weight_update()
+    assert said(llm) == after != before
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    indices = np.arange(tensors[0][name].size)
+    llm.start_weight_update(is_partial=True)
+    llm.update_weights({f"{name}.sparse_indices": indices, f"{name}.sparse_values": tensors[0][name].reshape(-1)})
+    llm.finish_weight_update()
+    [params] = llm.apply_model(lambda params: params)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
+    assert any(leaf.ndim == 3 and len(leaf) == 5 and np.array_equal(leaf[2], tensors[0][name]) for leaf in leaves)
+    llm.shutdown()
+
+
 def broken(tensors, fault, folder):
     """What is wrong with an update -> (what is sent, what is said)."""
     name, norm = "model.layers.0.self_attn.q_proj.weight", tensors[NORM]
@@ -260,13 +355,27 @@ def test_what_is_rounded_when_it_is_loaded_is_rounded_when_it_arrives(folders):
     engines = [LLM(str(folder), **SIZES, quantization="int8") for folder in folders]
     engines[0].update_weights(tensors_of(folders[1]))
     assert said(engines[0]) == said(engines[1])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    engines[0].start_weight_update(is_partial=True)
+    engines[0].update_weights(
+        {f"{name}.sparse_indices": np.array([0]), f"{name}.sparse_values": np.ones(1, np.float32)}
+    )
+    with pytest.raises(CheckpointError, match="q_proj.weight came, but its numbers are rounded together"):
+        engines[0].finish_weight_update()
+    engines[0].abandon_weight_update()
     for each in engines:
         each.shutdown()
 
 
 def test_weights_on_two_devices(folders, answers):
     llm = LLM(str(folders[0]), **SIZES, tensor_parallel_size=2)
-    llm.update_weights(folders[1])
+    llm.start_weight_update(is_partial=True)
+    rest = tensors_of(folders[1])
+    for name in SPARSE:
+        tensor = rest.pop(name).reshape(-1)
+        llm.update_weights({f"{name}.sparse_indices": np.arange(tensor.size), f"{name}.sparse_values": tensor})
+    llm.update_weights(rest)
+    llm.finish_weight_update()
     tokens, logprobs = said(llm)
     assert tokens == answers[1][0]
     np.testing.assert_allclose(logprobs, answers[1][1], atol=1e-5)
