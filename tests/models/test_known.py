@@ -5,7 +5,7 @@ import pytest
 
 from jaxpaged.models.known import KNOWN, LANGUAGE_MODEL_ONLY, PICTURES, TEXT
 from jaxpaged.models.registry import ALSO_SEES, ENCODERS, MODELS, model_for
-from jaxpaged.params.gguf_folder.architectures import ARCHITECTURES, MIXTRAL
+from jaxpaged.params.gguf_folder.architectures import ARCHITECTURES, VARIANTS
 from jaxpaged.params.schemes.reading import READERS
 from jaxpaged.params.spec import Spec
 from tests.models.checkpoints import CONFIGS
@@ -42,10 +42,11 @@ def test_every_format_that_is_read_is_listed():
 
 
 def test_files_in_gguf_are_those_of_the_architectures_that_name_them():
-    """Mistral's and Mixtral's files are called after llama."""
+    """Mistral's files are called after llama, whose layers it has."""
     found = {known.architecture: known.gguf for known in KNOWN if known.gguf}
-    assert found.pop("MistralForCausalLM") == found.pop(MIXTRAL.name) == "llama"
-    assert found == {each.name: kind for kind, each in ARCHITECTURES.items()}
+    assert found.pop("MistralForCausalLM") == "llama"
+    read = [(kind, each) for kind, own in VARIANTS.items() for each in own.values()] + [*ARCHITECTURES.items()]
+    assert found == {each.name: kind for kind, each in read}
 
 
 @by_name

@@ -1,220 +1,186 @@
-"""Architectures of GGUF files that have a counterpart here: its name, its fields of config.json, and its tensors.
-
-llama.cpp calls tensors of a layer blk.N.NAME and a checkpoint model.layers.N.NAME; the tables say which is which.
-"""
+"""Architectures of GGUF files that have a counterpart here: its name, its fields of config.json, and its tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxpaged.errors import CheckpointError
+from jaxpaged.params.gguf_folder import dense_fields as dense
+from jaxpaged.params.gguf_folder import expert_fields as experts
+from jaxpaged.params.gguf_folder import tensor_names as names
 from jaxpaged.params.gguf_folder.facts import Facts
+from jaxpaged.params.gguf_folder.tensor_names import DENSE, Names
 
-ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
-MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-GLM4_NORMS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
-SANDWICH_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
-EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-MIXTRAL_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
-FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
-OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-"""Of tensors that are in no layer."""
+Vectors = dict[str, np.ndarray]
+"""Small tensors, by their names in a checkpoint."""
 
 
-def nothing(facts: Facts) -> dict[str, Any]:
-    return {}
+def as_they_are(facts: Facts, vectors: Vectors) -> Vectors:
+    return vectors
+
+
+def with_an_axis(vector: np.ndarray) -> np.ndarray:
+    return vector[None]
 
 
 @dataclass(frozen=True)
 class Architecture:
     """`name` and `model_type` are those of config.json, `layer` the names of a layer's tensors there, and `fields` says
-    what else config.json has.
+    what else config.json has. `outside`: the names of tensors that are in no layer.
 
     `turned`: the rows of queries and keys lie in the order of interleaved rotation. `less_one`: what norms multiply is
-    stored, where the checkpoint has it less 1.
+    stored, where the checkpoint has it less 1. `is_stacked`: experts are one tensor in checkpoints that nobody
+    quantised. `has_own_sizes`: `fields` says how large heads are.
+
+    `shaped`: the names of small tensors -> what makes a checkpoint's shape of theirs; `completed` is given all of them.
+    `stretched`: what the rope of config.json has besides where yarn stretches it.
     """
 
     name: str
     model_type: str
-    layer: Mapping[str, str]
-    fields: Callable[[Facts], dict[str, Any]] = nothing
+    layer: Names
+    fields: Callable[[Facts], dict[str, Any]] = dense.nothing
+    outside: Mapping[str, str] = field(default_factory=lambda: names.OUTSIDE)
     turned: bool = False
     less_one: bool = False
+    is_stacked: bool = False
+    has_own_sizes: bool = False
+    shaped: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    completed: Callable[[Facts, Vectors], Vectors] = as_they_are
+    stretched: Callable[[Facts], dict[str, Any]] = dense.nothing
 
 
-def bias_fields(facts: Facts) -> dict[str, Any]:
-    """What says that projections have biases, where they have."""
-    found = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    return {name: True for name, tensor in found.items() if tensor in facts.tensors}
-
-
-def mixtral_fields(facts: Facts) -> dict[str, Any]:
-    return {
-        "num_local_experts": facts.own_count("expert_count"),
-        "num_experts_per_tok": facts.own_count("expert_used_count"),
-    }
-
-
-def expert_fields(facts: Facts) -> dict[str, Any]:
-    """Of models with small experts."""
-    down = facts.tensor("blk.0.ffn_down_exps.weight")
-    return {
-        "num_experts": facts.own_count("expert_count"),
-        "num_experts_per_tok": facts.own_count("expert_used_count"),
-        "moe_intermediate_size": facts.own_count("expert_feed_forward_length", down.shape[-1]),
-    }
-
-
-def qwen2_moe_fields(facts: Facts) -> dict[str, Any]:
-    shared = facts.tensor("blk.0.ffn_down_shexp.weight")
-    return {
-        **expert_fields(facts),
-        "norm_topk_prob": False,
-        "shared_expert_intermediate_size": facts.own_count("expert_shared_feed_forward_length", shared.shape[-1]),
-    }
-
-
-def qwen3_moe_fields(facts: Facts) -> dict[str, Any]:
-    is_normalised = facts.flag(facts.own_name("expert_weights_norm"), True)
-    return {**expert_fields(facts), "norm_topk_prob": is_normalised}
-
-
-LARGEST = {"gemma2": 46, "gemma3": 62}
-"""Layers of the largest Gemmas, which scale queries by the share of a head in the width, and not by its size."""
-
-
-def gemma_fields(facts: Facts) -> dict[str, Any]:
-    """Of Gemma 2 and 3."""
-    heads, width = facts.own_count("attention.head_count"), facts.own_count("embedding_length")
-    is_largest = facts.own_count("block_count") == LARGEST[facts.architecture]
-    found: dict[str, Any] = {
-        "query_pre_attn_scalar": width // heads if is_largest else facts.own_count("attention.key_length"),
-        "sliding_window": facts.own_count("attention.sliding_window"),
-    }
-    for theirs, ours in (("attn_logit", "attn_logit_softcapping"), ("final_logit", "final_logit_softcapping")):
-        found[ours] = facts.own_number(f"{theirs}_softcapping")
-    if facts.architecture == "gemma3":
-        found["rope_local_base_freq"] = facts.own_number("rope.freq_base_swa", 10_000.0)
-        found |= gemma3_windows(facts)
-    return found
-
-
-def gemma3_windows(facts: Facts) -> dict[str, Any]:
-    """Which layers have a window: all but every so many'th, or as a list says."""
-    name = facts.own_name("attention.sliding_window_pattern")
-    if isinstance(facts.all.get(name), np.ndarray):
-        kinds = {True: "sliding_attention", False: "full_attention"}
-        return {"layer_types": [kinds[bool(has_window)] for has_window in facts.numbers(name)]}
-    return {"sliding_window_pattern": int(facts.number(name, 6))}
-
-
-def phi3_fields(facts: Facts) -> dict[str, Any]:
-    """Windows that no text outgrows are none."""
-    window, length = facts.whole(facts.own_name("attention.sliding_window")), facts.own_count("context_length")
-    return {"sliding_window": window if window and window < length else None}
-
-
-def granite_fields(facts: Facts) -> dict[str, Any]:
-    return {
-        **bias_fields(facts),
-        "embedding_multiplier": facts.own_number("embedding_scale", 1.0),
-        "residual_multiplier": facts.own_number("residual_scale", 1.0),
-        "attention_multiplier": facts.own_number("attention.scale", 1.0),
-        "logits_scaling": facts.own_number("logit_scale", 1.0),
-    }
-
-
-def glm4_fields(facts: Facts) -> dict[str, Any]:
-    """The share of a head that rotates is half of it where nobody says."""
-    head_dim = facts.own_count("attention.key_length")
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
-        "partial_rotary_factor": facts.own_count("rope.dimension_count", head_dim) / head_dim,
-    }
-
-
-def cohere_fields(facts: Facts) -> dict[str, Any]:
-    """Of Command R, whose norms take off the mean."""
-    eps = facts.own_number("attention.layer_norm_epsilon", 1e-5)
-    return {
-        "layer_norm_eps": eps,
-        "rms_norm_eps": eps,
-        "logit_scale": facts.own_number("logit_scale"),
-    }
-
-
-def cohere2_fields(facts: Facts) -> dict[str, Any]:
-    """Of Command A, of whose layers every fourth sees all tokens: files do not say so."""
-    every = facts.number(facts.own_name("attention.sliding_window_pattern"), 4)
-    return {
-        **cohere_fields(facts),
-        "sliding_window": facts.own_count("attention.sliding_window"),
-        "sliding_window_pattern": int(every),
-    }
-
-
-DENSE = {**PRE_NORMS, **ATTENTION, **MLP}
-PARALLEL = {"attn_norm": "input_layernorm", **ATTENTION, **MLP}
+OF_GEMMA = {**names.ATTENTION, **names.MLP, **names.SANDWICH_NORMS}
+OF_OLMO = {**names.ATTENTION, **names.MLP, **names.POST_NORMS}
+OF_LFM2 = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    **names.ATTENTION,
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "shortconv.conv": "conv.conv",
+}
+LFM2_OUTSIDE = {**names.OUTSIDE, "output_norm": "model.embedding_norm", "token_embd_norm": "model.embedding_norm"}
+CONVOLUTION = {"shortconv.conv": lambda taps_xt: taps_xt[:, None]}
+LFM2 = Architecture("Lfm2ForCausalLM", "lfm2", OF_LFM2, dense.lfm2_fields, LFM2_OUTSIDE, shaped=CONVOLUTION)
+OF_GPT_OSS = {
+    **names.OTHER_PRE_NORMS,
+    **names.ATTENTION,
+    "attn_sinks.weight": "self_attn.sinks",
+    **names.of_experts(router="router"),
+    **{f"ffn_{part}_exps.bias": f"mlp.experts.{part}_proj_bias" for part in ("gate", "up", "down")},
+}
+GPT_OSS = Architecture(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    OF_GPT_OSS,
+    experts.gpt_oss_fields,
+    is_stacked=True,
+    completed=experts.gate_and_up_joined,
+    stretched=lambda facts: {"truncate": False},
+)
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", DENSE, bias_fields, turned=True),
+    "llama": Architecture("LlamaForCausalLM", "llama", DENSE, dense.bias_fields, turned=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", DENSE),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", DENSE),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", {**DENSE, **EXPERTS}, qwen2_moe_fields),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", {**DENSE, **EXPERTS}, qwen3_moe_fields),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM", "gemma2", {**ATTENTION, **MLP, **SANDWICH_NORMS}, gemma_fields, less_one=True
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {**DENSE, **names.QWEN_EXPERTS},
+        experts.qwen2_moe_fields,
+        shaped={"ffn_gate_inp_shexp": with_an_axis},
     ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM", "gemma3_text", {**ATTENTION, **MLP, **SANDWICH_NORMS}, gemma_fields, less_one=True
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", {**DENSE, **names.QWEN_EXPERTS}, experts.qwen3_moe_fields
     ),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", {**PRE_NORMS, **FUSED, **FUSED_MLP}, phi3_fields),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", {**ATTENTION, **MLP, **POST_NORMS}),
-    "glm4": Architecture("Glm4ForCausalLM", "glm4", {**ATTENTION, **FUSED_MLP, **GLM4_NORMS}, glm4_fields),
-    "command-r": Architecture("CohereForCausalLM", "cohere", PARALLEL, cohere_fields),
-    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", PARALLEL, cohere2_fields),
-    "granite": Architecture("GraniteForCausalLM", "granite", DENSE, granite_fields, turned=True),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", DENSE, bias_fields, turned=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", OF_GEMMA, dense.gemma_fields, less_one=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", OF_GEMMA, dense.gemma_fields, less_one=True),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", "phi3", {**names.PRE_NORMS, **names.FUSED, **names.FUSED_MLP}, dense.phi3_fields
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", OF_OLMO),
+    "glm4": Architecture(
+        "Glm4ForCausalLM", "glm4", {**names.ATTENTION, **names.FUSED_MLP, **names.GLM4_NORMS}, dense.glm4_fields
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        {**names.OTHER_PRE_NORMS, **names.ATTENTION, **names.MLP, **names.DEEPSEEK_EXPERTS},
+        experts.glm4_moe_fields,
+    ),
+    "gpt-oss": GPT_OSS,
+    "lfm2": LFM2,
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        {**OF_LFM2, **names.of_experts("feed_forward", ("w1", "w3", "w2"), correction="expert_bias")},
+        experts.lfm2_moe_fields,
+        LFM2_OUTSIDE,
+        shaped=CONVOLUTION,
+    ),
+    "command-r": Architecture("CohereForCausalLM", "cohere", names.PARALLEL, dense.cohere_fields),
+    "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", names.PARALLEL, dense.cohere2_fields),
+    "granite": Architecture("GraniteForCausalLM", "granite", DENSE, dense.granite_fields, turned=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", DENSE, dense.bias_fields, turned=True),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        {**names.OTHER_PRE_NORMS, **names.ATTENTION, **names.MLP},
+        dense.seed_oss_fields,
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", "exaone4", OF_OLMO, dense.exaone4_fields),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM", "minimax_m2", {**DENSE, **names.MINIMAX_EXPERTS}, experts.minimax_fields
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", DENSE, dense.ernie_fields),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        {**DENSE, **names.ERNIE_EXPERTS},
+        experts.ernie_moe_fields,
+        shaped={"exp_probs_b": with_an_axis},
+    ),
+    "apertus": Architecture(
+        "ApertusForCausalLM",
+        "apertus",
+        {**names.APERTUS_NORMS, **names.ATTENTION, **names.UNGATED_MLP},
+        dense.apertus_fields,
+        completed=dense.with_xielu,
+    ),
+    "arcee": Architecture(
+        "ArceeForCausalLM",
+        "arcee",
+        {**names.PRE_NORMS, **names.ATTENTION, **names.UNGATED_MLP},
+        dense.arcee_fields,
+        turned=True,
+    ),
 }
 """`general.architecture` -> what it is here."""
-MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", {**DENSE, **MIXTRAL_EXPERTS}, mixtral_fields, turned=True)
+MIXTRAL = Architecture(
+    "MixtralForCausalLM", "mixtral", {**DENSE, **names.MIXTRAL_EXPERTS}, experts.mixtral_fields, turned=True
+)
+OLMO3 = Architecture("Olmo3ForCausalLM", "olmo3", OF_OLMO, dense.olmo3_fields)
+VARIANTS: Mapping[str, Mapping[str, Architecture]] = {
+    "llama": {"expert_count": MIXTRAL},
+    "olmo2": {"attention.sliding_window": OLMO3},
+}
+"""`general.architecture` of several models -> a fact of its own that one of them has -> that model."""
 
 
 def architecture_of(facts: Facts) -> Architecture:
     """What the file holds. Raises CheckpointError for what has no counterpart."""
     name = facts.architecture
-    if name == "llama" and facts.whole("llama.expert_count"):
-        return MIXTRAL
+    for fact, variant in VARIANTS.get(name, {}).items():
+        if facts.all.get(facts.own_name(fact)):
+            return variant
     if name not in ARCHITECTURES:
         kind = facts.text("general.type", "model")
         what = f"the architecture {name!r}" if kind == "model" else f"a {kind} of the architecture {name!r}"

@@ -1,5 +1,6 @@
 """Facts of a GGUF file -> config.json and generation_config.json of the same model."""
 
+import math
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
@@ -8,15 +9,20 @@ from jaxpaged.params.gguf_folder.architectures import Architecture
 from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
 from jaxpaged.params.gguf_folder.tokenizer import CONTROL
 
-END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
+END_TOKENS = tuple(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <|eom_id|> <|return|> <|call|> "
+    "<|observation|>".split()
+)
 """Control tokens that end an answer, whatever else the file says of the end."""
+OF_HARMONY, END_OF_MESSAGE = ("<|return|>", "<|call|>"), "<|end|>"
+"""Where GPT-OSS ends an answer, of which it has several messages."""
 
 
 def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, Any]) -> dict[str, Any]:
     """config.json. `modules` says how matrices are stored (`schemes/gguf.py`). Raises CheckpointError."""
     own, heads = facts.own_count, facts.own_count("attention.head_count")
     head_dim = head_size(facts)
-    if own("attention.value_length", head_dim) != head_dim:
+    if not architecture.has_own_sizes and own("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{facts.path}: keys and values have other sizes, which is not read from GGUF files.")
     return {
         "architectures": [architecture.name],
@@ -25,14 +31,14 @@ def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, A
         "vocab_size": facts.tensor("token_embd.weight").shape[0],
         "hidden_size": own("embedding_length"),
         "intermediate_size": own("feed_forward_length"),
-        "num_hidden_layers": own("block_count"),
+        "num_hidden_layers": facts.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": own("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": facts.own_number("attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": own("context_length"),
         "tie_word_embeddings": "output.weight" not in facts.tensors,
-        **rope_fields(facts),
+        **rope_fields(facts, architecture),
         **architecture.fields(facts),
         **token_ids(facts),
         "quantization_config": {"quant_method": "gguf", "modules": modules},
@@ -51,7 +57,7 @@ def dtype_of(facts: Facts) -> str:
     return "float16" if kinds == {"F16"} else "bfloat16"
 
 
-def rope_fields(facts: Facts) -> dict[str, Any]:
+def rope_fields(facts: Facts, architecture: Architecture) -> dict[str, Any]:
     """How positions rotate. Factors of single frequencies, which some files have as a tensor, are longrope's."""
     head_dim = head_size(facts)
     rotated = facts.own_count("rope.dimension_count", head_dim)
@@ -84,14 +90,17 @@ def rope_fields(facts: Facts) -> dict[str, Any]:
     elif kind in ("linear", "yarn") and factor:
         found["rope_scaling"] = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
-            found["rope_scaling"] |= yarn_fields(facts, original, attention)
+            found["rope_scaling"] |= yarn_fields(facts, factor, original, attention) | architecture.stretched(facts)
     elif kind not in ("none", "linear", "yarn", "longrope"):
         raise CheckpointError(f"{facts.path}: positions are stretched by {kind!r}, which is not read from GGUF files.")
-    return found
+    return found if "rope_scaling" in found else {**found, "rope_parameters": {"rope_type": "default"}}
 
 
-def yarn_fields(facts: Facts, original: int | None, attention: float | None) -> dict[str, Any]:
+def yarn_fields(facts: Facts, factor: float, original: int | None, attention: float | None) -> dict[str, Any]:
     """What yarn has besides its factor."""
+    said, by_yarn = facts.own_number("rope.scaling.yarn_attn_factor", 1.0), 0.1 * math.log(factor) + 1
+    if said != 1 and not math.isclose(said, by_yarn, rel_tol=1e-4):
+        raise facts.error(facts.own_name("rope.scaling.yarn_attn_factor"), said, f"1, or {by_yarn:.4f} as yarn has it")
     if attention not in (None, 1.0):
         raise facts.error(facts.own_name("rope.scaling.attn_factor"), attention, "1 beside yarn")
     named = {f"beta_{which}": facts.own_number(f"rope.scaling.yarn_beta_{which}") for which in ("fast", "slow")}
@@ -109,6 +118,8 @@ def token_ids(facts: Facts) -> dict[str, Any]:
     ends = [facts.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = facts.texts("tokenizer.ggml.tokens"), facts.numbers("tokenizer.ggml.token_type")
     by_text = {token: i for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind == CONTROL}
+    if all(token in by_text for token in OF_HARMONY):
+        by_text.pop(END_OF_MESSAGE, None)
     ends += [by_text.get(token) for token in END_TOKENS]
     found: dict[str, Any] = {"eos_token_id": sorted({end for end in ends if end is not None})}
     begin = facts.whole("tokenizer.ggml.bos_token_id")

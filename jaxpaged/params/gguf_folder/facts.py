@@ -69,13 +69,19 @@ class Facts:
     def own_name(self, name: str) -> str:
         return f"{self.architecture}.{name}"
 
+    @property
+    def num_layers(self) -> int:
+        """Of the model, without those behind it that predict further tokens."""
+        further = self.whole(self.own_name("nextn_predict_layers")) or 0
+        return self.own_count("block_count") - further
+
     def own_count(self, name: str, default: int | None = None) -> int:
-        """A whole number, or a list of one for each layer, which must be equal."""
+        """A whole number, or a list of one for each layer, which must be equal where there are any."""
         full = self.own_name(name)
         self.read.add(full)
         found = self.all.get(full)
         if isinstance(found, np.ndarray):
-            different = sorted(set(found.tolist()))
+            different = sorted({*found.tolist()} - {0})
             if len(different) != 1:
                 raise CheckpointError(
                     f"{self.path}: {full} is {different[:4]}, another number in different layers. Such models are not "

@@ -11,6 +11,7 @@ It is named by what the system says of the file, so another file has another fol
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -26,6 +27,9 @@ from jaxpaged.params.gguf_folder.places import Place, places_and_vectors
 from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS
 from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
 from jaxpaged.params.safetensors_writer import safetensors_of
+
+OTHER_EXPERT = re.compile(r"\.experts\.[1-9]")
+"""In names of modules: experts of a block are stored alike, and the first one says how."""
 
 
 def make_folder(path: Path, cache: Path | None = None) -> Path:
@@ -77,7 +81,7 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
     modules = {
         place.name.removesuffix(".weight"): [place.tensor.type.name, place.turned_heads]
         for place in places
-        if place.has_scheme
+        if place.has_scheme and not OTHER_EXPERT.search(place.name)
     }
     config = config_fields(facts, architecture, modules)
     facts.refuse_unread()

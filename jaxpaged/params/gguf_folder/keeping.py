@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxpaged.params.gguf_folder.places_file import is_gguf_folder
 
-VERSION = 2
+VERSION = 3
 """Of what is written: a folder of another one is made anew."""
 MAX_BYTES = 1 << 30
 """Of all folders of a cache; each has a few megabytes."""

@@ -15,29 +15,30 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.formats.gguf.blocks import DECODERS, PLAIN
 from jaxpaged.params.formats.gguf.reader import GgufTensor
-from jaxpaged.params.gguf_folder.architectures import OUTSIDE, Architecture
+from jaxpaged.params.gguf_folder.architectures import Architecture
 from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
 from jaxpaged.params.schemes.gguf import rows_in_file
 
-LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
-WHOLE = re.compile(r"(\w+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d{1,5})\.([\w.]+)\.(weight|bias)")
+LAYER_NUMBER = re.compile(r"blk\.(\d{1,5})\.")
+WHOLE = re.compile(r"([\w.]+)\.(weight|bias)")
 ROPE = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
 """Tensors that say how positions rotate (`description.py`)."""
 QUERY, KEY = "attn_q", "attn_k"
-GATE_OF_SHARED = "ffn_gate_inp_shexp"
-"""A vector that a checkpoint has as a matrix of one row."""
 
 
 @dataclass(frozen=True)
 class Place:
     """A matrix of a checkpoint, or one of an expert, in a file: `shape` is that of its rows there, in bytes where they
-    are in blocks. `turned_heads` as in `schemes/gguf.py`."""
+    are in blocks. `turned_heads` as in `schemes/gguf.py`. `is_apart`: a checkpoint that nobody quantised has it in one
+    tensor with others."""
 
     name: str
     tensor: GgufTensor
     shape: tuple[int, int]
     begin: int
     turned_heads: int
+    is_apart: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -45,32 +46,45 @@ class Place:
 
     @property
     def has_scheme(self) -> bool:
-        return self.turned_heads > 0 or self.tensor.type.name not in PLAIN
+        return self.is_apart or self.turned_heads > 0 or self.tensor.type.name not in PLAIN
 
 
 def places_and_vectors(facts: Facts, architecture: Architecture) -> tuple[list[Place], dict[str, np.ndarray]]:
-    """(matrices, vectors) of all tensors. Raises CheckpointError for those that are unknown, or of types that are not
-    read."""
+    """(matrices, vectors) of all tensors but those of layers behind the model. Raises CheckpointError for those that
+    are unknown, or of types that are not read."""
     places, vectors = list[Place](), dict[str, np.ndarray]()
     for tensor in facts.tensors.values():
-        if ROPE.fullmatch(tensor.name):
+        if ROPE.fullmatch(tensor.name) or is_further(tensor, facts):
             continue
-        kind, own_name, name = checkpoint_name(tensor, facts, architecture)
+        kind, own_name, found = checkpoint_names(tensor, facts, architecture)
         heads = turned_heads(facts, own_name) if architecture.turned else 0
-        if kind == "bias" or len(tensor.shape) == 1:
-            vectors[name] = vector_of(tensor, own_name, heads, architecture.less_one)
+        shaped = architecture.shaped.get(own_name)
+        if kind == "bias" or len(tensor.shape) == 1 or shaped:
+            vector = vector_of(tensor, own_name, heads, architecture.less_one)
+            vectors[found[0]] = shaped(vector) if shaped else vector
         else:
-            places += places_of(name, tensor, heads)
-    return places, vectors
+            places += places_of(found, tensor, heads, architecture.is_stacked)
+    return places, architecture.completed(facts, vectors)
 
 
-def checkpoint_name(tensor: GgufTensor, facts: Facts, architecture: Architecture) -> tuple[str, str, str]:
+def is_further(tensor: GgufTensor, facts: Facts) -> bool:
+    """Whether it is of a layer that predicts further tokens, which is not read."""
+    found = LAYER_NUMBER.match(tensor.name)
+    return found is not None and int(found[1]) >= facts.num_layers
+
+
+def checkpoint_names(tensor: GgufTensor, facts: Facts, architecture: Architecture) -> tuple[str, str, tuple[str, ...]]:
     """("weight" or "bias", the file's name inside of a layer, the checkpoint's name), with braces for numbers of
-    experts. CheckpointError for a tensor that no such model has."""
-    if (found := LAYER.fullmatch(tensor.name)) and found[2] in architecture.layer:
-        return found[3], found[2], f"model.layers.{found[1]}.{architecture.layer[found[2]]}.{found[3]}"
-    if (found := WHOLE.fullmatch(tensor.name)) and found[1] in OUTSIDE:
-        return found[2], found[1], f"{OUTSIDE[found[1]]}.{found[2]}"
+    experts; several names of matrices one after the other. CheckpointError for a tensor that no such model has."""
+    start, own, known = "", WHOLE.fullmatch(tensor.name), architecture.outside
+    if found := LAYER.fullmatch(tensor.name):
+        start, own, known = f"model.layers.{found[1]}.", WHOLE.fullmatch(f"{found[2]}.{found[3]}"), architecture.layer
+    if own and (whole := known.get(own[0])):
+        assert isinstance(whole, str)
+        return own[2], own[1], (f"{start}{whole}",)
+    if own and (stems := known.get(own[1])):
+        stems = (stems,) if isinstance(stems, str) else stems
+        return own[2], own[1], tuple(f"{start}{stem}.{own[2]}" for stem in stems)
     raise CheckpointError(
         f"{tensor.path} holds {tensor.name}, which is no part of the architecture {facts.architecture} as it is known "
         "here. Serve the model's safetensors version."
@@ -88,13 +102,12 @@ def vector_of(tensor: GgufTensor, own_name: str, heads: int, less_one: bool) -> 
     vector = numbers_of(tensor).reshape(tensor.shape)
     if heads:
         return vector[rows_in_file(len(vector), heads)]
-    if own_name == GATE_OF_SHARED:
-        return vector[None]
     return vector - np.float32(1) if less_one and own_name.endswith("norm") else vector
 
 
-def places_of(name: str, tensor: GgufTensor, heads: int) -> Iterator[Place]:
-    """A matrix, or those of all experts one behind the other. CheckpointError for types that are not read."""
+def places_of(names: tuple[str, ...], tensor: GgufTensor, heads: int, is_apart: bool) -> Iterator[Place]:
+    """A matrix, or those of all experts one behind the other, each of which may be several. CheckpointError for types
+    that are not read."""
     kind = tensor.type.name
     if kind not in PLAIN and kind not in DECODERS:
         raise CheckpointError(
@@ -102,10 +115,14 @@ def places_of(name: str, tensor: GgufTensor, heads: int) -> Iterator[Place]:
             "are. Choose a file of another quantisation."
         )
     *stacked, outputs, inputs = tensor.shape
-    if len(stacked) != name.count("{}"):
+    if len(stacked) != names[0].count("{}") or outputs % len(names):
         raise CheckpointError(
-            f"{tensor.path}: {tensor.name} has the shape {tensor.shape}, which is not that of {name}."
+            f"{tensor.path}: {tensor.name} has the shape {tensor.shape}, which is not that of {names[0]}."
         )
+    outputs //= len(names)
     shape = (outputs, inputs if kind in PLAIN else tensor.row_bytes)
+    begin = tensor.begin
     for i in range(stacked[0] if stacked else 1):
-        yield Place(name.format(i), tensor, shape, tensor.begin + i * outputs * tensor.row_bytes, heads)
+        for name in names:
+            yield Place(name.format(i), tensor, shape, begin, heads, is_apart and bool(stacked))
+            begin += outputs * tensor.row_bytes

@@ -34,8 +34,22 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "SmolLM3ForCausalLM": "smollm3",
+    "SeedOssForCausalLM": "seed_oss",
+    "Exaone4ForCausalLM": "exaone4",
+    "Olmo3ForCausalLM": "olmo2",
+    "ArceeForCausalLM": "arcee",
+    "ApertusForCausalLM": "apertus",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "GptOssForCausalLM": "gpt-oss",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
 }
-TURNED = {"llama", "granite", "smollm3"}
+TURNED = {"llama", "granite", "smollm3", "arcee"}
+NAMED_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
+"""Architectures whose norm behind attention is called so, whatever it is of."""
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -62,6 +76,25 @@ NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.router": "ffn_gate_inp",
+    "attention_layernorm": "attn_norm",
+    "feedforward_layernorm": "ffn_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "conv.conv": "shortconv.conv",
 }
 OF_EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -81,12 +114,25 @@ CHANGES: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "use_sliding_window": False,
     },
+    "lfm2": {"intermediate_size": 80, "block_auto_adjust_ff_dim": False, "block_multiple_of": None},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "exaone4": {"head_dim": None},
+    "exaone4_full": {"head_dim": None, "sliding_window_pattern": None},
+    "olmo3": {"head_dim": None},
+    "ernie4_5": {"rope_theta": 500_000.0},
+    "ernie4_5_moe": {"rope_theta": 500_000.0},
+    "glm4_moe": {"norm_topk_prob": True},
+    "arcee": {"attention_bias": False, "mlp_bias": False},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }
 """Name of a checkpoint -> what a GGUF file of it can say, where it cannot say what the checkpoint does."""
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return {field: value for field, value in {**CONFIGS[name], **CHANGES.get(name, {})}.items() if value is not None}
+    changes = CHANGES.get(name, {})
+    left = {field for field, value in changes.items() if value is None}
+    return {field: value for field, value in {**CONFIGS[name], **changes}.items() if field not in left}
 
 
 def tensors_of_checkpoint(name: str) -> dict[str, np.ndarray]:
@@ -95,7 +141,8 @@ def tensors_of_checkpoint(name: str) -> dict[str, np.ndarray]:
 
 
 def scaling_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    found = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    return found.get("full_attention", found)
 
 
 def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,12 +159,13 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": hf.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(hf.get("rms_norm_eps", 1e-6)),
+        "attention.layer_norm_rms_epsilon": float(hf.get("rms_norm_eps", hf.get("norm_eps", 1e-6))),
         **({"attention.layer_norm_epsilon": hf.get("layer_norm_eps", 1e-5)} if "logit_scale" in hf else {}),
         "rope.freq_base": float(scaling_of(hf).get("rope_theta", hf.get("rope_theta", 10000.0))),
         "rope.dimension_count": int(head_dim * (scaling_of(hf) | hf).get("partial_rotary_factor", 1)),
         "vocab_size": hf["vocab_size"],
     }
+    own["rope.dimension_count"] = hf.get("rotary_dim", own["rope.dimension_count"])
     optional = {
         "num_local_experts": "expert_count",
         "num_experts": "expert_count",
@@ -135,6 +183,19 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window_pattern": "attention.sliding_window_pattern",
         "rope_local_base_freq": "rope.freq_base_swa",
         "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "moe_num_experts": "expert_count",
+        "n_routed_experts": "expert_count",
+        "moe_k": "expert_used_count",
+        "n_shared_experts": "expert_shared_count",
+        "moe_num_shared_experts": "expert_shared_count",
+        "moe_layer_start_index": "leading_dense_block_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "num_dense_layers": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "n_group": "expert_group_count",
+        "topk_group": "expert_group_used_count",
+        "conv_L_cache": "shortconv.l_cache",
     }
     own |= {theirs: hf[ours] for ours, theirs in optional.items() if hf.get(ours) is not None}
     scaling = scaling_of(hf)
@@ -143,7 +204,31 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         own |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
         if "original_max_position_embeddings" in scaling:
             own["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
+        betas = {f"rope.scaling.yarn_{name}": scaling[name] for name in ("beta_fast", "beta_slow") if name in scaling}
+        own |= {name: float(value) for name, value in betas.items()}
+    own |= of_one_kind(arch, hf)
     return {"general.architecture": arch, **{f"{arch}.{name}": value for name, value in own.items()}}
+
+
+def of_one_kind(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts that converters write of some architectures only."""
+    own: dict[str, Any] = {}
+    if arch in ("gpt-oss", "minimax-m2"):
+        own["expert_feed_forward_length"] = hf["intermediate_size"]
+    if arch in ("minimax-m2", "glm4moe", "lfm2moe"):
+        own["expert_gating_func"] = 2
+    if arch == "ernie4_5-moe":
+        own |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": 48}
+    if arch in ("lfm2", "lfm2moe"):
+        kv_heads, kinds = hf["num_key_value_heads"], hf["layer_types"]
+        own["attention.head_count_kv"] = [kv_heads if kind == "full_attention" else 0 for kind in kinds]
+    if arch in ("olmo2", "exaone4") and hf.get("sliding_window"):
+        every = hf.get("sliding_window_pattern", 4)
+        kinds = hf.get("layer_types") or [
+            "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(hf["num_hidden_layers"])
+        ]
+        own["attention.sliding_window_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
+    return own
 
 
 def attention_factor(hf: Mapping[str, Any]) -> dict[str, float]:
@@ -165,16 +250,21 @@ def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
     arch = ARCHITECTURES[hf["architectures"][0]]
     names = {
         **NAMES,
-        "post_attention_layernorm": "ffn_norm" if "gemma" not in arch and arch != "olmo2" else "post_attention_norm",
+        "post_attention_layernorm": "post_attention_norm" if arch in NAMED_AFTER_ATTENTION else "ffn_norm",
     }
     made: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for full, tensor in tensors.items():
+        if ".act_fn." in full:
+            continue  # they are facts
         stem, end = full.rsplit(".", 1)
         layer = ""
         if stem.startswith("model.layers."):
             _, _, number, stem = stem.split(".", 3)
             layer = f"blk.{number}."
+        if found := whole_tensors(stem, end, tensor):
+            made |= {f"{layer}{name}": own for name, own in found.items()}
+            continue
         if ".experts." in stem:
             _, number, projection = stem.rsplit(".", 2)
             experts.setdefault(f"{layer}ffn_{OF_EXPERT[projection]}_exps.weight", {})[int(number)] = tensor
@@ -185,9 +275,28 @@ def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
             tensor = turned(tensor, hf.get(heads, hf["num_attention_heads"]))
         if "gemma" in arch and name.endswith("norm"):
             tensor = tensor + np.float32(1)
+        tensor = tensor[:, 0] if name == "shortconv.conv" else tensor
         made[f"{layer}{name}.{end}"] = tensor[0] if name == "ffn_gate_inp_shexp" else tensor
     stacks = {name: np.stack([own[i] for i in range(len(own))]) for name, own in experts.items()}
     return {**made, **stacks, **rope_tensors(hf)}
+
+
+def whole_tensors(stem: str, end: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Tensors whose names have no ending in the checkpoint, as they are in the file; none for others."""
+    if end in ("e_score_correction_bias", "expert_bias"):
+        return {"exp_probs_b.bias": tensor.reshape(-1)}
+    if end in ("sinks", "attention_sink_bias"):
+        return {"attn_sinks.weight": tensor}
+    if end == "gate_up_proj_bias":
+        return {"ffn_gate_exps.bias": tensor[:, ::2], "ffn_up_exps.bias": tensor[:, 1::2]}
+    if end == "down_proj_bias":
+        return {"ffn_down_exps.bias": tensor}
+    if end == "gate_up_proj":
+        outputs_first = tensor.swapaxes(1, 2)
+        return {"ffn_gate_exps.weight": outputs_first[:, ::2], "ffn_up_exps.weight": outputs_first[:, 1::2]}
+    if end == "down_proj":
+        return {"ffn_down_exps.weight": tensor.swapaxes(1, 2)}
+    return {}
 
 
 def rope_tensors(hf: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -212,8 +321,18 @@ def rope_tensors(hf: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def write_gguf_checkpoint(name: str, path: Path, facts: Mapping[str, Any] | None = None) -> Path:
     """The checkpoint of that name as a GGUF file of float32 tensors, with further facts."""
-    hf = config_of(name)
-    return write_gguf(path, {**facts_of(hf), **(facts or {})}, tensors_of(hf, tensors_of_checkpoint(name)))
+    hf, tensors = config_of(name), tensors_of_checkpoint(name)
+    found = {**facts_of(hf), **xielu_facts(tensors), **(facts or {})}
+    return write_gguf(path, found, tensors_of(hf, tensors))
+
+
+def xielu_facts(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Numbers of Apertus's activations, of all layers in order."""
+    found: dict[str, list[float]] = {}
+    for name, tensor in tensors.items():
+        if ".act_fn." in name:
+            found.setdefault(f"xielu.{name.rsplit('.', 1)[1]}", []).append(float(tensor.reshape(())))
+    return {name: np.array(numbers, np.float32) for name, numbers in found.items()}
 
 
 def write_hf_checkpoint(name: str, folder: Path) -> Path:

@@ -35,6 +35,19 @@ NAMES = [
     "glm4",
     "cohere",
     "cohere2",
+    "seed_oss",
+    "exaone4",
+    "exaone4_full",
+    "olmo3",
+    "arcee",
+    "apertus",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "glm4_moe",
+    "gpt_oss",
+    "lfm2",
+    "lfm2_moe",
 ]
 OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
 """Fields that say the same of the checkpoint and of the file in other words, or nothing that is computed with."""

@@ -1,0 +1,63 @@
+"""What llama.cpp calls tensors of a layer, blk.N.NAME, and what a checkpoint does, model.layers.N.NAME.
+
+A name with an ending, `attn_sinks.weight`, is the whole of one, and so is then what it stands for. Braces stand for the
+number of an expert; a tensor that has several matrices, one after the other, has as many names.
+"""
+
+from collections.abc import Mapping
+
+Names = Mapping[str, str | tuple[str, ...]]
+
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+UNGATED_MLP = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+OTHER_PRE_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+"""The same, where llama.cpp calls the second after what is before it."""
+POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+SANDWICH_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
+APERTUS_NORMS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
+FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+DENSE = {**PRE_NORMS, **ATTENTION, **MLP}
+PARALLEL = {"attn_norm": "input_layernorm", **ATTENTION, **MLP}
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+"""Of tensors that are in no layer."""
+CORRECTION = "exp_probs_b.bias"
+"""What is added to scores where experts are chosen."""
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def of_experts(
+    block: str = "mlp", projections: tuple[str, str, str] = PROJECTIONS, router: str = "gate", correction: str = ""
+) -> dict[str, str]:
+    """The names of a block of experts; `correction` is the end of its name."""
+    kinds = ("gate", "up", "down")
+    names = {f"ffn_{kind}_exps": f"{block}.experts.{{}}.{one}" for kind, one in zip(kinds, projections, strict=True)}
+    found = {"ffn_gate_inp": f"{block}.{router}", **names}
+    return {**found, CORRECTION: f"{block}.{correction}"} if correction else found
+
+
+def of_shared(block: str) -> dict[str, str]:
+    """The names of the experts of all tokens."""
+    return {f"ffn_{kind}_shexp": f"mlp.{block}.{kind}_proj" for kind in ("gate", "up", "down")}
+
+
+QWEN_EXPERTS = {**of_experts(), **of_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+MIXTRAL_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"))
+MINIMAX_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"), correction="e_score_correction_bias")
+DEEPSEEK_EXPERTS = {**of_experts(correction="gate.e_score_correction_bias"), **of_shared("shared_experts")}
+ERNIE_EXPERTS = {**of_experts(correction="moe_statics.e_score_correction_bias"), **of_shared("shared_experts")}
