@@ -45,7 +45,8 @@ def programs(op: str, backend: str) -> Iterator[tuple[str, Program]]:
 
 
 def tuned_products() -> Iterator[tuple[str, Program]]:
-    """(name, program) of the products that a GPU's kernel for few rows is tuned for, on whichever device."""
+    """(name, program) of the products that a GPU's kernel for few rows is tuned for, on whichever device, and of some
+    others that it takes."""
     from pallas_kernels.few_rows_matmul import gpu  # Pallas takes a quarter of a second to import
 
     for key, tiles in gpu.tuned().items():
@@ -56,6 +57,36 @@ def tuned_products() -> Iterator[tuple[str, Program]]:
         weight = _weight((F // 2, 2, D) if gated else (F, D), bits)
         function = partial(gpu.product, dtype="bfloat16", tiles=tiles)
         yield key, Program(function, (_struct((T, D), "bfloat16"), weight))
+    yield from _products_in_groups()
+
+
+def _products_in_groups() -> Iterator[tuple[str, Program]]:
+    """The same of weights as checkpoints have them in groups, for which there are default tiles."""
+    for T, kind, group, has_zeros, outputs in (
+        (8, "uint8", 128, False, (4096,)),
+        (8, "uint8", 128, False, (14336, 2)),
+        (16, "uint8", 32, True, (14336, 2)),
+        (32, "uint8", 64, True, (6144,)),
+        (64, "uint8", 128, False, (6144,)),
+        (64, "uint8", 128, True, (14336, 2)),
+        (8, "int8", 128, True, (4096,)),
+        (32, "float8_e4m3fn", 128, False, (6144,)),
+        (64, "float8_e4m3fn", 128, False, (14336, 2)),
+    ):
+        D, is_packed = 4096, kind == "uint8"
+        of_groups = _struct((D // group, *outputs), "float32")
+        values = _struct((*outputs, D // (1 + is_packed)), kind)
+        weight = ScaledWeight(values, of_groups, of_groups if has_zeros else None, groups_first=True)
+        function = partial(_product_by_own_tiles, is_gated=len(outputs) > 1)
+        zeros = ", zeros" if has_zeros else ""
+        name = f"{T} rows, {' x '.join(map(str, outputs))} x {D}, {kind} in groups of {group}{zeros}"
+        yield name, Program(function, (_struct((T, D), "bfloat16"), weight))
+
+
+def _product_by_own_tiles(x_TD: jax.Array, weight: ScaledWeight, is_gated: bool) -> jax.Array:
+    from pallas_kernels.few_rows_matmul import gpu
+
+    return gpu.product(x_TD, weight, "bfloat16", gpu.tiles_of(x_TD, weight, is_gated))
 
 
 def _weight(shape: tuple[int, ...], bits: str | None) -> Any:

@@ -175,10 +175,24 @@ def speed_of(llm: Any, load: tuple[int, int, int], adapters: Sequence[Any] = ())
     return {"load": load, "tokens/s": tokens, "ms a decode step": step}
 
 
+W4A16 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+CHECKPOINTS = {
+    "w4a16": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4A16}},
+    },
+    "fp8 blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+"""What config.json says of weights that lie in a file in few bits."""
+
+
 def measure_quantised(options: argparse.Namespace, bits: str) -> list[dict[str, Any]]:
-    """As `measure_speed`, for weights of 8 or 4 bits and some of its loads."""
+    """As `measure_speed`, for weights of 8 or 4 bits and some of its loads; or for those of a checkpoint."""
     lines, tiny, begin = Lines(options.out), options.model == "tiny", time.perf_counter()
-    llm = open_engine(options.model, quantization=bits)
+    of_checkpoint = {"hf_overrides": {"quantization_config": CHECKPOINTS[bits]}} if bits in CHECKPOINTS else {}
+    llm = open_engine(options.model, **(of_checkpoint or {"quantization": bits}))
     lines.append({"made, s": time.perf_counter() - begin})
     for load in TINY_LOADS if tiny else (LOADS[0], LOADS[2]):
         lines.append(speed_of(llm, load))
@@ -539,6 +553,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = 
     "speed": measure_speed,
     "quantised int8": partial(measure_quantised, bits="int8"),
     "quantised int4": partial(measure_quantised, bits="int4"),
+    **{f"quantised {bits}": partial(measure_quantised, bits=bits) for bits in CHECKPOINTS},
     "lora": measure_lora,
     "minute": measure_first_minute,
     "profile": measure_profile,

@@ -11,7 +11,8 @@ Parts, in this order, each in processes of its own, as far as the minutes go:
               later parts use; FOLDER/few_rows.json is the next pallas_kernels/few_rows_matmul/tuned.json, and what XLA
               found lies in FOLDER/autotuned.txt
     scaled    the same for weights of 8 and 4 bits
-    quantised an engine of the model with weights of 8 and of 4 bits: as `speed` for 1 and 64 requests
+    quantised an engine of the model with weights of 8 and of 4 bits, rounded, and of checkpoints: as `speed` for 1 and
+              64 requests
     speed     an engine of the model with default options: tokens per second and milliseconds of a decode step for 1, 8,
               64 and 256 requests; then the same without each of CHANGES, without all of them, and as it is once more
     lora      an engine with 8 slots for adapters of rank 16: as `speed`, of requests with none, one and eight of them
@@ -138,6 +139,7 @@ def scaled_products_by_xla() -> None:
 
     tuned = {name: tiles for name, tiles in gpu.tuned().items() if not name.endswith("bits")}
     gpu.tuned = lambda: tuned
+    gpu.default_tiles = lambda *given: None
 
 
 def products_apart() -> None:
@@ -260,8 +262,9 @@ def picture_part(options: argparse.Namespace, seconds: float) -> str:
 
 
 def quantised_part(options: argparse.Namespace, report: Report, left: Callable[[], float]) -> None:
-    """Weights of 8 and 4 bits, then of 8 without our kernel."""
-    for bits, undone in (("int8", []), ("int4", []), ("int8", [OF_QUANTISED])):
+    """Weights of 8 and 4 bits, then without our kernel for few rows."""
+    of_checkpoints = [(bits, undone) for bits in ("w4a16", "fp8 blocks") for undone in ([], [OF_QUANTISED])]
+    for bits, undone in (("int8", []), ("int4", []), *of_checkpoints, ("int8", [OF_QUANTISED])):
         if left() > 0:
             title = f"quantised, {bits}{f', without: {undone[0]}' if undone else ''}"
             report.add(title, measured(f"quantised {bits}", options, undone, min(left(), 90)))

@@ -42,7 +42,7 @@ from pallas_kernels.few_rows_matmul import (
     two_plane_matmul,
 )
 from pallas_kernels.few_rows_matmul.reference import in_steps
-from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
+from pallas_kernels.few_rows_matmul.scaled import BITS, SCALES, ScaledWeight
 from pallas_kernels.int4_matmul import GROUP, int4_matmul
 from pallas_kernels.int4_matmul import backends as int4_backends
 from pallas_kernels.quantized_matmul import QuantizedWeight, quantized_matmul
@@ -114,12 +114,12 @@ def product(x_TI: jax.Array, weight: Any, dtype: Any, backend: str) -> jax.Array
 
 def sum_with_product(x_TI: jax.Array, p: Linear, added: jax.Array) -> jax.Array | None:
     """added + x_TI times the weight [T, O] as one kernel; None where there is none for it."""
-    if p.backend != GPU or isinstance(p.weight, StoredArray):
+    if p.backend != GPU:
         return None
     weight_OI = few_rows_weight(p.weight, -1, x_TI.shape[1])
-    if not adds(p.backend, x_TI, weight_OI):
+    if weight_OI is None or not adds(p.backend, x_TI, weight_OI):
         return None
-    return added_matmul(x_TI, weight_OI, added.reshape(len(x_TI), -1), backend=p.backend)
+    return added_matmul(in_stored_order(x_TI, p.weight), weight_OI, added.reshape(len(x_TI), -1), backend=p.backend)
 
 
 def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any, backend: str = XLA) -> jax.Array:
@@ -132,15 +132,25 @@ def matrix_product(x_TI: jax.Array, weight: jax.Array, dtype: Any, backend: str 
     return jnp.einsum("ti,oi->to", x_TI, weight_OI, preferred_element_type=dtype, precision=precision)
 
 
-def few_rows_weight(weight: Any, *shape: int) -> jax.Array | ScaledWeight:
-    """A weight whose axes are merged to `shape`, as `few_rows_matmul` takes it."""
+def few_rows_weight(weight: Any, *shape: int) -> jax.Array | ScaledWeight | None:
+    """A weight whose axes are merged to `shape`, as `few_rows_matmul` takes it; None where it does not."""
     *outputs, num_inputs = shape
     if isinstance(weight, QuantizedArray):
         return ScaledWeight(weight.values.reshape(shape), weight.scales.reshape(*outputs, 1))
     if isinstance(weight, PackedArray):
         packed = weight.packed.reshape(*outputs, num_inputs // 2)
         return ScaledWeight(packed, weight.scales.reshape(*outputs, num_inputs // GROUP))
+    if isinstance(weight, StoredArray):
+        values = weight.values.reshape(*outputs, num_inputs // (1 + weight.is_packed))
+        of_groups = (x if x is None else x.reshape(len(x), *outputs) for x in (weight.scales, weight.zeros))
+        return None if weight.kernel != GPU or weight.split else in_groups(values, *of_groups)
     return weight.reshape(shape)
+
+
+def in_groups(values: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> ScaledWeight | None:
+    """A weight with scales and zeros [C, outputs] of groups of inputs; None: `few_rows_matmul` does not take it."""
+    is_known = str(values.dtype) in BITS and str(scales.dtype) in SCALES
+    return ScaledWeight(values, scales, zeros, groups_first=True) if is_known else None
 
 
 def few_rows_product(
@@ -155,10 +165,12 @@ def few_rows_product(
 
 def silu_product(x_TI: jax.Array, p: Linear) -> jax.Array | None:
     """silu(gate) * up [T, O] of a weight [O, 2, I] that has both, as one kernel; None where there is none for it."""
-    if p.bias is not None or p.lora is not None or p.backend != GPU or isinstance(p.weight, StoredArray):
+    if p.bias is not None or p.lora is not None or p.backend != GPU:
         return None
     weight_O2I = few_rows_weight(p.weight, -1, 2, x_TI.shape[1])
-    return gated_matmul(x_TI, weight_O2I, backend=p.backend) if gates(p.backend, x_TI, weight_O2I) else None
+    if weight_O2I is None or not gates(p.backend, x_TI, weight_O2I):
+        return None
+    return gated_matmul(in_stored_order(x_TI, p.weight), weight_O2I, backend=p.backend)
 
 
 def adapted_product(x_TI: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> jax.Array:
@@ -175,9 +187,9 @@ def adapted_product(x_TI: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> 
         on_device = lambda x_TI, base_TO, lora: with_adapters(x_TI, base_TO, p, lora, dtype)
         out_specs = PartitionSpec(None, split.outputs)
         return over_model_axes(split.mesh, on_device, (whole, out_specs, parts), out_specs)(x_TI, base_TO, lora)
-    ordered_TI, weight = x_TI, p.weight
+    ordered_TI, weight = in_stored_order(x_TI, p.weight), p.weight
     if isinstance(weight, StoredArray):
-        ordered_TI, weight = in_stored_order(x_TI, weight), weight.replace(order=None, split=None)
+        weight = weight.replace(order=None, split=None)
 
     def sum_of_devices(x_TI: jax.Array, ordered_TI: jax.Array, weight: Any, lora: BoundLora) -> jax.Array:
         base_TO = product(ordered_TI, weight, dtype, p.backend)
@@ -283,15 +295,25 @@ def int4_product(x_TI: jax.Array, weight: PackedArray, dtype: Any, backend: str 
 
 
 def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: str = XLA) -> jax.Array:
-    """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`. Its own kernel multiplies."""
+    """x_TI times the weight, whose axes are merged to [O, I] -> [T, O] in `dtype`. Its own kernel multiplies, and few
+    rows on a GPU that of `few_rows_matmul`."""
     x_TI = in_stored_order(x_TI, weight)
     of_groups = [part if part is None else part.reshape(part.shape[0], -1) for part in (weight.scales, weight.zeros)]
-    operand, split = QuantizedWeight(weight.values.reshape(-1, x_TI.shape[1]), *of_groups), weight.split
-    if split is None:
+    values_OI = weight.values.reshape(-1, x_TI.shape[1] // (1 + weight.is_packed))
+    operand, split = QuantizedWeight(values_OI, *of_groups), weight.split
+
+    def whole(x_TI: jax.Array, operand: QuantizedWeight) -> jax.Array:
+        if weight.kernel == GPU:
+            scaled = in_groups(operand.values_FD, operand.scale_CF, operand.zero_CF)
+            if scaled is not None and (few_TO := few_rows_product(x_TI, scaled, GPU, dtype)) is not None:
+                return few_TO
         return quantized_matmul(x_TI, operand, backend=weight.kernel).astype(dtype)
 
+    if split is None:
+        return whole(x_TI, operand)
+
     def on_device(x_TI: jax.Array, operand: QuantizedWeight) -> jax.Array:
-        out_TO = quantized_matmul(x_TI, operand, backend=weight.kernel).astype(dtype)
+        out_TO = whole(x_TI, operand)
         return out_TO if split.inputs is None else jax.lax.psum(out_TO, split.inputs)
 
     groups = PartitionSpec(split.inputs, split.outputs)
@@ -302,16 +324,17 @@ def stored_product(x_TI: jax.Array, weight: StoredArray, dtype: Any, backend: st
     return over_model_axes(split.mesh, on_device, in_specs, PartitionSpec(None, split.outputs))(x_TI, operand)
 
 
-def in_stored_order(x_TI: jax.Array, weight: StoredArray) -> jax.Array:
+def in_stored_order(x_TI: jax.Array, weight: Any) -> jax.Array:
     """Inputs as a weight has them, which may be sorted by their groups."""
-    return x_TI if weight.order is None else jnp.take(x_TI, weight.order, axis=1)
+    is_sorted = isinstance(weight, StoredArray) and weight.order is not None
+    return jnp.take(x_TI, weight.order, axis=1) if is_sorted else x_TI
 
 
 def stored_kernel(platform: str, dtype: Any, form: Stored, outputs: int, inputs: int) -> str | None:
     """The kernel that multiplies with a weight of a form; None: only XLA does, which writes it to memory first."""
     struct = jax.ShapeDtypeStruct
     scales, zeros = (struct((inputs // form.group, outputs), jnp.dtype(kind)) for kind in (form.scales, "float32"))
-    values = struct((outputs, inputs), jnp.dtype(form.values))
+    values = struct((outputs, inputs // (1 + form.is_packed)), jnp.dtype(form.values))
     weight = QuantizedWeight(values, scales, zeros if form.has_zeros else None)
     name = choose_stored("auto", platform, struct((LEAST_ROWS, inputs), jnp.dtype(dtype)), weight)
     return None if name == XLA else name

@@ -30,10 +30,12 @@ from jaxpaged.params.kv_scales import LayerScales, stored_scales, without_kv_sca
 from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
 from jaxpaged.params.quantized import (
+    ZERO,
     PackedArray,
     QuantizedArray,
     StoredArray,
     array_bytes,
+    in_bytes,
     is_quantized,
     packed_rows,
     rounded_rows,
@@ -344,8 +346,12 @@ def random_param(key: jax.Array, like: Any, num_first: int) -> Any:
 
 def random_stored(key: jax.Array, like: StoredArray) -> StoredArray:
     """A random parameter in groups: whole numbers from -7 to 7, all types of which have these."""
-    values = jax.random.randint(key, like.shape, -7, 8, jnp.int8).astype(like.values.dtype)
+    values = jax.random.randint(key, like.shape, -7, 8, jnp.int8)
+    if like.is_packed:
+        values = in_bytes((values + ZERO).astype(jnp.uint8).reshape(-1)).reshape(like.values.shape)
+    values = values.astype(like.values.dtype)
     scales = jnp.full(like.scales.shape, 0.005, like.scales.dtype)
-    zeros = None if like.zeros is None else jnp.zeros(like.zeros.shape, jnp.float32)
+    none = ZERO if like.is_packed else 0
+    zeros = None if like.zeros is None else jnp.full(like.zeros.shape, none, jnp.float32)
     order = None if like.order is None else jnp.arange(like.order.shape[0], dtype=jnp.int32)
     return like.replace(values=values, scales=scales, zeros=zeros, order=order)

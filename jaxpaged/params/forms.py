@@ -5,7 +5,8 @@ int8: its products of integers are the fastest that it has, and those of groups 
 stored where a kernel multiplies it, and rows elsewhere: int8 of whole numbers, 8-bit floats of floats.
 
 Numbers of 4-bit floats have 4 bits only where `stored` is asked for: kernels look each one up, which takes a TPU
-several times as long as to read 8 bits.
+several times as long as to read 8 bits. Whole numbers of 4 bits lie two to a byte on a GPU (`PACKED`), as its kernel
+for few rows takes them, where groups are of whole registers of these. Those of experts are `int4`.
 
 Tables of the vocabulary, and what queries absorb of latents, are never in groups: they are read in other ways than by
 one product. Experts have no zeros. Towers have 16 bits.
@@ -20,7 +21,8 @@ from typing import Any
 import jax
 
 from jaxpaged.params.formats.float4 import E2M1
-from jaxpaged.params.quantized import BLOCK, BLOCKS, OF_TOWERS, REFERENCE, Stored, in_words
+from jaxpaged.params.quantized import BLOCK, BLOCKS, INT4, OF_TOWERS, PACKED, REFERENCE, Stored, in_words
+from jaxpaged.params.quantized import GROUP as PACKED_TOGETHER
 from jaxpaged.params.schemes.floats4 import Mxfp4
 from jaxpaged.params.schemes.scheme import Numbers
 from jaxpaged.params.sharding import MESH_AXES_OF
@@ -121,7 +123,16 @@ def stored_form(spec: Spec, numbers: Numbers, sizes: Mapping[str, int], device: 
     if spec.dims.startswith("e") and (has_zeros or has_order):
         return None
     values = "float8_e4m3fn" if numbers.values == E2M1 else numbers.values
+    if values == INT4 and device.platform == "gpu" and can_be_bytes(spec, group, sizes):
+        values = PACKED
     return Stored(values, group, has_zeros, has_order, REFERENCE)
+
+
+def can_be_bytes(spec: Spec, group: int, sizes: Mapping[str, int]) -> bool:
+    """Whether a device's part of a matrix is whole registers of `PACKED` values of its groups, and half of its last
+    axis that of bytes."""
+    last = spec.dims[-1]
+    return group % PACKED_TOGETHER == 0 and sizes[last] % 2 == 0 and spec.dims.count(last) == 1 and spec.dims[0] != "e"
 
 
 def shards_of(mesh_shape: Mapping[str, int]) -> dict[str, int]:

@@ -28,6 +28,7 @@ from jaxpaged.params.quantized import (
     packed_sizes,
     quantize,
     scales_spec,
+    values_sizes,
 )
 from jaxpaged.params.recoding import Losses, rows_of, stored_parts
 from jaxpaged.params.rooms import Rooms
@@ -134,7 +135,7 @@ def place_stored(
 
     Letters: M matrices, I inputs and O outputs of each, C groups of inputs.
     """
-    of_groups, groups = groups_spec(spec, sizes)
+    (of_groups, groups), own = groups_spec(spec, sizes), values_sizes(spec, sizes)
     array = partial(place_array, mesh=mesh, rooms=rooms)
     values_MOI, scales_MOC, zeros_MOC, order_MI = (np.stack(each) for each in zip(*parts, strict=True))
 
@@ -144,7 +145,7 @@ def place_stored(
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return StoredArray(
-        array(spec, values_MOI.reshape([sizes[letter] for letter in spec.stored_dims]), sizes=sizes, dtype=form.values),
+        array(spec, values_MOI.reshape([own[letter] for letter in spec.stored_dims]), sizes=own, dtype=form.values),
         of_inputs(scales_MOC, form.scales),
         of_inputs(zeros_MOC, np.float32) if form.has_zeros else None,
         jax.device_put(order_MI[0], everywhere) if form.has_order else None,

@@ -71,13 +71,15 @@ ROUNDED_TO = {
 """What `--quantization` says of a model in 16 bits -> what its matrices become."""
 LARGEST_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 REFERENCE = "reference"
+INT4, PACKED = "int4", "uint8"
+"""Types of values of 4 bits: each a number, or two to a byte, as `pallas_kernels.int4_matmul` has them."""
 
 
 @dataclass(frozen=True)
 class Stored:
     """What a weight is that a device has as it was stored: values of a type, `group` inputs of an output with a scale
-    in common, and with a zero. `has_order`: groups are of inputs from anywhere. `kernel` multiplies with it. `scales`
-    are of this type."""
+    in common, and with a zero. `PACKED` values are from 0 on, and without zeros `ZERO` stands for zero. `has_order`:
+    groups are of inputs from anywhere. `kernel` multiplies with it. `scales` are of this type."""
 
     values: str
     group: int
@@ -86,18 +88,24 @@ class Stored:
     kernel: str = REFERENCE
     scales: str = "float32"
 
+    @property
+    def is_packed(self) -> bool:
+        return self.values == PACKED
+
 
 def in_words(form: Any) -> str:
     """Of `Spec.quantized`: `rows of int8`, `int4 in groups of 128`, `16 bits`."""
     if form is None:
         return "16 bits"
-    return f"{form.values} in groups of {form.group}" if isinstance(form, Stored) else f"rows of {ROWS.get(form, form)}"
+    if not isinstance(form, Stored):
+        return f"rows of {ROWS.get(form, form)}"
+    return f"{INT4 if form.is_packed else form.values} in groups of {form.group}"
 
 
 @struct.dataclass
 class StoredArray:
     """A matrix [out..., in...]: `values` in its shape, less `zeros`, times `scales`, both [C, out...]; float32, or
-    bfloat16 for scales that are powers of two.
+    bfloat16 for scales that are powers of two. Values of type `PACKED` have half of the last axis.
 
     `order` int32 [in]: which input each place of the values' last axes is of; None: they are in order. `dtype` is the
     name of the type of the weights that it stands for. `split` says over which devices it is (`sharding.Split`); None:
@@ -113,8 +121,12 @@ class StoredArray:
     split: Any = struct.field(pytree_node=False, default=None)
 
     @property
+    def is_packed(self) -> bool:
+        return self.values.dtype == PACKED
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        return (*self.values.shape[:-1], self.values.shape[-1] * (1 + self.is_packed))
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +213,12 @@ def can_be_packed(spec: Spec, sizes: Mapping[str, int]) -> bool:
     last = spec.dims[-1]
     is_read_whole = not IN_8_BITS & set(spec.dims) and not spec.within and spec.dims.count(last) == 1
     return is_read_whole and sizes[last] % LAST_AXIS == 0
+
+
+def values_sizes(spec: Spec, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """Sizes with which `spec` is that of the values of its form."""
+    is_packed = isinstance(spec.quantized, Stored) and spec.quantized.is_packed
+    return packed_sizes(spec, sizes)[0] if is_packed else sizes
 
 
 def packed_sizes(spec: Spec, sizes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -312,6 +330,11 @@ def packed_rows(weight: Any, xp: ModuleType) -> tuple[Any, Any]:
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     scales = (xp.where(-low > high, low, high) / -ZERO).astype(jnp.bfloat16).astype(xp.float32)
     steps = groups / xp.where(scales == 0, xp.float32(1), scales)[..., None]
-    values = xp.clip(xp.rint(steps) + ZERO, 0, 15).astype(xp.uint8)
-    packed = values[..., : GROUP // 2] | (values[..., GROUP // 2 :] << 4)
-    return packed.reshape(num_rows, width // 2), scales
+    return in_bytes(xp.clip(xp.rint(steps) + ZERO, 0, 15).astype(xp.uint8)).reshape(num_rows, width // 2), scales
+
+
+def in_bytes(values: Any) -> Any:
+    """Numbers of 4 bits, uint8 [..., in], two to a byte, [..., in / 2]: see `packed_rows`."""
+    groups = values.reshape(*values.shape[:-1], -1, GROUP)
+    packed = groups[..., : GROUP // 2] | (groups[..., GROUP // 2 :] << 4)
+    return packed.reshape(*values.shape[:-1], -1)

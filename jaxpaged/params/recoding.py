@@ -14,7 +14,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.params.encoded import EncodedMatrix
 from jaxpaged.params.formats.float4 import E2M1, e2m1_of
 from jaxpaged.params.formats.stored_weight import StoredWeight
-from jaxpaged.params.quantized import LARGEST, Stored, float_rows, in_words, rounded_rows
+from jaxpaged.params.quantized import LARGEST, ZERO, Stored, float_rows, in_bytes, in_words, rounded_rows
 
 
 class Losses:
@@ -83,16 +83,20 @@ def exact_rows(stored: StoredWeight, dtype: str) -> tuple[np.ndarray, np.ndarray
 
 
 def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[np.ndarray, ...]:
-    """(values [O, I], scales [O, C], zeros [O, C], order [I]). CheckpointError where the file has what the form has
-    not."""
+    """(values [O, I], or [O, I / 2] of two to a byte, scales [O, C], zeros [O, C], order [I]). CheckpointError where
+    the file has what the form has not."""
     groups = matrix.inputs // form.group
-    values_OI, scales_OC = np.empty(matrix.shape, form.values), np.empty((len(matrix.rows), groups), np.float32)
+    width = matrix.inputs // (1 + form.is_packed)
+    values_OI, scales_OC = (np.empty((len(matrix.rows), n), of) for n, of in ((width, form.values), (groups, "f4")))
     is_float4 = form.values == E2M1
     zeros_OC, order_I = np.zeros_like(scales_OC), np.arange(matrix.inputs, dtype=np.int32)
     orders = dict[int, np.ndarray]()
 
     def take(part: slice, stored: StoredWeight) -> None:
-        values_OI[part] = e2m1_of(stored.values) if is_float4 else stored.values
+        if form.is_packed:
+            values_OI[part] = in_bytes((stored.values + np.int8(ZERO)).view(np.uint8))
+        else:
+            values_OI[part] = e2m1_of(stored.values) if is_float4 else stored.values
         scales_OC[part] = np.repeat(stored.scales, groups // stored.scales.shape[1], axis=1)
         if stored.zeros is not None:
             zeros_OC[part] = np.repeat(stored.zeros, groups // stored.zeros.shape[1], axis=1)
@@ -107,5 +111,7 @@ def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[n
             f"{matrix.file.path}: {matrix.file.name} belongs to a weight with inputs in another order, or zeros, of "
             "which config.json says nothing. Start with --quantized-form rows or 16bit."
         )
+    if form.is_packed:
+        zeros_OC += ZERO
     losses.add(matrix.scheme.title, in_words(form), None, None)
     return values_OI, scales_OC, zeros_OC, order_I

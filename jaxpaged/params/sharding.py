@@ -24,6 +24,7 @@ from jaxpaged.params.quantized import (
     groups_spec,
     packed_sizes,
     scales_spec,
+    values_sizes,
 )
 from jaxpaged.params.spec import Spec
 
@@ -196,7 +197,7 @@ def param_shapes(specs: Any, config: Any, mesh: Mesh, dtype: Any) -> Any:
         inputs = math.prod(stored[letter] for letter in spec.hf_dims.split(" ")[-1])
         order = jax.ShapeDtypeStruct((inputs,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
         return StoredArray(
-            array(spec, form.values),
+            array(spec, form.values, values_sizes(spec, on_devices)),
             of_groups,
             zeros if form.has_zeros else None,
             order if form.has_order else None,

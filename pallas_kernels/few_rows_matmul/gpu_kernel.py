@@ -42,7 +42,7 @@ class Tiles:
 class Form:
     """What a kernel is compiled for. parts: programs that share inputs; their sums are the last of the results, which
     have another axis then. groups: of a row of weights, 0 where there are no scales. is_shrunk: sums are those
-    of whole numbers times `SHRUNK`. interpret: no machine code is there."""
+    of whole numbers times `SHRUNK`. groups_first: see `ScaledWeight`. interpret: no machine code is there."""
 
     folds: int
     parts: int = 1
@@ -50,11 +50,13 @@ class Form:
     has_zeros: bool = False
     is_packed: bool = False
     is_shrunk: bool = False
+    groups_first: bool = False
     interpret: bool = False
 
 
 def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
-    """refs: scales [W, C] or, where there is one for each output, [X]; zeros likewise; what is added; the result."""
+    """refs: scales [W, C] or, where there is one for each output, [X]; [C, X] of all parts of the inputs where groups
+    are first; zeros likewise; what is added; the result."""
     scales, zeros, added_TF, out_TF = apart(refs, form)
     folds, inputs, (T, F), D = form.folds, tiles.inputs, out_TF.shape[-2:], x_UD.shape[1]
     count = ceil_div(D, inputs) // form.parts
@@ -73,12 +75,19 @@ def kernel(x_UD, weight_WB, *refs, tiles: Tiles, rows: int, form: Form):
         group = D // form.groups
         if form.groups == 1:
             return load(ref.at[tile_w], in_w)[:, None]
-        if group % inputs == 0:
-            return load(ref.at[tile_w, lax.div(start, group)], in_w)[:, None]
-        first, count = lax.div(start, group), inputs // group
-        in_c = first + jnp.arange(count) < form.groups if is_ragged else None
-        x_wc1 = load(ref.at[tile_w, pl.ds(first, count)], both(in_w, in_c))[:, :, None]
-        return jnp.broadcast_to(x_wc1, (num_w, count, group // halves)).reshape(num_w, inputs // halves)
+        first, count = lax.div(start, group), max(1, inputs // group)
+        in_c = first + jnp.arange(count) < form.groups if is_ragged and count > 1 else None
+        if form.groups_first:
+            w_w1 = first_f * of_output + jnp.arange(num_w)[:, None]
+            c_wc = lax.rem(w_w1, folds) * form.groups + first + jnp.arange(count)[None, :]
+            place = (c_wc, jnp.broadcast_to(lax.div(w_w1, folds), c_wc.shape))
+        else:
+            place = (tile_w, pl.ds(first, count))
+        x_wc = load(ref.at[place], both(in_w, in_c))
+        if count == 1:
+            return x_wc
+        spread = (num_w, count, group // halves)
+        return jnp.broadcast_to(x_wc[:, :, None], spread).reshape(num_w, inputs // halves)
 
     def inputs_of(half: int, start):
         """Rows of x at those inputs whose weights a half of the bytes has."""
@@ -146,18 +155,17 @@ def as_bfloat16(values_wb: jax.Array, zero: Any, scale: Any, half: int, form: Fo
         # Triton's own way to bfloat16 has a slow instruction a value.
         values = values_wb.astype(jnp.float16).astype(jnp.float32).astype(jnp.bfloat16)
         return values if scale is None else values * scale.astype(jnp.bfloat16)
-    if scale is not None:
-        scale = scale.astype(jnp.bfloat16)
+    scale, zero = (x if x is None else x.astype(jnp.bfloat16) for x in (scale, zero))
     if form.interpret:
         return by_numbers(values_wb, zero, scale, half, form)
     lowest = ZERO if form.is_packed else SIGN
     factor, taken = SHRUNK / LEAST / (16 if half else 1), (0xF0 if half else 0x0F) if form.is_packed else None
     # With zeros that are not powers of two the product with a scale would be rounded twice.
     if zero is not None or scale is None:
-        added = -lowest * SHRUNK
-        if zero is not None:
-            added = (zero if form.is_packed else zero + SIGN) * -SHRUNK
-        values = multiplied_bytes(values_wb, factor, added, taken)
+        takes_zero = form.is_packed and zero is not None
+        values = multiplied_bytes(values_wb, factor, zero * -SHRUNK if takes_zero else -lowest * SHRUNK, taken)
+        if zero is not None and not takes_zero:  # 128 more than a zero that is not whole is another one
+            values -= zero * SHRUNK
         return values if scale is None else values * scale
     return multiplied_bytes(values_wb, scale * factor, scale * (-lowest * SHRUNK), taken)
 

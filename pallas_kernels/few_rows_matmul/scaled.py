@@ -22,12 +22,13 @@ class ScaledWeight:
 
     values: int8 or float8_e4m3fn [F, D], or uint8 [F, D / 2], two of 4 bits to a byte. With a gate and an up for each
     output [F, 2, ...], and so are the others. scales: float32 or bfloat16 [F, C]; C = 1 is a scale per output. zeros:
-    [F, C] of bfloat16, whole numbers; None is 0, or `int4_matmul.ZERO` of 4 bits.
+    [F, C] of the same types; None is 0, or `int4_matmul.ZERO` of 4 bits. `groups_first`: scales and zeros are [C, F].
     """
 
     values: Any
     scales: Any
     zeros: Any = None
+    groups_first: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def dtype(self) -> Any:
@@ -46,6 +47,10 @@ class ScaledWeight:
         """That of the weight, as if each value were a number."""
         return (*self.values.shape[:-1], self.values.shape[-1] * (1 + self.is_packed))
 
+    @property
+    def num_groups(self) -> int:
+        return self.scales.shape[0 if self.groups_first else -1]
+
 
 def check(weight: ScaledWeight) -> None:
     """Raises ValueError for what is no such weight."""
@@ -57,12 +62,12 @@ def check(weight: ScaledWeight) -> None:
         raise ValueError(f"values is {spelled(values)}; accepted is a multiple of {PACKED_GROUP // 2} bytes an output.")
     if weight.zeros is not None and str(values.dtype) == "float8_e4m3fn":
         raise ValueError(f"zeros is {spelled(weight.zeros)} for values of float8_e4m3fn; accepted is None.")
-    for name, x, types in (("scales", scales, SCALES), ("zeros", weight.zeros, ("bfloat16",))):
-        if x is None:
-            continue
-        C = x.shape[-1] if x.ndim else 0
-        if str(x.dtype) not in types or x.shape[:-1] != values.shape[:-1] or not C or D % C or scales.shape[-1] != C:
-            accepted = f"{' or '.join(types)}{[*values.shape[:-1], 'C']} where C divides {D} inputs"
+    C, outputs = weight.num_groups if scales.ndim else 0, values.shape[:-1]
+    wanted = (C, *outputs) if weight.groups_first else (*outputs, C)
+    for name, x in (("scales", scales), ("zeros", weight.zeros)):
+        if x is not None and (str(x.dtype) not in SCALES or x.shape != wanted or not C or D % C):
+            shape = ["C", *outputs] if weight.groups_first else [*outputs, "C"]
+            accepted = f"{' or '.join(SCALES)}{shape} where C divides {D} inputs, of scales and zeros alike"
             raise ValueError(f"{name} is {spelled(x)}; accepted is {accepted}.")
 
 
@@ -70,12 +75,13 @@ def dequantized(weight: ScaledWeight) -> jax.Array:
     """The weight in float32."""
     *outputs, D = weight.shape
     values = unpack_values(weight.values) if weight.is_packed else weight.values
-    values = values.astype(jnp.float32).reshape(*outputs, weight.scales.shape[-1], -1)
+    values = values.astype(jnp.float32).reshape(*outputs, weight.num_groups, -1)
+    spread = lambda x: (jnp.moveaxis(x, 0, -1) if weight.groups_first else x).astype(jnp.float32)[..., None]
     if weight.zeros is not None:
-        values -= weight.zeros.astype(jnp.float32)[..., None]
+        values -= spread(weight.zeros)
     elif weight.is_packed:
         values -= ZERO
-    return (values * weight.scales.astype(jnp.float32)[..., None]).reshape(*outputs, D)
+    return (values * spread(weight.scales)).reshape(*outputs, D)
 
 
 def spelled(x: Any) -> str:

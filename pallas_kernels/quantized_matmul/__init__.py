@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
+from pallas_kernels.int4_matmul import GROUP as PACKED_GROUP
 
 _OP, _BACKENDS = "quantized_matmul", ("reference", "tpu", "gpu")
 _WEIGHTS = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "float4_e2m1fn")
+PACKED = "uint8"
 _SCALES = ("float32", "bfloat16", "float8_e4m3fn")
 _ACTIVATIONS = ("int8", "float8_e4m3fn")
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -31,12 +33,22 @@ class QuantizedWeight:
 
     values_FD: int8, float8_e4m3fn, float8_e5m2, int4 or float4_e2m1fn. scale_CF: float32, bfloat16 or float8_e4m3fn;
     C = 1 is a scale per output channel. zero_CF: float32 or None, which is zero. A scale of all of a weight, as NVFP4
-    has it, belongs to the product: multiply that.
+    has it, belongs to the product: multiply that. Or values are uint8 [F, D / 2], two of 4 bits to a byte in the order
+    of `int4_matmul`, and without zeros `int4_matmul.ZERO` is.
     """
 
     values_FD: Any
     scale_CF: Any
     zero_CF: Any = None
+
+    @property
+    def is_packed(self) -> bool:
+        return str(self.values_FD.dtype) == PACKED
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(F, D)."""
+        return self.values_FD.shape[0], self.values_FD.shape[1] * (1 + self.is_packed)
 
 
 def backends(platform: str, x_TD: Any = None, weight: QuantizedWeight | None = None) -> dict[str, str | None]:
@@ -59,8 +71,8 @@ def quantized_matmul(
     `interpret` is handed to Pallas. Raises ValueError for other operands.
     """
     _check_weight(weight)
-    if x_TD.ndim != 2 or x_TD.shape[1] != weight.values_FD.shape[1] or str(x_TD.dtype) not in _FLOATS:
-        accepted = f"{' or '.join(_FLOATS)}[T, {weight.values_FD.shape[1]}], for this weight"
+    if x_TD.ndim != 2 or x_TD.shape[1] != weight.shape[1] or str(x_TD.dtype) not in _FLOATS:
+        accepted = f"{' or '.join(_FLOATS)}[T, {weight.shape[1]}], for this weight"
         raise ValueError(f"x_TD is {_spelled(x_TD)}; accepted is {accepted}.")
     if activations is not None:
         _check_activations(jnp.dtype(activations), weight, backend)
@@ -94,9 +106,13 @@ def quantize_last_axis(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 def _check_weight(weight: QuantizedWeight) -> None:
     values_FD, scale_CF, zero_CF = weight.values_FD, weight.scale_CF, weight.zero_CF
-    if values_FD.ndim != 2 or str(values_FD.dtype) not in _WEIGHTS:
-        raise ValueError(f"values_FD is {_spelled(values_FD)}; accepted is {' or '.join(_WEIGHTS)}[F, D].")
-    F, D = values_FD.shape
+    if values_FD.ndim != 2 or str(values_FD.dtype) not in (*_WEIGHTS, PACKED):
+        accepted = f"{' or '.join(_WEIGHTS)}[F, D], or {PACKED}[F, D / 2]"
+        raise ValueError(f"values_FD is {_spelled(values_FD)}; accepted is {accepted}.")
+    F, D = weight.shape
+    if weight.is_packed and D % PACKED_GROUP:
+        accepted = f"a multiple of {PACKED_GROUP // 2} bytes an output"
+        raise ValueError(f"values_FD is {_spelled(values_FD)}; accepted is {accepted}.")
     for name, x_CF, types in (("scale_CF", scale_CF, _SCALES), ("zero_CF", zero_CF, _SCALES[:1])):
         if x_CF is None:
             continue

@@ -1,14 +1,14 @@
 """Products with group-wise quantised weights on an NVIDIA GPU (Pallas, Triton lowering): converted in registers.
 
 Layout: values [F, D] as they are; int4 and float4 as bytes [F, D / 2] of two neighbouring inputs, for which even and
-odd inputs of x are separated beforehand.
+odd inputs of x are separated beforehand. So are the halves of 32 inputs for bytes in the order of `int4_matmul`.
 
 Grid: (tiles of tokens, tiles of outputs); a program walks over all inputs, a piece of one group at a time.
 
 Skipping: none.
 
-Requires: bfloat16 or float16 tokens; groups of a multiple of 32 inputs; more than one group or zeros, since
-XLA does as well without either. float8 needs a GPU that has it (Ada, Hopper or later).
+Requires: bfloat16 or float16 tokens; groups of a multiple of 32 inputs; more than one group, zeros, or two
+values to a byte, since XLA does as well without these. float8 needs a GPU that has it (Ada, Hopper or later).
 
 Padding: tokens and outputs beyond the last are not read; what stands for them stays in its rows and columns, which
 are not written.
@@ -31,6 +31,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.int4_matmul import GROUP as PACKED_GROUP
+from pallas_kernels.int4_matmul import ZERO
 from pallas_kernels.shapes import ceil_div
 
 TOKENS, OUTPUTS, INPUTS = 64, 64, 128  # a tile of each, at most
@@ -49,7 +51,7 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16"
     if lacks_type(weight.values_FD):
         return f"values_FD is {weight.values_FD.dtype}, which this GPU lacks; accepted are int8 and int4"
-    if C == 1 and weight.zero_CF is None:
+    if C == 1 and weight.zero_CF is None and not weight.is_packed:
         return "the weight has one group without zeros; accepted are more, XLA's own product is as good for one"
     if is_float4(weight.values_FD) and weight.zero_CF is not None:
         return f"values_FD is {weight.values_FD.dtype} with zeros; accepted is None"
@@ -60,7 +62,7 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
 
 def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpret: Any) -> jax.Array:
     """See `quantized_matmul.quantized_matmul`; `activations` is None."""
-    (T, D), (F, _), C = x_TD.shape, weight.values_FD.shape, weight.scale_CF.shape[0]
+    (T, D), F, C = x_TD.shape, len(weight.values_FD), weight.scale_CF.shape[0]
     tokens = min(TOKENS, max(FEWEST_TOKENS, pl.next_power_of_2(T)))
     parts_TD, values_FD = packed(x_TD, weight.values_FD)
     scales = [weight.scale_CF] if weight.zero_CF is None else [weight.scale_CF, weight.zero_CF]
@@ -72,6 +74,7 @@ def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpre
             inputs=inputs_per_piece(D // C),
             group=D // C,
             are_codes=is_float4(weight.values_FD),
+            none=ZERO if weight.is_packed else 0,
         ),
         out_shape=jax.ShapeDtypeStruct((T, F), x_TD.dtype),
         grid=(ceil_div(T, tokens), ceil_div(F, OUTPUTS)),
@@ -95,7 +98,11 @@ def inputs_per_piece(group: int) -> int:
 
 
 def packed(x_TD: jax.Array, values_FD: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """For 4 bits even and odd inputs apart, and bytes of two values each; x and values as they are otherwise."""
+    """For 4 bits those inputs apart that bytes have in their lower bits, and those in the upper ones; x and values as
+    they are otherwise."""
+    if str(values_FD.dtype) == "uint8":
+        halves_TC = x_TD.reshape(len(x_TD), -1, 2, PACKED_GROUP // 2)
+        return [halves_TC[:, :, half].reshape(len(x_TD), -1) for half in range(2)], values_FD
     if is_float4(values_FD):
         values_FD = lax.bitcast_convert_type(values_FD, jnp.int4)
     if str(values_FD.dtype) != "int4":
@@ -104,7 +111,9 @@ def packed(x_TD: jax.Array, values_FD: jax.Array) -> tuple[list[jax.Array], jax.
     return [x_TD[:, 0::2], x_TD[:, 1::2]], lax.bitcast_convert_type(values_FD.reshape(F, D // 2, 2), jnp.int8)
 
 
-def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int, group: int, are_codes: bool):
+def _kernel(
+    values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int, group: int, are_codes: bool, none: int
+):
     *zero_CF, out_TF = refs[: -num_parts - 1] + refs[-1:]
     parts_TD = refs[-num_parts - 1 : -1]
     (T, num_columns), F = parts_TD[0].shape, values_FD.shape[0]
@@ -122,7 +131,7 @@ def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int
         part_tf = sum(times_transposed(x, values) for x, values in zip(x_td, values_fd))
         if zero_CF:
             total_t = sum(jnp.sum(x.astype(jnp.float32), axis=1) for x in x_td)
-            part_tf -= total_t[:, None] * plgpu.load(zero_CF[0].at[which, tile_f], mask=in_f)[None, :]
+            part_tf -= total_t[:, None] * (plgpu.load(zero_CF[0].at[which, tile_f], mask=in_f) - none)[None, :]
         return sum_tf + part_tf * scale_of(plgpu.load(scale_CF.at[which, tile_f], mask=in_f), are_codes)[None, :]
 
     sum_tf = lax.fori_loop(0, num_columns // columns, add_piece, jnp.zeros((tokens, OUTPUTS), jnp.float32))
@@ -130,10 +139,12 @@ def _kernel(values_FD, scale_CF, *refs, num_parts: int, tokens: int, inputs: int
 
 
 def unpacked(values_fd: jax.Array, num_parts: int, are_codes: bool) -> list[jax.Array]:
-    """The values of even and of odd inputs in bytes of two int4 each, or in codes of float4; or the values as they
-    are."""
+    """The values in the lower and in the upper bits of bytes, of int4, of numbers from 0 on less `int4_matmul.ZERO`,
+    or of codes of float4; or the values as they are."""
     if num_parts == 1:
         return [values_fd]
+    if values_fd.dtype == jnp.uint8:
+        values_fd = lax.bitcast_convert_type(values_fd ^ jnp.uint8(16 * ZERO + ZERO), jnp.int8)
     if not are_codes:
         return [(values_fd << 4) >> 4, values_fd >> 4]
     return [small_floats(values_fd.astype(jnp.int32)), small_floats(values_fd.astype(jnp.int32) >> 4)]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import quantized_matmul as op
+from pallas_kernels.int4_matmul import ZERO, unpack_values
 
 
 def cannot_take(x_TD: Any, weight: Any) -> str | None:
@@ -21,7 +22,7 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
 
 def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpret: Any) -> jax.Array:
     """See `quantized_matmul.quantized_matmul`; there is nothing to interpret."""
-    values_FD, scale_CF = weight.values_FD, weight.scale_CF.astype(jnp.float32)
+    values_FD, scale_CF = values_of(weight), weight.scale_CF.astype(jnp.float32)
     if activations is not None:
         values_TD, scale_T = op.quantize_last_axis(x_TD, activations)
         sum_type = jnp.int32 if jnp.issubdtype(activations, jnp.integer) else jnp.float32
@@ -34,10 +35,18 @@ def quantized_matmul(x_TD: jax.Array, weight: Any, *, activations: Any, interpre
     return out_TF.astype(x_TD.dtype)
 
 
+def values_of(weight: Any) -> jax.Array:
+    """[F, D], one in each number, less what is zero where there are no zeros."""
+    if not weight.is_packed:
+        return weight.values_FD
+    values_FD = unpack_values(weight.values_FD).astype(jnp.int8)
+    return values_FD if weight.zero_CF is not None else values_FD - jnp.int8(ZERO)
+
+
 def dequantize(weight: Any) -> jax.Array:
     """The weight [F, D] in float32."""
-    (F, D), C = weight.values_FD.shape, weight.scale_CF.shape[0]
-    values_FC = weight.values_FD.astype(jnp.float32).reshape(F, C, D // C)
+    (F, D), C = weight.shape, weight.scale_CF.shape[0]
+    values_FC = values_of(weight).astype(jnp.float32).reshape(F, C, D // C)
     if weight.zero_CF is not None:
         values_FC = values_FC - weight.zero_CF.T[:, :, None]
     return (values_FC * weight.scale_CF.astype(jnp.float32).T[:, :, None]).reshape(F, D)

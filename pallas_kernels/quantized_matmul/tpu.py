@@ -47,6 +47,8 @@ def cannot_take(x_TD: Any, weight: Any) -> str | None:
     D, C = x_TD.shape[1], weight.scale_CF.shape[0]
     if str(x_TD.dtype) not in ("bfloat16", "float16"):
         return f"x_TD is {x_TD.dtype}; accepted are bfloat16 and float16"
+    if weight.is_packed:
+        return f"values_FD is {weight.values_FD.dtype}; accepted is int4"
     if C == 1 and weight.zero_CF is None:
         return "the weight has one group without zeros; accepted are more, XLA's own product is as good for one"
     return why_no_groups(D, D // C, weight.values_FD.dtype)

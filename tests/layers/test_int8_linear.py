@@ -7,7 +7,7 @@ import pytest
 
 from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.linear import Linear, apply_linear, converted_product, rows_product, silu_product
-from jaxpaged.params.quantized import PackedArray, QuantizedArray, pack, quantize
+from jaxpaged.params.quantized import PackedArray, QuantizedArray, StoredArray, in_bytes, pack, quantize
 from pallas_kernels.few_rows_matmul import gpu, two_plane_matmul
 from pallas_kernels.int4_matmul import unpack
 
@@ -102,7 +102,20 @@ def test_a_quantized_table_serves_as_embedding_and_as_head():
     np.testing.assert_allclose(logits[:, :38], exact[:, :38], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+def in_groups(weight_O2I, num_groups):
+    """A weight as a checkpoint's is on a GPU, of 4 bits with zeros, its inputs in another order; what it stands for."""
+    groups = weight_O2I.reshape(*weight_O2I.shape[:2], num_groups, -1)
+    scales = np.abs(groups).max(-1) / 7
+    zeros = np.random.default_rng(5).integers(6, 10, scales.shape).astype(np.float32)
+    values = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, 15)
+    order = np.random.default_rng(6).permutation(weight_O2I.shape[-1]).astype(np.int32)
+    exact = ((values - zeros[..., None]) * scales[..., None]).reshape(weight_O2I.shape)[..., np.argsort(order)]
+    packed = in_bytes(values.astype(np.uint8).reshape(weight_O2I.shape))
+    of_groups = (np.moveaxis(x, -1, 0) for x in (scales, zeros))
+    return StoredArray(*map(jnp.asarray, (packed, *of_groups, order)), "bfloat16", "gpu"), exact
+
+
+@pytest.mark.parametrize("bits", [8, 4, "stored"])
 def test_on_a_gpu_layers_multiply_with_weights_as_they_are(monkeypatch, bits):
     """Products, gates and what is added are the kernel's where it has tiles, with scales of the right outputs."""
     rng = np.random.default_rng(3)
@@ -115,6 +128,8 @@ def test_on_a_gpu_layers_multiply_with_weights_as_they_are(monkeypatch, bits):
     if bits == 8:
         weight = quantized(weight_O2I, 2, "bfloat16")
         exact_O2I = np.asarray(weight.values, np.float64) * np.asarray(weight.scales)[..., None]
+    elif bits == "stored":
+        weight, exact_O2I = in_groups(weight_O2I, 3)
     else:
         weight = PackedArray(*map(jnp.asarray, pack(weight_O2I)), "bfloat16")
         exact_O2I = np.asarray(unpack(weight.packed.reshape(48, -1), weight.scales.reshape(48, -1))).reshape(24, 2, 96)
@@ -128,4 +143,5 @@ def test_on_a_gpu_layers_multiply_with_weights_as_they_are(monkeypatch, bits):
     gate_TO, up_TO = both_TO2[..., 0], both_TO2[..., 1]
     silu_TO = silu_product(x, p).astype(np.float32)
     np.testing.assert_allclose(silu_TO, gate_TO / (1 + np.exp(-gate_TO)) * up_TO, **near)
-    assert len(taken) == 3 and silu_product(jnp.tile(x, (2, 1)), p) is None
+    many = 2 if bits != "stored" else 13
+    assert len(taken) == 3 and silu_product(jnp.tile(x, (many, 1)), p) is None

@@ -184,12 +184,16 @@ F4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_gro
 FORMATS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gptq": (gptq, {}, GPTQ),
     "gptq v2 8 bits": (gptq, {"bits": 8, "v2": True}, {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"}),
-    "gptq symmetric": (gptq, {"symmetric": True}, {**GPTQ, "sym": True}),
+    "gptq symmetric": (gptq, {"symmetric": True, "group": 32}, {**GPTQ, "sym": True, "group_size": 32}),
     "gptq shuffled": (gptq, {"shuffled": True, "symmetric": True}, {**GPTQ, "sym": True, "desc_act": True}),
     "gptq whole rows": (gptq, {"group": None}, {**GPTQ, "group_size": -1}),
     "awq": (awq, {}, {"quant_method": "awq", "w_bit": 4, "q_group_size": GROUP, "version": "GEMM"}),
     "w4a16": (packed, {}, ct(W4, "pack-quantized")),
-    "w4a16 asymmetric": (packed, {"symmetric": False}, ct({**W4, "symmetric": False}, "pack-quantized")),
+    "w4a16 asymmetric": (
+        packed,
+        {"symmetric": False, "group": 32},
+        ct({**W4, "symmetric": False, "group_size": 32}, "pack-quantized"),
+    ),
     "w8a16": (packed, {"bits": 8, "group": None}, ct(W8, "pack-quantized")),
     "w8a8": (integers, {}, ct(W8, "int-quantized")),
     "float-quantized": (float8, {}, ct(F8, "float-quantized")),

@@ -11,6 +11,7 @@ from jaxpaged.params import forms, quantized
 from jaxpaged.params.orbax_format import save_orbax
 from jaxpaged.params.quantized import QuantizedArray, StoredArray, is_quantized
 from jaxpaged.params.schemes.scheme import Numbers
+from pallas_kernels.int4_matmul import unpack_values
 from tests.models.paged import PagedModel
 from tests.models.quantised_checkpoints import FORMATS, MODELS, write_quantised
 from tests.params.test_orbax_format import load
@@ -35,13 +36,18 @@ def written_out(path, param):
     assert not (is_experts and param.zeros is not None), "products of experts know no zeros"
     groups_last = lambda part: np.moveaxis(np.asarray(part), int(is_experts), -1)
     scales = groups_last(param.scales)
-    weight = np.asarray(param.values).astype(np.float32).reshape(*scales.shape, -1)
+    values = np.asarray(param.values)
+    if param.is_packed:
+        values = np.asarray(unpack_values(values.reshape(*scales.shape[:-1], -1)))
+    weight = values.astype(np.float32).reshape(*scales.shape, -1)
     if param.zeros is not None:
         weight = weight - groups_last(param.zeros)[..., None]
+    elif param.is_packed:
+        weight = weight - 8
     weight = (weight * scales[..., None]).reshape(*scales.shape[:-1], -1)
     if param.order is not None:
         weight = weight[..., np.argsort(np.asarray(param.order))]
-    return weight.reshape(param.values.shape)
+    return weight.reshape(param.shape)
 
 
 EXACT_ROWS = {
@@ -49,6 +55,8 @@ EXACT_ROWS = {
     "gpu": {"gptq whole rows", "w8a16", "w8a8", "float-quantized", "fp8 of a tensor", "mxfp4"},
 }
 """Formats that rows have as they are, on a device that has products of such numbers."""
+IN_BYTES = {"gptq symmetric", "gptq whole rows", "w4a16 asymmetric"}
+"""Formats whose values lie two to a byte on a GPU: groups are of whole registers of them."""
 WAYS = [("16bit", "cpu"), ("stored", "gpu"), ("rows", "cpu"), ("rows", "gpu")]
 
 
@@ -78,6 +86,8 @@ def test_weights_of_every_format_are_what_they_stand_for(kind, model, tmp_path):
         assert any(is_quantized(param) for _, param in found) == (form != "16bit")
         for (path, param), (_, expected) in zip(found, exact, strict=True):
             check(path, param, expected, is_exact and not (form == "stored" and isinstance(param, QuantizedArray)))
+            if form == "stored" and kind in IN_BYTES and "q_proj" in jax.tree_util.keystr(path):
+                assert param.is_packed and param.values.shape[-1] == expected.shape[-1] // 2
             if isinstance(param, StoredArray) and ("mxfp4" in kind or "nvfp4" in kind):
                 bits = 8 * param.nbytes / param.values.size
                 assert (param.values.dtype.name, bits) == ("float4_e2m1fn", 4.5 if "mxfp4" in kind else 6)
@@ -88,6 +98,8 @@ def test_weights_of_every_format_are_what_they_stand_for(kind, model, tmp_path):
     [
         ("gptq", "phi3", "stored", 1),
         ("gptq shuffled", "llama", "stored", 1),
+        ("gptq symmetric", "mixtral", "stored", 2),
+        ("w4a16 asymmetric", "llama", "stored", 1),
         ("w4a16", "mixtral", "stored", 2),
         ("w4a16", "qwen2_moe", "stored", 2),
         ("awq", "llama", "stored", 4),

@@ -301,6 +301,7 @@ MUTANTS = (
         ("nothing is added", "result_tf += load", "result_tf + load"),
         ("both halves of bytes meet the first half's inputs", "half * width", "0 * width"),
         ("zeros are forgotten", "(ZERO if form.is_packed else 0) if zero is None else zero.astype(jnp.float32)", "0"),
+        ("parts have the first part's groups", "lax.rem(w_w1, folds) * form.groups + first", "first"),
         ("parts have the first part's inputs", "(first_piece + i) * inputs", "i * inputs"),
         (
             "groups of a piece have the first one's scale",

@@ -23,7 +23,7 @@ from jaxpaged.tools.counting.program_text import (
     total,
 )
 
-READERS = {"few_rows_matmul", "paged_attend"}
+READERS = {"few_rows_matmul", "quantized_matmul", "paged_attend"}
 """Kernels of ours that read weights or contexts, and wait for the first of them as products do."""
 
 

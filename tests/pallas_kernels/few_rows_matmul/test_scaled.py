@@ -31,6 +31,7 @@ class Case:
     zeros: bool = False
     tiles: Tiles = NARROW
     scales: str = "float32"
+    groups_first: bool = False
 
 
 CASES = (
@@ -46,6 +47,11 @@ CASES = (
     Case("uint8", 9, 40, 96, 0, True, FOLDED),
     Case("int8", 9, 40, 256, tiles=dataclasses.replace(FOLDED, parts=2)),
     Case("uint8", 5, 40, 384, 32, False, dataclasses.replace(NARROW, parts=3)),
+    Case("uint8", 5, 70, 256, 64, True, NARROW, groups_first=True),
+    Case("uint8", 2, 40, 320, 32, False, dataclasses.replace(FOLDED, inputs=128), groups_first=True),
+    Case("uint8", 9, 40, 128, 64, True, FOLDED, groups_first=True),
+    Case("int8", 33, 40, 512, 128, True, FOLDED, "bfloat16", groups_first=True),
+    Case("float8_e4m3fn", 3, 33, 384, 128, groups_first=True),
 )
 
 
@@ -61,7 +67,10 @@ def make_weight(case: Case, *outputs: int) -> ScaledWeight:
     values = packed(values) if is_packed else values.astype(case.kind)
     scales = unit_scales(rng, (*outputs, C), "int4" if is_packed else case.kind, D).astype(case.scales)
     zeros = rng.integers(lowest // 8, highest + 1 if is_packed else 16, (*outputs, C)).astype(jnp.bfloat16)
-    return jax.tree.map(jnp.asarray, ScaledWeight(values, scales, zeros if case.zeros else None))
+    if case.groups_first:
+        scales, zeros = np.moveaxis(scales, -1, 0), np.moveaxis(zeros, -1, 0).astype(np.float32)
+    weight = ScaledWeight(values, scales, zeros if case.zeros else None, case.groups_first)
+    return jax.tree.map(jnp.asarray, weight)
 
 
 def packed(values: np.ndarray) -> np.ndarray:
@@ -76,9 +85,10 @@ def in_float64(weight: ScaledWeight) -> np.ndarray:
     if weight.is_packed:
         groups = values.reshape(*outputs, -1, 16)
         values = np.concatenate([groups & 15, groups >> 4], axis=-1)
-    values = values.astype(np.float64).reshape(*outputs, weight.scales.shape[-1], -1)
-    zeros = 8 * weight.is_packed if weight.zeros is None else np.asarray(weight.zeros, np.float64)[..., None]
-    return ((values - zeros) * np.asarray(weight.scales, np.float64)[..., None]).reshape(*outputs, D)
+    groups_last = lambda x: np.moveaxis(np.asarray(x, np.float64), 0 if weight.groups_first else -1, -1)[..., None]
+    values = values.astype(np.float64).reshape(*outputs, weight.num_groups, -1)
+    zeros = 8 * weight.is_packed if weight.zeros is None else groups_last(weight.zeros)
+    return ((values - zeros) * groups_last(weight.scales)).reshape(*outputs, D)
 
 
 def make_rows(case: Case) -> np.ndarray:
@@ -102,14 +112,17 @@ def test_products_are_those_with_the_dequantised_weight(case):
     np.testing.assert_array_less(np.abs(np.asarray(reference_TF) - expected_TF), 1e-6 * sizes_TF)
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], CASES[11], CASES[13]], ids=str)
 def test_a_gate_and_what_is_added_are_of_scaled_sums(case):
     x_TD, weight = make_rows(case), make_weight(case, case.num_outputs, 2)
     gate_TF, up_TF = np.einsum("td,fgd->gtf", np.asarray(x_TD, np.float64), in_float64(weight))
     found_TF = gpu.product(jnp.asarray(x_TD), weight, jnp.float32, case.tiles, interpret=INTERPRETS)
     np.testing.assert_allclose(found_TF, gate_TF / (1 + np.exp(-gate_TF)) * up_TF, rtol=0.02, atol=0.02)
     added_TF = 1000 * np.random.default_rng(2).normal(size=gate_TF.shape).astype(np.float32)
-    gates = jax.tree.map(lambda x: x[:, 0], weight)
+    gates = jax.tree.map(lambda x: x[:, 0], dataclasses.replace(weight, scales=None, zeros=None))
+    of_gates = (lambda x: x[:, :, 0]) if case.groups_first else (lambda x: x[:, 0])
+    scales, zeros = jax.tree.map(of_gates, (weight.scales, weight.zeros))
+    gates = dataclasses.replace(gates, scales=scales, zeros=zeros)
     sums_TF = gpu.added_product(jnp.asarray(x_TD), gates, jnp.asarray(added_TF), case.tiles, interpret=INTERPRETS)
     np.testing.assert_allclose(sums_TF - added_TF, gate_TF, atol=0.02)
 
@@ -124,7 +137,8 @@ def test_a_gate_and_what_is_added_are_of_scaled_sums(case):
         ({"values": jnp.zeros((4, 24), jnp.uint8)}, "accepted is a multiple of 16 bytes an output"),
         ({"scales": jnp.zeros((4, 3))}, r"scales is float32\[4, 3\]; .* where C divides 64 inputs"),
         ({"scales": jnp.zeros((5, 2))}, r"scales is float32\[5, 2\]"),
-        ({"zeros": jnp.zeros((4, 2))}, r"zeros is float32\[4, 2\]; accepted is bfloat16"),
+        ({"groups_first": True}, r"scales is float32\[4, 2\]; .*\['C', 4\] where C divides 64 inputs"),
+        ({"zeros": jnp.zeros((4, 2), jnp.int32)}, r"zeros is int32\[4, 2\]; accepted is float32 or bfloat16"),
         ({"zeros": jnp.zeros((4, 1), jnp.bfloat16)}, r"zeros is bfloat16\[4, 1\]"),
     ],
 )
@@ -140,6 +154,17 @@ def test_rows_of_another_type_are_refused(dtype):
     message = rf"x_TD is {dtype}\[1, 64\]; accepted are bfloat16\[rows, inputs\] and int8\["
     with pytest.raises(ValueError, match=message):
         op.few_rows_matmul(jnp.zeros((1, 64), dtype), weight, backend="reference")
+
+
+def test_a_gpu_has_tiles_for_weights_of_checkpoints_of_every_size(monkeypatch):
+    monkeypatch.setattr(gpu, "tuned", lambda: {})
+    weight = make_weight(Case("uint8", 1, 40, 96, 32, groups_first=True), 40)
+    refused = lambda rows: op.backends("gpu", jnp.zeros((rows, 96), jnp.bfloat16), weight)["gpu"]
+    assert refused(1) is refused(17) is refused(64) is None
+    assert "65 rows, 40 x 96, 4 bits is faster" in refused(65)
+    assert gpu.default_tiles(8, 28672, 4096, True, is_gated=True) == Tiles(32, 256, 1, 4, 4, True)
+    assert [gpu.default_tiles(8, 4096, 256 * n, True).parts for n in (16, 14, 43)] == [4, 2, 1]
+    assert gpu.default_tiles(33, 1 << 16, 4096, False) == Tiles(128, 128, stages=3)
 
 
 def test_a_gpu_takes_weights_that_it_has_tiles_for(monkeypatch):

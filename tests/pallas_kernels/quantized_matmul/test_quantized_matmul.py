@@ -13,6 +13,7 @@ from pallas_kernels import quantized_matmul as qm
 from pallas_kernels.quantized_matmul import gpu, tpu
 from pallas_kernels.quantized_matmul.cases import CASES, Case
 from pallas_kernels.testing import is_simulated, quantized_values, run_once, tolerance, unit_scales
+from tests.pallas_kernels.few_rows_matmul.test_scaled import packed
 
 INTERPRET = {"reference": False, "tpu": pltpu.InterpretParams(), "gpu": is_simulated("gpu")}
 
@@ -69,6 +70,20 @@ def test_a_case_equals_the_product_with_the_dequantised_weight(backend, case):
     assert difference <= tolerance(case.dtype, case.num_inputs) * (3 if case.zeros or case.activations else 1)
 
 
+@pytest.mark.parametrize("backend", ["reference", "gpu"])
+@pytest.mark.parametrize("name", ["w4a16 in groups with zeros", "w4a16 in small groups", "w4a16 in groups"])
+def test_two_values_of_a_byte_are_those_of_int4(backend, name):
+    (case,) = (case for case in CASES if case.name == name)
+    x_TD, weight = make_operands(case)
+    zero_CF = None if weight.zero_CF is None else weight.zero_CF + 8
+    in_bytes = qm.QuantizedWeight(packed(weight.values_FD.astype(np.int8) + 8), weight.scale_CF, zero_CF)
+    assert qm.backends("tpu", x_TD, in_bytes)["tpu"] == "values_FD is uint8; accepted is int4"
+    product = functools.partial(qm.quantized_matmul, backend=backend, interpret=INTERPRET[backend])
+    found, wanted = (run_once(product, x_TD, each) for each in (in_bytes, weight))
+    difference = np.abs(np.asarray(found, np.float64) - np.asarray(wanted, np.float64)).max()
+    assert difference <= tolerance(case.dtype, case.num_inputs) * (3 if case.zeros else 1)
+
+
 def test_kernels_take_group_wise_weights_of_every_type():
     taken = {backend: {case.weights for name, case in PAIRS if name == backend} for backend in INTERPRET}
     assert taken["tpu"] == taken["gpu"] == {"int8", "float8_e4m3fn", "int4", "float4_e2m1fn"}
@@ -108,6 +123,7 @@ VALUES_FD = jnp.zeros((8, 64), jnp.int8)
         (X_TD[:, :32], (VALUES_FD, ONES_1F), {}, r"x_TD is bfloat16\[2, 32\]; accepted is .*\[T, 64\]"),
         (X_TD.astype(jnp.int8), (VALUES_FD, ONES_1F), {}, r"x_TD is int8\[2, 64\]"),
         (X_TD, (VALUES_FD.astype(jnp.int16), ONES_1F), {}, r"values_FD is int16\[8, 64\]; accepted is int8 or"),
+        (X_TD[:, :48], (VALUES_FD[:, :24].astype(jnp.uint8), ONES_1F), {}, "accepted is a multiple of 16 bytes an"),
         (X_TD, (VALUES_FD, jnp.ones((3, 8))), {}, r"scale_CF is float32\[3, 8\]; accepted is float32 or .*\[C, 8\]"),
         (X_TD, (VALUES_FD, ONES_1F, jnp.ones((2, 8))), {}, r"zero_CF is float32\[2, 8\], scale_CF float32\[1, 8\]"),
         (X_TD, (VALUES_FD, ONES_1F), {"activations": "int4"}, "activations is int4; accepted is None or the weight's"),
