@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.input.prompts import Prompt as PromptType
     from jaxpaged.engine.input.prompts import TextPrompt, TokensPrompt
     from jaxpaged.engine.llm_engine import LLMEngine
+    from jaxpaged.engine.observability.logprob_difference import LogprobDifference, logprob_difference
     from jaxpaged.engine.observability.metrics import Counter, Gauge, Histogram, Metric
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
@@ -51,6 +52,7 @@ __all__ = [
     "LLMEngine",
     "LoRARequest",
     "Logprob",
+    "LogprobDifference",
     "Metric",
     "Plugin",
     "PoolingOutput",
@@ -64,12 +66,14 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "logprob_difference",
     "register_model",
 ]
 
 _NAMES_OF = {
     "engine.async_llm": ["AsyncLLM"],
     "engine.llm_engine": ["LLMEngine"],
+    "engine.observability.logprob_difference": ["LogprobDifference", "logprob_difference"],
     "engine.observability.metrics": ["Counter", "Gauge", "Histogram", "Metric"],
     "engine.input.prompts": ["TextPrompt", "TokensPrompt"],
     "serving.beam_search": ["BeamSearchOutput", "BeamSearchSequence"],

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpaged import LLM, SamplingParams
+from jaxpaged import LLM, LogprobDifference, SamplingParams, logprob_difference
 from jaxpaged.messages import RequestOutput
 
 WORDINGS = ("What do {} and {} make?", "Add {} and {}.", "{} and {} together?", "What is the sum of {} and {}?")
@@ -103,13 +103,12 @@ def drawn(llm: LLM, asked: Sequence[tuple[str, int]], settings: Settings, step: 
 def loss(
     params: Any, dense: Any, answers: dict[str, jax.Array], advantages_R: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(The clipped loss of GRPO, a mean over all tokens that were drawn; the trainer's log probabilities less the
-    engine's)."""
+    """(The clipped loss of GRPO, a mean over all tokens that were drawn; the trainer's log probabilities)."""
     found_RC = dense.logprobs(params, answers["tokens_RC"], answers["segments_RC"])
     apart_RC = jnp.where(answers["is_drawn_RC"], found_RC - answers["logprobs_RC"], 0.0)
     ratio_RC, advantages_RC = jnp.exp(apart_RC), advantages_R[:, None]
     gain_RC = jnp.minimum(ratio_RC * advantages_RC, jnp.clip(ratio_RC, LOW, HIGH) * advantages_RC)
-    return -jnp.sum(jnp.where(answers["is_drawn_RC"], gain_RC, 0.0)) / jnp.sum(answers["is_drawn_RC"]), apart_RC
+    return -jnp.sum(jnp.where(answers["is_drawn_RC"], gain_RC, 0.0)) / jnp.sum(answers["is_drawn_RC"]), found_RC
 
 
 class Trainer:
@@ -122,21 +121,22 @@ class Trainer:
 
         @jax.jit
         def step(params: Any, state: Any, answers: dict[str, jax.Array], advantages_R: jax.Array):
-            gradient, apart_RC = jax.grad(partial(loss, dense=dense), has_aux=True)(
+            gradient, found_RC = jax.grad(partial(loss, dense=dense), has_aux=True)(
                 params, answers=answers, advantages_R=advantages_R
             )
             updates, state = optimizer.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state, apart_RC
+            return optax.apply_updates(params, updates), state, found_RC
 
         self._step = step
 
-    def learn(self, answers: Answers, samples: int) -> np.ndarray:
+    def learn(self, answers: Answers, samples: int) -> LogprobDifference:
         """A step; returns how far the log probabilities of the tokens that were drawn are from the engine's."""
         rewards = answers.rewards_R.reshape(-1, samples)
         advantages_R = (rewards - rewards.mean(axis=1, keepdims=True)).reshape(-1).astype(np.float32)
         arrays = {name: array for name, array in vars(answers).items() if name != "rewards_R"}
-        self.params, self._state, apart_RC = self._step(self.params, self._state, arrays, advantages_R)
-        return np.abs(np.asarray(apart_RC)[answers.is_drawn_RC])
+        self.params, self._state, found_RC = self._step(self.params, self._state, arrays, advantages_R)
+        is_drawn_RC = answers.is_drawn_RC
+        return logprob_difference(answers.logprobs_RC[is_drawn_RC], np.asarray(found_RC)[is_drawn_RC])
 
 
 def train(settings: Settings) -> list[dict[str, float]]:
@@ -151,19 +151,19 @@ def train(settings: Settings) -> list[dict[str, float]]:
         answers = drawn(llm, questions(WORDINGS, settings.prompts, rng, held_out=False), settings, step)
         drew = llm.get_weight_info()
         apart = trainer.learn(answers, settings.samples)
+        llm.note_logprob_difference(apart)
         info = llm.update_weights(trainer.params, f"step {step}")
         of_step = {
             "reward": float(answers.rewards_R.mean()),
             "right": accuracy(llm, held_out),
             "staleness": step - 1 - drew.num_updates,
-            "apart": float(apart.max()),
+            "apart": apart.largest,
             "updates": info.num_updates,
         }
         history.append(of_step)
         print(
             f"step {step}: reward {of_step['reward']:.2f}, held out {of_step['right']:.0%} right, staleness "
-            f"{of_step['staleness']} updates, log p at most {apart.max():.1e} from the engine's, "
-            f"{apart.mean():.1e} in the mean, {time.monotonic() - began:.1f} s",
+            f"{of_step['staleness']} updates, {apart}, {time.monotonic() - began:.1f} s",
             flush=True,
         )
     print(f"after: {history[-1]['right']:.0%} right, and {accuracy(llm, known):.0%} of {KNOWN!r}")

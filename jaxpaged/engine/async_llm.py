@@ -27,6 +27,7 @@ from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization
 from jaxpaged.engine.input.prompts import carries_pictures, takes_long
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
 from jaxpaged.engine.input.tokenizer import Truncation
+from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.engine.observability.stat_loggers import StatLoggers
 from jaxpaged.engine.observability.throughput_log import log_arrival
@@ -348,6 +349,11 @@ class AsyncLLM(AsyncEngineControl):
     def get_metrics(self) -> list[Metric]:
         """All metrics, of each core. What comes from a core is at most a second old while it works."""
         return [metric for core in self._cores.all for metric in core.read_metrics()]
+
+    def note_logprob_difference(self, difference: LogprobDifference) -> None:
+        """Show how far a trainer's log probabilities are from the engine's among the metrics."""
+        for core in self._cores.all:
+            core.metrics.logprob_difference = difference
 
     def get_num_unfinished_requests(self) -> int:
         return sum(len(core.output_processor) for core in self._cores.all)

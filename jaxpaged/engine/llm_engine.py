@@ -16,6 +16,7 @@ from jaxpaged.engine.core_calls import CoreCall
 from jaxpaged.engine.early_leases import lease_kept
 from jaxpaged.engine.input.processor import InputProcessor, Prompt, tokenization_options
 from jaxpaged.engine.input.public_tokenizer import public_tokenizer
+from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.observability.metrics import EngineMetrics, Metric
 from jaxpaged.engine.observability.tracing import request_tracer
 from jaxpaged.engine.output.processor import OutputProcessor
@@ -160,6 +161,10 @@ class LLMEngine(EngineControl):
 
     def get_metrics(self) -> list[Metric]:
         return self.metrics.read(self.executor_stats())
+
+    def note_logprob_difference(self, difference: LogprobDifference) -> None:
+        """Show how far a trainer's log probabilities are from the engine's among the metrics."""
+        self.metrics.logprob_difference = difference
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as transformers has it, see `public_tokenizer`. Raises UsageError when there is none."""

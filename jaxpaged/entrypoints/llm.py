@@ -23,6 +23,7 @@ from jaxpaged.engine.input.picture_parts import has_pictures
 from jaxpaged.engine.input.processor import Prompt
 from jaxpaged.engine.input.prompts import ChatWithPictures, carries_pictures
 from jaxpaged.engine.llm_engine import LLMEngine
+from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.observability.metrics import Metric
 from jaxpaged.entrypoints.batch_progress import BatchProgress
 from jaxpaged.entrypoints.batches import (
@@ -371,6 +372,10 @@ class LLM(PoolingCalls, EngineControl):
 
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()
+
+    def note_logprob_difference(self, difference: LogprobDifference) -> None:
+        """Show how far a trainer's log probabilities are from the engine's among the metrics."""
+        self.llm_engine.note_logprob_difference(difference)
 
     def timeline(self) -> "Timeline":
         """Where the time of the last steps went. It shows itself in notebooks, and `save(path)` draws it."""

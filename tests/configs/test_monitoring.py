@@ -40,6 +40,7 @@ NOT_SHOWN = {
     },
     "vllm:lora_requests_info": "routers read it",
     "jaxpaged:weight_version_info": "only where a trainer sends weights",
+    "jaxpaged:logprob_difference": "only where a trainer tells of it",
     "jaxpaged:weight_updates": "only where a trainer sends weights",
     **{
         f"jaxpaged:lora_{what}": "only where requests name adapters"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.observability.lora_metrics import lora_counters, lora_info
 from jaxpaged.engine.observability.metrics_types import Counter, Gauge, Histogram, Metric
 from jaxpaged.engine.observability.offload_metrics import (
@@ -126,6 +127,7 @@ class EngineMetrics:
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     spans_lost: Callable[[], int] | None = None  # of traces, where there are any
+    logprob_difference: LogprobDifference | None = None  # the last one that a trainer told of
 
     def __post_init__(self) -> None:
         self._num_unwarned, self._next_warning = 0, -math.inf
@@ -259,6 +261,7 @@ class EngineMetrics:
             *(Counter("vllm:request_success", {"finished_reason": r}, n) for r, n in self.finished.items()),
             Counter("jaxpaged:engine_restarts", {}, num_restarts),
             *([] if self.spans_lost is None else [Counter("jaxpaged:trace_spans_lost", {}, self.spans_lost())]),
+            *([] if self.logprob_difference is None else self.logprob_difference.metrics()),
             *(tally.read(name) for name, tally in self.tallies.items()),
             *(Gauge(f"jaxpaged:{name}", {}, value) for name, value in own.items()),
         ]

@@ -36,6 +36,7 @@ OF_THE_ENGINE = {
     "vllm:mm_cache_hits": "Pictures that were found in the encoder cache.",
     "vllm:lora_requests_info": "Which LoRA adapters have running requests, and waiting ones. Its value is the time.",
     "jaxpaged:weight_version_info": "What outputs call the weights that compute now. Its value is 1.",
+    "jaxpaged:logprob_difference": "|Difference| of log probabilities between engine and trainer, as he told last.",
     "jaxpaged:weight_updates": "Updates of the weights.",
     "jaxpaged:lora_loads": "LoRA adapters that moved from the host's memory into slots of the devices.",
     "jaxpaged:lora_evictions": "LoRA adapters whose slot another one got.",
