@@ -70,7 +70,8 @@ class EngineControl(Protocol):
 
         A tree is a whole update, and must be in this process. Of its arrays those that lie as the engine's do are taken
         without a copy: they are the caller's too, who must not donate them to a program, unless he gives them away
-        (`donate`). `mapping`: the tree is of "tunix", "maxtext" or "nnx"; it is copied, and may be a part.
+        (`donate`). `mapping`: the tree is of "tunix", "maxtext" or "nnx", or a path of orbax's checkpoint of it;
+        it is copied, and may be a part.
         Raises CheckpointError for what does not fit, and then the engine serves on as before.
         """
         if mapping is not None:

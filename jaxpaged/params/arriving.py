@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
 from jaxpaged.params.checkpoint import canonical_name, every_entry
 from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of, stored_tensors
+from jaxpaged.params.orbax_format import is_orbax
 from jaxpaged.params.patches import (
     INDICES,
     VALUES,
@@ -63,7 +64,7 @@ class ArrivingWeights:
         self._wanted = {each.names[0]: each for each in chain.from_iterable(expected_of(*spec) for spec in specs)}
         self._names = {spec: spec.tensor_names(sizes) for spec, sizes in specs}
         self._shapes = {spec: tuple(sizes[each] for each in spec.stored_dims) for spec, sizes in specs}
-        self._config = models[-1].config
+        self._config, self._models = models[-1].config, models
         self.is_partial = is_partial
         self.entries: dict[str, TensorEntry] = {}
         self._patches: dict[str, dict[str, TensorEntry]] = {}  # by tensor, and by the end of a half's name
@@ -89,9 +90,22 @@ class ArrivingWeights:
         )
 
     def add_files(self, path: Path) -> None:
-        """A safetensors file, or a folder of them as checkpoints are. It must not change before the update is finished.
-        Raises CheckpointError, and nothing is added."""
+        """A safetensors file, a folder of them as checkpoints are, or one that `jaxpaged convert` wrote. It must not
+        change before the update is finished. Raises CheckpointError, and nothing is added."""
+        if is_orbax(path):
+            self._add_orbax(path)
+            return
         self._add(every_entry(path).values() if path.is_dir() else read_header(path))
+
+    def _add_orbax(self, path: Path) -> None:
+        from jaxpaged.params.orbax_trees import read_converted  # with orbax, which takes two seconds
+
+        if len(self._models) > 1:
+            raise CheckpointError(
+                f"{path} is in orbax format, and the model is dealt to stages. Send safetensors files."
+            )
+        [model] = self._models
+        self.add_arrays(read_converted(path, model.specs, model.config.dim_sizes()))
 
     def _add(self, entries: Iterable[TensorEntry]) -> None:
         added: dict[str, TensorEntry] = {}

@@ -350,6 +350,7 @@ def walked(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if node is None:
         return
     value = node.get_value() if hasattr(node, "get_value") else node
+    path = path.removesuffix(".value")  # as flax writes its variables
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise CheckpointError(f"{path or 'the tree'} is a {type(value).__name__}, and no array.")
     yield path, value

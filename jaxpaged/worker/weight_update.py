@@ -122,8 +122,13 @@ class WeightUpdate:
 
 
 def named_by_framework(stages: Sequence[EngineSpec], tree: Any, mapping: str, is_partial: bool) -> dict[str, Any]:
-    """Arrays by the checkpoint's names, of a framework's tree. Raises CheckpointError, UsageError."""
+    """Arrays by the checkpoint's names, of a framework's tree or a checkpoint of it in orbax format. Raises
+    CheckpointError, UsageError."""
     from jaxpaged.params.framework_trees import Named, named_tensors  # which few engines need
+    from jaxpaged.params.orbax_trees import read_tree
+
+    if isinstance(tree, str | Path):
+        tree = read_tree(Path(tree))
 
     specs = {
         each.names[0]: spec

@@ -374,7 +374,8 @@ class Worker:
         return self._begun().add(weights)
 
     def named_weights(self, tree: Any, mapping: str) -> dict[str, Any]:
-        """Arrays of a framework's tree by the checkpoint's names. Raises CheckpointError, UsageError."""
+        """Arrays of a framework's tree, or of orbax's checkpoint of it, by the checkpoint's names. Raises
+        CheckpointError, UsageError."""
         is_partial = self.weight_update is not None and self.weight_update.is_partial
         return named_by_framework(self.stages, tree, mapping, is_partial)
 

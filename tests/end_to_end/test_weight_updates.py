@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams
+from jaxpaged.entrypoints.cli import main
 from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.params.expected import expected_of
 from jaxpaged.params.framework_trees import Named, tree_of
@@ -131,6 +132,32 @@ def test_trees_of_frameworks_are_taken_by_a_mapping(llm, folders, answers, mappi
         llm.update_weights({"final_norm": {"w": tensors_of(folders[0])[NORM]}}, mapping=mapping)
         llm.finish_weight_update()
         assert said(llm) != answers[1]
+
+
+def test_weights_come_from_orbax(llm, folders, answers, tmp_path):
+    import orbax.checkpoint as ocp
+
+    converted = tmp_path / "converted"
+    assert main(["convert", "--model", str(folders[1]), "--output", str(converted)]) == 0
+    llm.update_weights(converted, "second")
+    assert said(llm) == answers[1] and llm.get_weight_version() == "second"
+    llm.update_weights(folders[0])
+    config = llm.collective_rpc(lambda worker: worker.stages[-1].decoder)[0]
+    specs = {each.names[0]: spec for spec, each in expected_tensors(llm)}
+    tree = tree_of(tensors_of(folders[1]), "tunix", Named(specs, config.dim_sizes(), config.architecture))
+    state = {"params": jax.tree.map(lambda array: {"value": array}, tree), "step": np.ones(())}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "7" / "items", state)
+    llm.update_weights(str(tmp_path / "7"), "third", mapping="tunix")
+    assert said(llm) == answers[1]
+    with pytest.raises(CheckpointError, match="is no checkpoint of orbax. Name the folder of one step"):
+        llm.update_weights(tmp_path, mapping="tunix")
+    with pytest.raises(CheckpointError, match=r"lacks decoder.|the tree has embedder"):
+        llm.update_weights(tmp_path / "7", mapping="maxtext")
+    (next((converted / "orbax").glob("_METADATA"))).write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        llm.update_weights(converted)
+    assert said(llm) == answers[1] and llm.get_weight_version() == "third"
 
 
 def expected_tensors(llm):
