@@ -5,7 +5,7 @@ import pytest
 
 from jaxpaged.models.known import KNOWN, LANGUAGE_MODEL_ONLY, PICTURES, TEXT
 from jaxpaged.models.registry import ALSO_SEES, ENCODERS, MODELS, model_for
-from jaxpaged.params.gguf_folder.architectures import ARCHITECTURES, VARIANTS
+from jaxpaged.params.gguf_folder.architectures import ARCHITECTURES, DEEPSEEK_V3, MISTRAL4, VARIANTS
 from jaxpaged.params.schemes.reading import READERS
 from jaxpaged.params.spec import Spec
 from tests.models.checkpoints import CONFIGS
@@ -42,11 +42,12 @@ def test_every_format_that_is_read_is_listed():
 
 
 def test_files_in_gguf_are_those_of_the_architectures_that_name_them():
-    """Mistral's files are called after llama, whose layers it has."""
+    """Those of models with another's layers may be called after it."""
     found = {known.architecture: known.gguf for known in KNOWN if known.gguf}
-    assert found.pop("MistralForCausalLM") == "llama"
-    read = [(kind, each) for kind, own in VARIANTS.items() for each in own.values()] + [*ARCHITECTURES.items()]
-    assert found == {each.name: kind for kind, each in read}
+    assert found.pop("Glm4MoeLiteForCausalLM") == found.pop(DEEPSEEK_V3.name) == "deepseek2"
+    read = [(kind, each) for kind, own in VARIANTS.items() for each in own.values() if each is not MISTRAL4]
+    named = {each.name: kind for kind, each in (*read, *ARCHITECTURES.items())}
+    assert found == {**named, "MistralForCausalLM": "llama"}
 
 
 @by_name

@@ -1,7 +1,7 @@
 """Architectures of GGUF files that have a counterpart here: its name, its fields of config.json, and its tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder import dense_fields as dense
 from jaxpaged.params.gguf_folder import expert_fields as experts
+from jaxpaged.params.gguf_folder import latent_fields as latents
 from jaxpaged.params.gguf_folder import tensor_names as names
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.tensor_names import DENSE, Names
@@ -87,6 +88,34 @@ GPT_OSS = Architecture(
     completed=experts.gate_and_up_joined,
     stretched=lambda facts: {"truncate": False},
 )
+DEEPSEEK_V2 = Architecture(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    names.LATENT,
+    latents.deepseek_v2_fields,
+    has_own_sizes=True,
+    stretched=latents.sharpness,
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2, name="DeepseekV3ForCausalLM", model_type="deepseek_v3", fields=latents.deepseek_v3_fields
+)
+MISTRAL4 = replace(
+    DEEPSEEK_V2,
+    name="Mistral4ForCausalLM",
+    model_type="mistral4",
+    layer={**names.LATENT, **names.STACKED_GATE_AND_UP},
+    fields=latents.mistral4_fields,
+    is_stacked=True,
+    stretched=latents.mistral4_rope,
+)
+MISTRAL = Architecture("MistralForCausalLM", "mistral", DENSE, lambda facts: {"sliding_window": None}, turned=True)
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="Ministral3ForCausalLM",
+    model_type="ministral3",
+    fields=dense.nothing,
+    stretched=latents.ministral_rope,
+)
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", DENSE, dense.bias_fields, turned=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", DENSE),
@@ -126,6 +155,9 @@ ARCHITECTURES = {
         LFM2_OUTSIDE,
         shaped=CONVOLUTION,
     ),
+    "deepseek2": DEEPSEEK_V2,
+    "mistral3": MISTRAL,
+    "mistral4": MISTRAL4,
     "command-r": Architecture("CohereForCausalLM", "cohere", names.PARALLEL, dense.cohere_fields),
     "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", names.PARALLEL, dense.cohere2_fields),
     "granite": Architecture("GraniteForCausalLM", "granite", DENSE, dense.granite_fields, turned=True),
@@ -171,6 +203,8 @@ OLMO3 = Architecture("Olmo3ForCausalLM", "olmo3", OF_OLMO, dense.olmo3_fields)
 VARIANTS: Mapping[str, Mapping[str, Architecture]] = {
     "llama": {"expert_count": MIXTRAL},
     "olmo2": {"attention.sliding_window": OLMO3},
+    "mistral3": {latents.GROWTH: MINISTRAL3},
+    "deepseek2": {latents.GROWTH: MISTRAL4},
 }
 """`general.architecture` of several models -> a fact of its own that one of them has -> that model."""
 
@@ -178,6 +212,8 @@ VARIANTS: Mapping[str, Mapping[str, Architecture]] = {
 def architecture_of(facts: Facts) -> Architecture:
     """What the file holds. Raises CheckpointError for what has no counterpart."""
     name = facts.architecture
+    if name == "deepseek2" and has_sigmoids(facts):
+        return DEEPSEEK_V3
     for fact, variant in VARIANTS.get(name, {}).items():
         if facts.all.get(facts.own_name(fact)):
             return variant
@@ -189,3 +225,10 @@ def architecture_of(facts: Facts) -> Architecture:
             "safetensors version; 'jaxpaged models --supported' lists models and formats."
         )
     return ARCHITECTURES[name]
+
+
+def has_sigmoids(facts: Facts) -> bool:
+    """Whether experts are chosen by sigmoids, of which the first files say nothing, but have a correction."""
+    return facts.all.get(facts.own_name("expert_gating_func")) == experts.SIGMOID or any(
+        tensor.endswith(names.CORRECTION) for tensor in facts.tensors
+    )

@@ -11,7 +11,6 @@ It is named by what the system says of the file, so another file has another fol
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,13 +22,10 @@ from jaxpaged.params.gguf_folder.architectures import architecture_of
 from jaxpaged.params.gguf_folder.description import config_fields, token_ids
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.keeping import MAKING, held, identity, remove_old
-from jaxpaged.params.gguf_folder.places import Place, places_and_vectors
+from jaxpaged.params.gguf_folder.places import Place, modules_of, places_and_vectors
 from jaxpaged.params.gguf_folder.places_file import PLACES, VECTORS
 from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
 from jaxpaged.params.safetensors_writer import safetensors_of
-
-OTHER_EXPERT = re.compile(r"\.experts\.[1-9]")
-"""In names of modules: experts of a block are stored alike, and the first one says how."""
 
 
 def make_folder(path: Path, cache: Path | None = None) -> Path:
@@ -78,12 +74,7 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
     facts = Facts(header)
     architecture = architecture_of(facts)
     places, vectors = places_and_vectors(facts, architecture)
-    modules = {
-        place.name.removesuffix(".weight"): [place.tensor.type.name, place.turned_heads]
-        for place in places
-        if place.has_scheme and not OTHER_EXPERT.search(place.name)
-    }
-    config = config_fields(facts, architecture, modules)
+    config = config_fields(facts, architecture, modules_of(places))
     facts.refuse_unread()
     described = {
         "config.json": config,

@@ -6,9 +6,11 @@ have other numbers than in a checkpoint, are small, and become tensors of their 
 Letters: D width of the model.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from jaxpaged.params.formats.gguf.blocks import DECODERS, PLAIN
 from jaxpaged.params.formats.gguf.reader import GgufTensor
 from jaxpaged.params.gguf_folder.architectures import Architecture
 from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
+from jaxpaged.params.gguf_folder.tensor_names import OF_KEYS, OF_VALUES
 from jaxpaged.params.schemes.gguf import rows_in_file
 
 LAYER = re.compile(r"blk\.(\d{1,5})\.([\w.]+)\.(weight|bias)")
@@ -24,6 +27,8 @@ LAYER_NUMBER = re.compile(r"blk\.(\d{1,5})\.")
 WHOLE = re.compile(r"([\w.]+)\.(weight|bias)")
 ROPE = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
 """Tensors that say how positions rotate (`description.py`)."""
+OTHER_EXPERT = re.compile(r"\.experts\.[1-9]")
+"""In names of modules: an expert that is not the first."""
 QUERY, KEY = "attn_q", "attn_k"
 
 
@@ -35,14 +40,14 @@ class Place:
 
     name: str
     tensor: GgufTensor
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     begin: int
     turned_heads: int
     is_apart: bool = False
 
     @property
     def num_bytes(self) -> int:
-        return self.shape[0] * self.tensor.row_bytes
+        return math.prod(self.shape[:-1]) * self.tensor.row_bytes
 
     @property
     def has_scheme(self) -> bool:
@@ -114,15 +119,51 @@ def places_of(names: tuple[str, ...], tensor: GgufTensor, heads: int, is_apart: 
             f"{tensor.path}: {tensor.name} has the type {kind}, which is not read; {', '.join([*PLAIN, *DECODERS])} "
             "are. Choose a file of another quantisation."
         )
-    *stacked, outputs, inputs = tensor.shape
+    *stacked, outputs, _ = tensor.shape
+    if names[0].endswith((OF_KEYS, OF_VALUES)):
+        yield Place(names[0], tensor, (*stacked, outputs, width_of(tensor)), tensor.begin, heads)
+        return
     if len(stacked) != names[0].count("{}") or outputs % len(names):
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} has the shape {tensor.shape}, which is not that of {names[0]}."
         )
     outputs //= len(names)
-    shape = (outputs, inputs if kind in PLAIN else tensor.row_bytes)
+    shape = (outputs, width_of(tensor))
     begin = tensor.begin
     for i in range(stacked[0] if stacked else 1):
         for name in names:
             yield Place(name.format(i), tensor, shape, begin, heads, is_apart and bool(stacked))
             begin += outputs * tensor.row_bytes
+
+
+def width_of(tensor: GgufTensor) -> int:
+    """Of a row: its inputs, or the bytes of their blocks."""
+    return tensor.shape[-1] if tensor.type.name in PLAIN else tensor.row_bytes
+
+
+def modules_of(places: Sequence[Place]) -> dict[str, Any]:
+    """How modules are stored whose matrices have a scheme, as `schemes/gguf.py` reads it. Of experts, which are stored
+    alike, only the first is named. CheckpointError where there are keys of latents and no values."""
+    by_name = {place.name: place for place in places}
+    found: dict[str, Any] = {}
+    for place in places:
+        if place.name.endswith(OF_KEYS):
+            module = place.name.removesuffix(OF_KEYS)
+            found[module] = of_latents(place, by_name.get(f"{module}{OF_VALUES}"))
+        elif place.has_scheme and not place.name.endswith(OF_VALUES) and not OTHER_EXPERT.search(place.name):
+            found[place.name.removesuffix(".weight")] = [place.tensor.type.name, place.turned_heads]
+    return found
+
+
+def of_latents(keys: Place, values: Place | None) -> dict[str, Any]:
+    """The two tensors of one module: their types, and the sizes of heads."""
+    if values is None:
+        raise CheckpointError(f"{keys.tensor.path} has {keys.tensor.name}, but no such values. Download it again.")
+    heads, _, key_dim = keys.tensor.shape
+    return {
+        "keys": keys.tensor.type.name,
+        "values": values.tensor.type.name,
+        "heads": heads,
+        "key_dim": key_dim,
+        "value_dim": values.tensor.shape[-2],
+    }

@@ -61,3 +61,22 @@ MIXTRAL_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"))
 MINIMAX_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"), correction="e_score_correction_bias")
 DEEPSEEK_EXPERTS = {**of_experts(correction="gate.e_score_correction_bias"), **of_shared("shared_experts")}
 ERNIE_EXPERTS = {**of_experts(correction="moe_statics.e_score_correction_bias"), **of_shared("shared_experts")}
+LATENT = {
+    **PRE_NORMS,
+    **MLP,
+    **DEEPSEEK_EXPERTS,
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b.weight": "self_attn.kv_b_proj.k_b",
+    "attn_v_b.weight": "self_attn.kv_b_proj.v_b",
+    "attn_output": "self_attn.o_proj",
+}
+"""Of latent attention. What makes keys of latents and what makes values are two tensors, of all heads each."""
+OF_KEYS, OF_VALUES = ".k_b", ".v_b"
+"""Ends of names of these."""
+STACKED_GATE_AND_UP = {"ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")}

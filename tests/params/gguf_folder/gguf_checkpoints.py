@@ -46,8 +46,13 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
+    "Mistral4ForCausalLM": "mistral4",
+    "Ministral3ForCausalLM": "mistral3",
 }
-TURNED = {"llama", "granite", "smollm3", "arcee"}
+TURNED = {"mistral3", "llama", "granite", "smollm3", "arcee"}
 NAMED_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
 """Architectures whose norm behind attention is called so, whatever it is of."""
 NAMES = {
@@ -80,6 +85,11 @@ NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.router": "ffn_gate_inp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "attention_layernorm": "attn_norm",
     "feedforward_layernorm": "ffn_norm",
     "operator_norm": "attn_norm",
@@ -122,6 +132,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"rope_theta": 500_000.0},
     "ernie4_5_moe": {"rope_theta": 500_000.0},
     "glm4_moe": {"norm_topk_prob": True},
+    "deepseek_v3": {"rope_scaling": {**CONFIGS["deepseek_v3"]["rope_scaling"], "mscale": 1.0}},
     "arcee": {"attention_bias": False, "mlp_bias": False},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     "gpt_oss": {"swiglu_limit": 7.0},
@@ -161,7 +172,7 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(hf.get("rms_norm_eps", hf.get("norm_eps", 1e-6))),
         **({"attention.layer_norm_epsilon": hf.get("layer_norm_eps", 1e-5)} if "logit_scale" in hf else {}),
-        "rope.freq_base": float(scaling_of(hf).get("rope_theta", hf.get("rope_theta", 10000.0))),
+        "rope.freq_base": float(scaling_of(hf).get("rope_theta") or hf.get("rope_theta", 10000.0)),
         "rope.dimension_count": int(head_dim * (scaling_of(hf) | hf).get("partial_rotary_factor", 1)),
         "vocab_size": hf["vocab_size"],
     }
@@ -222,12 +233,43 @@ def of_one_kind(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     if arch in ("lfm2", "lfm2moe"):
         kv_heads, kinds = hf["num_key_value_heads"], hf["layer_types"]
         own["attention.head_count_kv"] = [kv_heads if kind == "full_attention" else 0 for kind in kinds]
+    if "kv_lora_rank" in hf:
+        own |= latent_facts(hf)
+    if arch == "mistral3":
+        own |= {
+            "rope.scaling.yarn_log_multiplier": scaling_of(hf)["mscale_all_dim"],
+            "attention.temperature_scale": scaling_of(hf)["llama_4_scaling_beta"],
+        }
     if arch in ("olmo2", "exaone4") and hf.get("sliding_window"):
         every = hf.get("sliding_window_pattern", 4)
         kinds = hf.get("layer_types") or [
             "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(hf["num_hidden_layers"])
         ]
         own["attention.sliding_window_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
+    return own
+
+
+def latent_facts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Of latent attention, which is that of one key head with latents for keys and values."""
+    latent, rotated = hf["kv_lora_rank"], hf["qk_rope_head_dim"]
+    own = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": latent,
+        "attention.key_length": latent + rotated,
+        "attention.value_length": latent,
+        "attention.key_length_mla": hf["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": hf["v_head_dim"],
+        "rope.dimension_count": rotated,
+        "expert_gating_func": 1 if hf["model_type"] in ("deepseek_v2", "mistral4") else 2,
+    }
+    if hf["q_lora_rank"]:
+        own["attention.q_lora_rank"] = hf["q_lora_rank"]
+    scaling = scaling_of(hf)
+    if "mscale_all_dim" in scaling:
+        own["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling["mscale_all_dim"]
+    if "llama_4_scaling_beta" in scaling:
+        own["attention.temperature_scale"] = scaling["llama_4_scaling_beta"]
+        own["attention.temperature_length"] = scaling["original_max_position_embeddings"]
     return own
 
 
@@ -262,7 +304,10 @@ def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
         if stem.startswith("model.layers."):
             _, _, number, stem = stem.split(".", 3)
             layer = f"blk.{number}."
-        if found := whole_tensors(stem, end, tensor):
+        if stem.endswith("kv_b_proj"):
+            made |= {f"{layer}{name}.weight": own for name, own in of_latents(tensor, hf).items()}
+            continue
+        if found := whole_tensors(stem, end, tensor, arch):
             made |= {f"{layer}{name}": own for name, own in found.items()}
             continue
         if ".experts." in stem:
@@ -281,7 +326,14 @@ def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
     return {**made, **stacks, **rope_tensors(hf)}
 
 
-def whole_tensors(stem: str, end: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+def of_latents(tensor: np.ndarray, hf: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What makes keys and values of latents, apart, and keys turned over."""
+    both = tensor.reshape(hf["num_attention_heads"], -1, tensor.shape[-1])
+    keys, values = np.split(both, [hf["qk_nope_head_dim"]], axis=1)
+    return {"attn_k_b": np.ascontiguousarray(keys.swapaxes(1, 2)), "attn_v_b": np.ascontiguousarray(values)}
+
+
+def whole_tensors(stem: str, end: str, tensor: np.ndarray, arch: str) -> dict[str, np.ndarray]:
     """Tensors whose names have no ending in the checkpoint, as they are in the file; none for others."""
     if end in ("e_score_correction_bias", "expert_bias"):
         return {"exp_probs_b.bias": tensor.reshape(-1)}
@@ -291,6 +343,8 @@ def whole_tensors(stem: str, end: str, tensor: np.ndarray) -> dict[str, np.ndarr
         return {"ffn_gate_exps.bias": tensor[:, ::2], "ffn_up_exps.bias": tensor[:, 1::2]}
     if end == "down_proj_bias":
         return {"ffn_down_exps.bias": tensor}
+    if arch == "mistral4" and end in ("gate_up_proj", "down_proj"):
+        return {f"ffn_{end.removesuffix('_proj')}_exps.weight": tensor}
     if end == "gate_up_proj":
         outputs_first = tensor.swapaxes(1, 2)
         return {"ffn_gate_exps.weight": outputs_first[:, ::2], "ffn_up_exps.weight": outputs_first[:, 1::2]}

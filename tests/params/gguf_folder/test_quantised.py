@@ -13,11 +13,11 @@ from jaxpaged.params.forms import Device, form_of
 from jaxpaged.params.gguf_folder.folder import make_folder
 from jaxpaged.params.schemes.gguf import Gguf
 from jaxpaged.params.spec import Spec
-from tests.models.checkpoints import CONFIGS, random_tensors
+from tests.models.checkpoints import CONFIGS, fp4_groups, make_tensors, random_tensors, write_packed_checkpoint
 from tests.models.quantised_checkpoints import write
 from tests.models.tensor_shapes import tensor_shapes
 from tests.params.formats.gguf.writer import write_gguf
-from tests.params.gguf_folder.gguf_checkpoints import facts_of, tensors_of, turned
+from tests.params.gguf_folder.gguf_checkpoints import config_of, facts_of, tensors_of, turned
 from tests.params.test_orbax_format import load
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
@@ -121,3 +121,41 @@ def test_a_tensor_that_no_such_model_has_is_refused(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", facts_of(CONFIG), {**in_file, **extra})
     with pytest.raises(CheckpointError, match="holds blk.0.attn_surprise.weight, which is no part of"):
         make_folder(path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_keys_of_latents_are_turned_back_from_their_blocks(num_devices, tmp_path):
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    hf = {**CONFIGS["deepseek_v3"], **sizes, "num_hidden_layers": 1, "rope_scaling": None, "n_group": 1}
+    hf |= {"topk_group": 1}
+    rng, plain = np.random.default_rng(0), random_tensors(tensor_shapes(hf), hf, 0)
+    in_file, meant = tensors_of(hf, plain), []
+    for part, kind in (("k", "Q8_0"), ("v", "Q4_0")):
+        name = f"blk.0.attn_{part}_b.weight"
+        rows, weight = in_blocks(kind, in_file[name].shape, rng)
+        in_file[name] = (kind, rows)
+        meant.append(weight.swapaxes(1, 2) if part == "k" else weight)
+    plain["model.layers.0.self_attn.kv_b_proj.weight"] = np.concatenate(meant, axis=1).reshape(-1, 64)
+    (tmp_path / "checkpoint").mkdir()
+    write(tmp_path / "checkpoint", plain, hf)
+    folder = make_folder(write_gguf(tmp_path / "a.gguf", facts_of(hf), in_file), tmp_path / "cache")
+    found, expected = (load(each, num_devices, "bfloat16")[2] for each in (folder, tmp_path / "checkpoint"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_experts_of_gpt_oss_are_those_that_were_published(tmp_path):
+    hf, plain = config_of("gpt_oss"), make_tensors("gpt_oss")
+    in_file = tensors_of(hf, plain)
+    for name, tensor in plain.items():
+        if name.endswith(("gate_up_proj", "experts.down_proj")):
+            codes, exponents = fp4_groups(tensor)
+            packed = codes[..., :16] | codes[..., 16:] << 4
+            blocks = np.concatenate([(exponents + 127)[..., None], packed], axis=-1).astype(np.uint8)
+            rows, layer = blocks.reshape(*blocks.shape[:2], -1), f"blk.{name.split('.')[2]}"
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+            in_file |= {f"{layer}.ffn_{part}_exps.weight": ("MXFP4", own) for part, own in parts.items()}
+    folder = make_folder(write_gguf(tmp_path / "a.gguf", facts_of(hf), in_file), tmp_path / "cache")
+    (tmp_path / "published").mkdir()
+    published = write_packed_checkpoint("gpt_oss", tmp_path / "published")
+    found, expected = (load(each, 1, "bfloat16")[2] for each in (folder, published))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
