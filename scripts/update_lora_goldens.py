@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shared_experts": ("qwen2_moe", {"target_modules": "all-linear", "exclude_modules": ["q_proj", "v_proj"]}),
     "latents": ("deepseek_v3", {"target_modules": ["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]}),
     "classifier": ("qwen2_classify", {"target_modules": ["q_proj", "down_proj"], "task_type": "SEQ_CLS"}),
+    "head_of_roberta": ("xlm_roberta_score", {"target_modules": ["query", "output.dense"], "task_type": "SEQ_CLS"}),
+    "head_of_modernbert": ("modernbert_classify", {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),
 }
 """Name -> the checkpoint of tests/models, and fields of LoraConfig."""
 
@@ -101,14 +103,20 @@ def record(name: str, checkpoint: str, fields: dict[str, Any]) -> None:
 
     sys.path.insert(0, str(ROOT))
     from tests.models import checkpoints
+    from tests.models import encoder_checkpoints as encoders
     from tests.models import pooling_checkpoints as pooling
 
-    classifies = checkpoint in pooling.CHECKPOINTS
+    classifies = fields.get("task_type") == "SEQ_CLS"
     kind = "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM"
-    prompt = checkpoints.prompt_of(pooling.CHECKPOINTS[checkpoint][0] if classifies else checkpoint)
+    of_encoder = checkpoint in encoders.CHECKPOINTS
+    prompt = (
+        [0, *range(7, 24), 2]
+        if of_encoder
+        else checkpoints.prompt_of(pooling.CHECKPOINTS[checkpoint][0] if classifies else checkpoint)
+    )
     torch.manual_seed(len(name))
     with tempfile.TemporaryDirectory() as folder:
-        write = pooling.write if classifies else checkpoints.write_checkpoint
+        write = encoders.write if of_encoder else pooling.write if classifies else checkpoints.write_checkpoint
         path = write(checkpoint, Path(folder))
         base = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         fields = {"task_type": "CAUSAL_LM", **fields}

@@ -108,7 +108,7 @@ class EngineConfig:
         check_adapters(self.lora, self.parallel.num_processes)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile, facts)
-            cache = for_encoder(cache, self.parallel, scheduler, facts, self.lora.enable_lora)
+            cache = for_encoder(cache, self.parallel, scheduler, facts)
         if self.multimodal.mm_encoder_only:
             cache, scheduler = for_encoder_only(model, cache, scheduler, speculative.num_drafts)
         return dataclasses.replace(self, model=model, cache=cache, scheduler=scheduler, speculative=speculative)

@@ -167,7 +167,7 @@ def with_whole_prompts(given: SchedulerConfig, facts: ModelFacts) -> SchedulerCo
 
 
 def for_encoder(
-    cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, facts: ModelFacts, takes_adapters: bool
+    cache: CacheConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, facts: ModelFacts
 ) -> CacheConfig:
     """What follows from an encoder: nothing is read from the cache in a later step, so it has room for two steps, of
     which one is scheduled while the other runs, and no more.
@@ -182,7 +182,6 @@ def for_encoder(
         f"kv_cache_dtype is {cache.kv_cache_dtype!r}, and no keys and values are kept": CACHE_TYPES[
             settled(cache.kv_cache_dtype)
         ].is_scaled,
-        "enable_lora is True, and its layers take no adapters": takes_adapters,
     }
     for what, is_given in given.items():
         if is_given:

@@ -52,6 +52,15 @@ class TableStack:
 
 
 @struct.dataclass
+class WholeStack:
+    """Parameters of a classifier, of which each adapter may have its own: float32 `values` [S, ...], and `is_own` [S],
+    1 where a slot has one."""
+
+    values: jax.Array
+    is_own: jax.Array
+
+
+@struct.dataclass
 class LoraStacks:
     """What the slots add to one linear layer. `growth` [S, outputs...], float32: by how much more than itself W x is
     counted (DoRA); zero for others, and None where no adapter of a step has one."""
@@ -76,8 +85,8 @@ class TokenSlots:
 
 @struct.dataclass
 class SlottedLines:
-    """Hidden states of tokens [T, D], and the slots of their adapters, int32 [T]: what logits are computed of where
-    adapters change the output head."""
+    """Hidden states of tokens [T, D], and the slots of their adapters, int32 [T]: what logits or scores are computed of
+    where adapters change the output head, or a classifier."""
 
     lines: jax.Array
     slots: jax.Array

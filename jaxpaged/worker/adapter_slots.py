@@ -19,6 +19,7 @@ from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramK
 from jaxpaged.params.adapters.adapter import Adapter
 from jaxpaged.params.adapters.base import BaseWeights
 from jaxpaged.params.adapters.reading import read_adapter
+from jaxpaged.params.adapters.scores import with_whole_scores
 from jaxpaged.params.hub import resolve_adapter_folder
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
@@ -26,6 +27,7 @@ from jaxpaged.worker.lora_stacks import LoraSpec
 from jaxpaged.worker.programs.declare import LORA_KINDS, ProgramKind
 from jaxpaged.worker.step.packed import StepLayout
 
+FOLLOWING = "magnitudes (DoRA) or factors of a classifier"
 NUM_PROBED = 4
 """Tokens of a probe."""
 
@@ -37,7 +39,7 @@ class HostAdapter(NamedTuple):
     lines: tuple[tuple[Mapping[int, np.ndarray], ...], ...]
     level: int
     changes_layers: bool
-    grows: bool  # it has magnitudes (DoRA), which follow from the weights of the checkpoint
+    follows: bool  # it has parts that follow from the weights of the checkpoint
 
 
 class Probe:
@@ -95,10 +97,11 @@ class AdapterSlots:
         check_targets(self._specs, adapter, request.lora_path)
         check_magnitudes(self._specs, adapter, request.lora_path)
         grows = any(each.magnitude is not None for each in adapter.weights.values())
-        if grows and update is not None:
+        follows = grows or adapter.has_merged
+        if follows and update is not None:
             raise CheckpointError(
-                f"{request.lora_path}: the adapter has magnitudes (DoRA), which follow from the checkpoint's weights, "
-                f"but those of update {update!r} compute. Train it without use_dora, or merge it."
+                f"{request.lora_path}: the adapter has {FOLLOWING}, which follow from the checkpoint's weights, but "
+                f"those of update {update!r} compute. Train it without these, or merge it."
             )
         info = LoRAInfo(
             lora_name=request.lora_name,
@@ -109,18 +112,18 @@ class AdapterSlots:
             num_tensors=adapter.num_tensors,
             num_bytes=adapter.num_bytes,
         )
-        lines = tuple(spec.pack(adapter.weights) for spec in self._specs)
+        lines = tuple(spec.pack(adapter.weights, adapter.replaced) for spec in self._specs)
         changes_layers = any(spec.changes_layers(adapter.weights) for spec in self._specs)
         level = last.level_of(adapter.rank, grows)
-        self._host[request.lora_int_id] = HostAdapter(info, lines, level, changes_layers, grows)
+        self._host[request.lora_int_id] = HostAdapter(info, lines, level, changes_layers, follows)
         return info
 
     def check_changeable(self) -> None:
         """Raise ConflictError where an adapter follows from the weights that compute now."""
         for adapter in (*self._host.values(), *self._in_slots.values()):
-            if adapter.grows:
+            if adapter.follows:
                 raise ConflictError(
-                    f"the adapter {adapter.info.lora_name!r} has magnitudes (DoRA), which follow from the weights that "
+                    f"the adapter {adapter.info.lora_name!r} has {FOLLOWING}, which follow from the weights that "
                     "compute now. Remove it, and change the weights then."
                 )
 
@@ -182,7 +185,7 @@ def reader_of(
     base_weight = None if folder is None else BaseWeights(folder, spec.whole_specs, spec.whole)
 
     def read(request: LoRARequest) -> Adapter:
-        return read_adapter(
+        adapter = read_adapter(
             resolve_adapter_folder(request.lora_path, download_dir=download_dir),
             spec.whole_specs,
             spec.whole,
@@ -190,19 +193,20 @@ def reader_of(
             max_rank=lora.max_rank,
             base_weight=base_weight,
         )
+        return with_whole_scores(adapter, spec.whole_specs, base_weight)
 
     return read
 
 
 def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> None:
     """CheckpointError for an adapter that changes what has no stacks."""
-    has_stacks = frozenset().union(*(spec.paths for spec in specs))
+    has_stacks = frozenset().union(*(spec.paths.union(spec.scores) for spec in specs))
     if others := sorted({*adapter.weights, *adapter.replaced} - has_stacks):
         raise CheckpointError(
             f"{path}: the adapter changes {len(others)} matrices of which the engine keeps no adapters, the first of "
             f"them {others[0].removeprefix('.')}. Where lora_target_modules leaves a module out, name it there; tables "
             "have adapters where they are named, as in --lora-target-modules all-linear embed_tokens lm_head. Adapters "
-            "of classifiers and vision towers are not served: merge such a one into its model (jaxpaged merge)."
+            "of vision towers are not served: merge such a one into its model (jaxpaged merge)."
         )
 
 

@@ -48,7 +48,7 @@ class StepCounts:
 @dataclass
 class Device:
     """`params`, `head` and `state` are None while they sleep. `table_CV`: of an engine that sees, what the values of
-    pixels become. `stacks`: of one with adapters; `head_stacks`: which of them are those of the head, if some are."""
+    pixels become. `stacks`: of one with adapters; `head_stacks`: which of them are those of the head."""
 
     programs: CompiledPrograms
     params: Any
@@ -57,7 +57,7 @@ class Device:
     counts: StepCounts = field(default_factory=StepCounts)
     table_CV: Any = None
     stacks: Any = None
-    head_stacks: str | None = None
+    head_stacks: tuple[str, ...] = ()
 
     @property
     def token_params(self) -> Any:
@@ -75,10 +75,10 @@ class Device:
 
     def head_for(self, key: ProgramKey) -> Any:
         """The same of the head."""
-        if self.head_stacks is None or key.kind in BASE_KINDS:
+        if not self.head_stacks or key.kind in BASE_KINDS:
             return self.head
         last = self.stacks[-1] if isinstance(self.stacks, tuple) else self.stacks
-        return AdaptedParams(self.head, {self.head_stacks: last[self.head_stacks]})
+        return AdaptedParams(self.head, {path: last[path] for path in self.head_stacks})
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Call a program. Its numpy arguments are what the step moves to the device on purpose: a compiled program

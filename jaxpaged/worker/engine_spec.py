@@ -52,7 +52,7 @@ from jaxpaged.worker.context_split import split_contexts
 from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, encoder_spec
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
-from jaxpaged.worker.lora_stacks import LoraSpec, check_modules, lora_spec, of_stage
+from jaxpaged.worker.lora_stacks import LoraSpec, check_modules, lora_spec, of_stage, scores_of
 from jaxpaged.worker.programs.compiler_options import Options, compiler_options
 from jaxpaged.worker.programs.fingerprint import Fingerprint, fingerprint
 from jaxpaged.worker.step.expert_moves import with_tables
@@ -419,6 +419,7 @@ class EngineSpec:
             dtype=self.dtype if options.lora_dtype == "auto" else jnp.dtype(options.lora_dtype),
             modules=modules,
             prefix=".decoder" if self.draft is not None else "",
+            scores=scores_of(self.specs, self.decoder.dim_sizes(), modules) if self.is_last else {},
         )
 
     @property

@@ -9,8 +9,9 @@ Letters: S slots, X devices, B numbers of a device.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,10 +20,20 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import ConfigError
-from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks, TableStack
+from jaxpaged.layers.lora import ExpertStack, LoraStack, LoraStacks, TableStack, WholeStack
 from jaxpaged.models.joined import concatenated
 from jaxpaged.params.adapters.adapter import AdapterWeights
-from jaxpaged.params.adapters.targets import ABSORBED, EMBED_TOKENS, EMBEDDING, EXPERTS, HEAD, LINEAR, ROUTER, Target
+from jaxpaged.params.adapters.targets import (
+    ABSORBED,
+    EMBED_TOKENS,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LINEAR,
+    OF_SCORES,
+    ROUTER,
+    Target,
+)
 from jaxpaged.params.placing import cut
 from jaxpaged.params.sharding import (
     MESH_AXES_OF,
@@ -171,11 +182,25 @@ class Stacked:
         return array
 
 
+SCORING = ("score", "classifier")
+"""Modules that PEFT trains as a whole, which make scores of vectors."""
+
+
+def scores_of(specs: Any, sizes: Mapping[str, int], modules: Sequence[str] | None) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of what makes scores of vectors, unless `modules` leave it out; empty for other models."""
+    if modules is not None and not {ALL_LINEAR, *SCORING} & {*modules}:
+        return {}
+    leaves = [(jax.tree_util.keystr(path), spec) for path, spec in jax.tree_util.tree_flatten_with_path(specs)[0]]
+    return {path: tuple(sizes[letter] for letter in spec.dims) for path, spec in leaves if OF_SCORES.match(path)}
+
+
 def is_wanted(target: Target, modules: Sequence[str] | None) -> bool:
     """Whether a target has stacks: those of linear layers, or of these modules alone. Embeddings of tokens and the
     output head have some where they are named."""
     named = modules or (ALL_LINEAR,)
     is_named = target.module.rpartition(".")[2] in named or target.attribute in named
+    if OF_SCORES.match(target.path):  # each adapter has all of these as a whole
+        return False
     if target.kind == HEAD or (target.kind == EMBEDDING and EMBED_TOKENS.search(target.path)):
         return is_named
     if target.kind not in KINDS or not target.outputs:  # a vector is no linear layer
@@ -193,13 +218,15 @@ def check_modules(targets: Mapping[str, Target], modules: Sequence[str] | None) 
 @dataclass(frozen=True, eq=False)
 class LoraSpec:
     """The stacks of an engine, or of a stage of it, known from shapes. `linears`: by path in the parameters that
-    programs of tokens take; `max_rank` and `dtype` are those of all adapters."""
+    programs of tokens take; `max_rank` and `dtype` are those of all adapters. `scores`: the shapes of what makes scores
+    of vectors, by path, of which adapters have their own."""
 
     max_loras: int
     max_rank: int
     dtype: Any
     mesh: Mesh | AbstractMesh
     linears: Mapping[str, Stacked]
+    scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> tuple[range, ...]:
@@ -208,9 +235,14 @@ class LoraSpec:
         return tuple(each for each in (range(small), range(small, self.max_rank)) if each)
 
     @cached_property
-    def shapes(self) -> dict[str, LoraStacks]:
-        """The stacks by path, as shapes with shardings."""
-        return {path: self._stacks_of(linear) for path, linear in self.linears.items()}
+    def shapes(self) -> dict[str, Any]:
+        """The stacks by path, as shapes with shardings: `LoraStacks` and, of scores, `WholeStack`."""
+        stacks: dict[str, Any] = {path: self._stacks_of(linear) for path, linear in self.linears.items()}
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        for path, shape in self.scores.items():
+            values = jax.ShapeDtypeStruct((self.max_loras, *shape), jnp.float32, sharding=whole)
+            stacks[path] = WholeStack(values, jax.ShapeDtypeStruct((self.max_loras,), jnp.float32, sharding=whole))
+        return stacks
 
     def _stacks_of(self, linear: Stacked) -> LoraStacks:
         def shape(sizes: tuple[int, ...], axes: PartitionSpec, dtype: Any, *ranks: int) -> jax.ShapeDtypeStruct:
@@ -272,6 +304,11 @@ class LoraSpec:
         """Whose stacks are those of the output head, if some are."""
         return next((path for path, linear in self.linears.items() if linear.targets[0].kind == HEAD), None)
 
+    @property
+    def of_lines(self) -> tuple[str, ...]:
+        """Whose stacks belong to what is computed of single hidden states: the head, or what makes scores."""
+        return tuple(self.scores) if self.head is None else (self.head,)
+
     @cached_property
     def layers(self) -> frozenset[str]:
         """The targets that are parts of layers."""
@@ -320,15 +357,18 @@ class LoraSpec:
     def _length(self, name: str) -> int:
         return max(piece.place.stop for piece in self.pieces if piece.dtype == name)
 
-    def pack(self, weights: Mapping[str, AdapterWeights]) -> tuple[dict[int, np.ndarray], ...]:
-        """What travels of an adapter: for each type the lines of this process's devices, by place in the mesh."""
+    def pack(
+        self, weights: Mapping[str, AdapterWeights], replaced: Mapping[str, np.ndarray] = MappingProxyType({})
+    ) -> tuple[dict[int, np.ndarray], ...]:
+        """What travels of an adapter: for each type the lines of this process's devices, by place in the mesh.
+        `replaced`: see `Adapter`."""
         places = {device: place for place, device in enumerate(self.mesh.devices.flat)}
         local = [device for device in places if device.process_index == jax.process_index()]
         lines = tuple(
             {places[device]: np.empty(self._length(name), jnp.dtype(name)) for device in local} for name in self.dtypes
         )
         leaves = jax.tree.leaves(self.shapes)
-        for piece, leaf, array in zip(self.pieces, leaves, self._arrays(weights), strict=True):
+        for piece, leaf, array in zip(self.pieces, leaves, self._arrays(weights, replaced), strict=True):
             axes = (*leaf.sharding.spec, *[None] * (len(leaf.shape) - len(leaf.sharding.spec)))
             own = NamedSharding(self.mesh, PartitionSpec(*without(piece.axis, axes)))
             indices = own.devices_indices_map(array.shape)
@@ -337,9 +377,15 @@ class LoraSpec:
                 line[piece.place] = array[indices[device]].reshape(-1)
         return lines
 
-    def _arrays(self, weights: Mapping[str, AdapterWeights]) -> Iterator[np.ndarray]:
+    def _arrays(
+        self, weights: Mapping[str, AdapterWeights], replaced: Mapping[str, np.ndarray]
+    ) -> Iterator[np.ndarray]:
         """A slot's part of every leaf, in the order of the tree, which is that of sorted paths."""
-        for path in sorted(self.linears):
+        for path in sorted((*self.linears, *self.scores)):
+            if path in self.scores:
+                yield replaced.get(path, np.zeros(self.scores[path], np.float32))
+                yield np.asarray(path in replaced, np.float32)
+                continue
             for ranks in self.ranks:
                 yield from self.linears[path].part_of(weights, ranks)
             if not self.linears[path].is_experts:
@@ -347,7 +393,10 @@ class LoraSpec:
 
     def _slot_axes(self) -> Iterator[int]:
         """Which axis of every leaf is the slots, in the same order."""
-        for path in sorted(self.linears):
+        for path in sorted((*self.linears, *self.scores)):
+            if path in self.scores:
+                yield from (0, 0)
+                continue
             for _ in self.ranks:
                 yield from self.linears[path].slot_axes()
             if not self.linears[path].is_experts:
@@ -389,6 +438,7 @@ def lora_spec(
     dtype: Any,
     modules: Sequence[str] | None = None,
     prefix: str = "",
+    scores: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> LoraSpec:
     """The stacks for some of a model's targets. `params`: shapes of the parameters as programs take them, in which
     weights may be joined, and whose targets are below `prefix`. `sizes`: letter -> size in the checkpoint."""
@@ -405,4 +455,4 @@ def lora_spec(
             linears[f"{prefix}{block}.{name}"] = Stacked(tuple(parts), placed, sizes)
         else:
             linears[f"{prefix}{path}"] = Stacked((target,), placed, sizes)
-    return LoraSpec(max_loras, max_rank, dtype, mesh, linears)
+    return LoraSpec(max_loras, max_rank, dtype, mesh, linears, scores)

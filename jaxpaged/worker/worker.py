@@ -265,7 +265,7 @@ class Worker:
         load = self.config.load
         has_files = folder is not None and load.load_format != "dummy"
         adapters = AdapterSlots(specs, reader_of(self.engine_spec, folder if has_files else None, load.download_dir))
-        self.device.head_stacks = specs[-1].head
+        self.device.head_stacks = specs[-1].of_lines
         adapters.begin_anew(self.device)
         return adapters
 

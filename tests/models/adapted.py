@@ -11,7 +11,7 @@ from jaxpaged.models.registry import model_for
 from jaxpaged.params.adapters.base import BaseWeights
 from jaxpaged.params.adapters.reading import read_adapter
 from jaxpaged.params.adapters.targets import targets_of
-from tests.models import checkpoints, pooling_checkpoints
+from tests.models import checkpoints, encoder_checkpoints, pooling_checkpoints
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lora"
 """What scripts/update_lora_goldens.py records."""
@@ -27,8 +27,18 @@ def specs_of(folder):
 
 def write_base(name, folder):
     """The checkpoint that an adapter of the goldens was trained for."""
+    if name in encoder_checkpoints.CHECKPOINTS:
+        return encoder_checkpoints.write(name, folder)
     write = pooling_checkpoints.write if name in pooling_checkpoints.CHECKPOINTS else checkpoints.write_checkpoint
     return write(name, folder)
+
+
+def token_ids_of(name):
+    """The prompt of a golden."""
+    if name in encoder_checkpoints.CHECKPOINTS:
+        return [0, *range(7, 24), 2]
+    pools = pooling_checkpoints.CHECKPOINTS
+    return checkpoints.prompt_of(pools[name][0] if name in pools else name)
 
 
 def read(adapter_folder, base_folder, **options):

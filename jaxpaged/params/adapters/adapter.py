@@ -43,8 +43,9 @@ class Adapter:
     """What a folder holds.
 
     `weights`: path of a `Target` -> its factors. `replaced`: path of a target -> the whole matrix [outputs...,
-    inputs...] that stands in its place, which only a classifier may have. `digest`: sha256, in hex, of the bytes of
-    both files. `rank`: the largest. `num_tensors`: how many the file has, all of which are used.
+    inputs...] that stands in its place, or its vector, which only a classifier may have. `digest`: sha256, in hex, of
+    the bytes of both files. `rank`: the largest. `num_tensors`: how many the file has, all of which are used.
+    `has_merged`: what replaces a matrix is the checkpoint's own with factors added.
     """
 
     digest: str
@@ -52,6 +53,7 @@ class Adapter:
     num_tensors: int
     weights: Mapping[str, AdapterWeights]
     replaced: Mapping[str, np.ndarray] = field(default_factory=dict)
+    has_merged: bool = False
 
     @property
     def num_bytes(self) -> int:

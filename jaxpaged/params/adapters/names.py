@@ -23,13 +23,14 @@ A, B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B = (
     "lora_embedding_A",
     "lora_embedding_B",
 )
-WHOLE, BASE = "weight", "base_layer.weight"
+WHOLE, WHOLE_BIAS, BASE = "weight", "bias", "base_layer.weight"
 """Of a module that was trained as a whole, and a copy of the base's own."""
 PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora_embedding_A|lora_embedding_B)"
     r"(\.default)?(\.weight)?"
 )
-SAVED = re.compile(r"(?P<module>.+?)(?P<base>\.base_layer)?(\.modules_to_save(\.default)?)?\.weight")
+SAVED = re.compile(r"(?P<module>.+?)(?P<base>\.base_layer)?\.(?P<whole>weight|bias)")
+OF_SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 
 OF_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<projection>\w+)")
 OF_EXPERTS = re.compile(r"(?P<block>.+)\.experts(?P<inner>(\.base_layer)*)")
@@ -55,8 +56,10 @@ def part_name(name: str) -> PartName | None:
         plain = plain.removeprefix(PREFIX)
     if found := PART.fullmatch(plain):
         part = found["part"]
-    elif found := SAVED.fullmatch(plain):
-        part = BASE if found["base"] else WHOLE
+    elif found := SAVED.fullmatch(OF_SAVED.sub("", plain)):
+        if found["whole"] == WHOLE_BIAS and (found["base"] or ".lora_" in plain):
+            return None
+        part = BASE if found["base"] else found["whole"]
     else:
         return None
     given = found["module"]

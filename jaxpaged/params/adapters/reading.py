@@ -34,7 +34,7 @@ from jaxpaged.params.adapters.matrices import (
 )
 from jaxpaged.params.adapters.names import Modules, PartName, Place
 from jaxpaged.params.adapters.norms import scaled_magnitude
-from jaxpaged.params.adapters.targets import CLASSIFIER, EMBEDDING, HEAD, Target, targets_of
+from jaxpaged.params.adapters.targets import EMBEDDING, HEAD, OF_SCORES, Target, targets_of
 from jaxpaged.params.placing import stored_shape
 from jaxpaged.params.spec import Spec
 
@@ -45,6 +45,8 @@ OTHER_MODEL = (
 MERGE = "Merge it into its model with `jaxpaged merge`, and serve the folder that you get."
 BaseWeight = Callable[[Spec], np.ndarray]
 """The checkpoint's own weight, in float32 and the parameter's axes (`base.BaseWeights`)."""
+COPIES = (names.BASE, names.WHOLE, names.WHOLE_BIAS)
+"""Parts of a module that are tensors of a checkpoint, and no factors."""
 Pieces = dict[int | None, Factors]
 """Expert -> its factors; of other matrices None -> the only ones."""
 
@@ -121,7 +123,7 @@ class Reading:
             if part.part in module.parts:
                 raise self._error(f"{part.given} has two tensors that are its {part.part}. Save the adapter again.")
             module.parts[part.part] = tensor
-            if module.place is None and part.part not in (names.WHOLE, names.BASE):
+            if module.place is None and part.part not in COPIES:
                 foreign.append(name)
         if foreign:
             near = did_you_mean(names.part_name(foreign[0]).module, self._known.names())  # type: ignore[union-attr]
@@ -134,10 +136,10 @@ class Reading:
     def take(self, module: Module) -> None:
         """Note what the tensors of one module are. CheckpointError where they do not fit together, or the model."""
         parts = module.parts
-        for copy in (names.BASE, names.WHOLE):
+        for copy in COPIES:
             if copy in parts:
                 self._take_whole(module, copy)
-        adapted = parts.keys() - {names.BASE, names.WHOLE}
+        adapted = parts.keys() - COPIES
         if not adapted:
             return
         place = module.place
@@ -198,7 +200,7 @@ class Reading:
             if wanted not in module.parts:
                 there = other if other in module.parts else next(iter(module.parts))
                 raise self._error(f"{given} has {there} but no {wanted}. Save the adapter again, or download it again.")
-        strange = module.parts.keys() - {reads, writes, names.MAGNITUDE, names.BASE, names.WHOLE}
+        strange = module.parts.keys() - {reads, writes, names.MAGNITUDE, *COPIES}
         if strange:
             raise self._error(f"{given} has {min(strange)}, which it cannot have beside {reads}. {OTHER_MODEL}")
         a, b = module.parts[reads], module.parts[writes]
@@ -255,16 +257,19 @@ class Reading:
     def _take_whole(self, module: Module, part: str) -> None:
         """A module that was saved as a whole: trained so, or a copy of the base's, which says nothing."""
         given, tensor = module.name.given, module.parts[part]
-        is_trained = part == names.WHOLE and any(
-            given == name or given.endswith(f".{name}") for name in self._description.saved
-        )
+        is_trained = part != names.BASE and any(f".{name}." in f".{given}." for name in self._description.saved)
         if is_trained:
-            self._whole[f"{module.name.module}.weight"] = tensor
+            self._whole[f"{module.name.module}.{part}"] = tensor
             return
         place = module.place
-        if place is None or len(place.targets) != 1 or place.targets[0].kind not in (EMBEDDING, HEAD):
+        if (
+            part == names.WHOLE_BIAS
+            or place is None
+            or len(place.targets) != 1
+            or place.targets[0].kind not in (EMBEDDING, HEAD)
+        ):
             raise self._error(
-                f"tensor {given}.weight is of no module that modules_to_save in {ADAPTER_CONFIG} names. {OTHER_MODEL}"
+                f"tensor {given}.{part} is of no module that modules_to_save in {ADAPTER_CONFIG} names. {OTHER_MODEL}"
             )
         (target,) = place.targets
         if tensor.shape != module_shape(place, self._sizes):
@@ -290,8 +295,7 @@ class Reading:
             if name not in by_name:
                 raise self._error(f"{name} replaces a module that this model does not have. {OTHER_MODEL}")
             path, spec = by_name[name]
-            target = self._targets.get(path)
-            if not may_replace and (target is None or target.kind != CLASSIFIER):
+            if not may_replace and not OF_SCORES.match(path):
                 raise self._error(
                     f"{name} replaces a whole module (modules_to_save), which only classifiers may have beside others "
                     "in one engine. `jaxpaged merge` writes a model with it."

@@ -29,6 +29,8 @@ OF_POSITIONS = "g"
 """The letter of a learned table of positions, which no adapter changes."""
 
 EMBED_TOKENS = re.compile(r"embed_tokens$")
+OF_SCORES = re.compile(r"\.score(\.|$)")
+"""Paths of what makes scores or labels of a vector, in a model that pools."""
 TIED_HEAD = "lm_head"
 
 
@@ -99,7 +101,7 @@ def kind_of_target(spec: Spec) -> str:
         return TOWER
     if first == "E":
         return ROUTER
-    if first in "VX":
+    if first in "VXi":  # the last are kinds of tokens
         return HEAD if spec.hf_name == f"{TIED_HEAD}.{WEIGHT}" else EMBEDDING
     if first == "Y":
         return CLASSIFIER

@@ -5,6 +5,7 @@ parts of the stacks as the adapters in it need (`StepLayout.lora_level`), so tha
 engine without any does.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +14,9 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpaged.layers.embedding import AdaptedTable
-from jaxpaged.layers.linear import Linear
-from jaxpaged.layers.lora import BoundLora, LoraStacks, TokenSlots, token_slots
-from jaxpaged.params.quantized import is_quantized
+from jaxpaged.layers.linear import XLA, Linear
+from jaxpaged.layers.lora import BoundLora, LoraStacks, SlottedLines, TokenSlots, token_slots
+from jaxpaged.params.quantized import QuantizedArray, is_quantized
 from jaxpaged.worker.lora_stacks import LoraSpec
 
 
@@ -38,7 +39,7 @@ def bound_params(adapted: AdaptedParams, spec: LoraSpec, slot_T: jax.Array, leve
 
     def of_node(path: Any, node: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        if name not in adapted.stacks:
+        if name not in spec.linears:
             return node
         lora = bound(adapted, spec, name, slots, level)
         return node.replace(lora=lora) if isinstance(node, Linear) else AdaptedTable(node, lora)
@@ -62,6 +63,37 @@ def bound_head(head: Any, spec: LoraSpec, slot_S: jax.Array, level: int) -> Any:
         return head
     assert spec.head is not None, "only an engine with adapters of the head has stacks of it"
     return AdaptedTable(head.params, bound(head, spec, spec.head, token_slots(slot_S, spec.max_loras), level))
+
+
+def slotted_scores(scores: Callable[..., jax.Array], adapted: AdaptedParams, pooled: SlottedLines) -> jax.Array:
+    """Float32 scores [S, Y], each line's by the classifier of its own adapter. `scores(head, vectors)` are those of one
+    classifier."""
+    base_SY = scores(adapted.params, pooled.lines)
+    of_slots = jax.vmap(lambda head: scores(head, pooled.lines))(own_heads(adapted))
+    own_SY = of_slots[jnp.maximum(pooled.slots - 1, 0), jnp.arange(len(pooled.slots))]
+    return jnp.where(pooled.slots[:, None] > 0, own_SY, base_SY)
+
+
+def own_heads(adapted: AdaptedParams) -> Any:
+    """The classifiers of all slots, with slots as the first axis: the base's where an adapter has none of its own."""
+
+    def of_leaf(path: Any, leaf: Any) -> jax.Array:
+        stack = adapted.stacks[f".score{jax.tree_util.keystr(path)}"]
+        is_own = stack.is_own.reshape(-1, *[1] * (stack.values.ndim - 1)) > 0
+        return jnp.where(is_own, stack.values, in_floats(leaf))
+
+    heads = jax.tree_util.tree_map_with_path(of_leaf, adapted.params, is_leaf=is_quantized)
+    is_linear = lambda node: isinstance(node, Linear)
+    by_xla = lambda node: node.replace(backend=XLA) if is_linear(node) else node
+    return jax.tree.map(by_xla, heads, is_leaf=is_linear)
+
+
+def in_floats(leaf: Any) -> jax.Array:
+    """Float32 values of a parameter."""
+    if not isinstance(leaf, QuantizedArray):
+        return leaf.astype(jnp.float32)
+    scales = leaf.scales.reshape(*leaf.scales.shape, *[1] * (leaf.values.ndim - leaf.scales.ndim))
+    return leaf.values.astype(jnp.float32) * scales
 
 
 def load_adapter(spec: LoraSpec, stacks: Any, uploads: tuple[jax.Array, ...], slot: jax.Array) -> Any:

@@ -124,7 +124,7 @@ def decode_step(
         layout.step, params, state.kv, tables_GRM, state.rows, step_parts, decodes_only=True
     )
     num_rows, num_lines = layout.step.num_rows, layout.num_lines
-    if functions.lora is not None and functions.lora.head is not None and layout.step.lora_level:
+    if functions.marks_lines and layout.step.lora_level:
         hidden_TD = SlottedLines(hidden_TD, functions.slots_of_tokens(layout.step, step_parts))
     hidden_SD = functions.lines_of(hidden_TD, step_parts.sample_idxs_R, num_lines)
     active_S = jnp.pad(active_R, (0, num_lines - num_rows))

@@ -38,7 +38,7 @@ from jaxpaged.sampling.state import SamplingState
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.lora_stacks import LoraSpec
-from jaxpaged.worker.step.adapters import bound_head, bound_params
+from jaxpaged.worker.step.adapters import bound_head, bound_params, slotted_scores
 from jaxpaged.worker.step.packed import StepLayout, StepParts
 from jaxpaged.worker.step.row_tokens import (
     Answers,
@@ -94,6 +94,11 @@ class StepFunctions:
         """Of what is whole on each device, of each of the attention ranks if there are several."""
         return of_ranks(self.attention.mesh)
 
+    @property
+    def marks_lines(self) -> bool:
+        """Whether hidden states go with the slots of their adapters, since some change what is computed of them."""
+        return self.lora is not None and bool(self.lora.of_lines)
+
     def forward(
         self,
         layout: StepLayout,
@@ -117,7 +122,7 @@ class StepFunctions:
         hidden_TD, kv, rows = self.hidden_states(
             layout, params, kv, tables_GRM, rows, parts, stream_TD=stream_TD, encoded_SE=encoded_SE
         )
-        if self.lora is not None and self.lora.head is not None:
+        if self.marks_lines:
             hidden_TD = SlottedLines(hidden_TD, self.slots_of_tokens(layout, parts))
         sampled_SD = self.lines_of(hidden_TD, parts.sample_idxs_R, self.num_sampled)
         return kv, tables_GRM, rows, jax.tree.map(with_first, hidden_LD, hidden_TD), sampled_SD
@@ -163,7 +168,11 @@ class StepFunctions:
 
     def pool(self, size: int, head: Any, pooled_SD: Any) -> Any:
         """Vectors or scores of `size` prompts, from their last hidden states or their sums."""
-        return self.model.compute_logits(head, self.config, pooled_SD[:size])
+        pooled_SD = jax.tree.map(lambda lines: lines[:size], pooled_SD)
+        scores = lambda head, pooled_SD: self.model.compute_logits(head, self.config, pooled_SD)
+        if isinstance(pooled_SD, SlottedLines):
+            return slotted_scores(scores, head, pooled_SD)
+        return scores(head, pooled_SD)
 
     def hidden_states(
         self,

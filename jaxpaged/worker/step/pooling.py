@@ -34,7 +34,7 @@ class Pooler:
         if key is None:
             return StageOutput()
         ids_of_ranks = [rank.sampling()[0] for rank in step.ranks]
-        pooled = PooledLines(ids_of_ranks, start_copy(device.call(key, device.head, hidden_SD)))
+        pooled = PooledLines(ids_of_ranks, start_copy(device.call(key, device.head_for(key), hidden_SD)))
         return StageOutput([pooled], len(step.ranks) * key.size)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.layers.lora import SlottedLines, plain_lines
 from jaxpaged.worker.step.packed import StepLayout
 from jaxpaged.worker.step.row_tokens import locate_places
 
@@ -36,7 +37,7 @@ def accumulate(
     MEAN adds all tokens and divides by their number, CLS adds the first one alone. A row whose request begins in this
     step begins at zero, whatever it held. Sums are taken token by token, so a request's NaN stays its own.
     """
-    parts, hidden_TD = layout.split(packed), hidden_LD[: layout.num_tokens]
+    parts, hidden_TD = layout.split(packed), plain_lines(hidden_LD)[: layout.num_tokens]
     seq_T, positions_T, is_padding_T = locate_places(layout, parts)
     counts_T = ~is_padding_T if pooling_type == "MEAN" else ~is_padding_T & (positions_T == 0)
     values_TD = jnp.where(counts_T[:, None], hidden_TD.astype(jnp.float32), 0.0)
@@ -47,7 +48,8 @@ def accumulate(
     done_S = seq_T[parts.sample_idxs_R]
     divisors_S = parts.seq_lens_R[done_S] if pooling_type == "MEAN" else jnp.ones_like(done_S)
     pooled_SD = totals_SD[done_S] / jnp.maximum(divisors_S, 1)[:, None].astype(jnp.float32)
-    return (
-        sums_RD.at[parts.rows_R].set(totals_SD),
-        jnp.pad(pooled_SD, ((0, num_sampled - layout.num_rows), (0, 0))),
-    )
+    missing = num_sampled - layout.num_rows
+    pooled: Any = jnp.pad(pooled_SD, ((0, missing), (0, 0)))
+    if isinstance(hidden_LD, SlottedLines):
+        pooled = SlottedLines(pooled, jnp.pad(parts.lora_slots_R[done_S], (0, missing)))
+    return sums_RD.at[parts.rows_R].set(totals_SD), pooled

@@ -56,8 +56,9 @@ class Shapes:
         self.tables = self._array((len(functions.kv_cache.groups), rows, max_blocks), jnp.int32)
         self.rows = self._row_tokens(rows, max_model_len)
         self.head = self.base_head = functions.model.head(params)
-        if functions.lora is not None and (path := functions.lora.head) is not None:
-            self.head = AdaptedParams(self.base_head, {path: functions.lora.shapes[path]})
+        if functions.marks_lines:
+            of_lines = {path: functions.lora.shapes[path] for path in functions.lora.of_lines}
+            self.head = AdaptedParams(self.base_head, of_lines)
         self.state: tuple[Any, ...] = (self.kv, self.tables, self.rows)
         """All that lives on the devices from step to step, in the order of `DeviceState`: the KV cache, then the rest,
         whose size does not depend on the number of blocks."""
@@ -94,8 +95,13 @@ class Shapes:
 
     def hidden_states(self, size: int) -> Any:
         """What logits are computed of."""
-        lora, lines = self.functions.lora, self._lines(size)
-        return lines if lora is None or lora.head is None else SlottedLines(lines, self._packed(size))
+        return self._marked(self._lines(size))
+
+    def _marked(self, lines: jax.ShapeDtypeStruct) -> Any:
+        """Lines of hidden states, with the slots of their adapters where that matters."""
+        if not self.functions.marks_lines:
+            return lines
+        return SlottedLines(lines, jax.ShapeDtypeStruct(lines.shape[:1], jnp.int32, sharding=lines.sharding))
 
     def _lines(self, size: int) -> jax.ShapeDtypeStruct:
         return self._array((size, self.functions.config.hidden_size), jnp.dtype(self.functions.config.dtype))
@@ -132,11 +138,11 @@ class Shapes:
         return self.hidden_states(self.functions.num_sampled)
 
     @property
-    def pooled(self) -> jax.ShapeDtypeStruct:
+    def pooled(self) -> Any:
         """Hidden states or sums of the prompts that are complete."""
         if self.row_state is None:
             return self.sampled
-        return self._array((self.functions.num_sampled, self.functions.config.hidden_size), jnp.float32)
+        return self._marked(self._array((self.functions.num_sampled, self.functions.config.hidden_size), jnp.float32))
 
     def lines(self, size: int) -> jax.ShapeDtypeStruct:
         """What `SamplingRows.pack` makes."""
