@@ -210,7 +210,7 @@ def unless_scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array | None:
 
 
 def residual_sum(x_TD: jax.Array, out_TD: jax.Array, config: DecoderConfig) -> jax.Array:
-    """The residual stream behind a block that gave `out_TD`; see `decoder.kept_apart` for the barrier."""
+    """The residual stream behind a block that gave `out_TD`; see `kept_apart` for the barrier."""
     if config.residual_scale is None:
         return out_TD  # it is the sum
     scaled_TD = out_TD * config.residual_scale

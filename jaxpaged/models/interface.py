@@ -58,7 +58,7 @@ class LayerContext:
     """What one layer is told of a step besides its parameters, its input and its cache.
 
     `cos_sin` are of the tokens' angles, in the layer's own rotation, if it has one. `query_factor_T`: what queries are
-    multiplied by, in layers that have no rotation but this.
+    multiplied by, in layers whose queries grow with positions (`QueryGrowth`).
     """
 
     attention: AttentionBatch | StateBatch | DenseBatch

@@ -3,8 +3,9 @@
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..., 2353]}
 
 A hash id stands for 512 tokens of a prompt and all before them. The simulation is of blocks of that size, one request
-after another: what the device has, the longest used least recently gone, is a hit; what a tier has behind it is loaded,
-where that takes less time than computing; the rest is computed. Both keep what they have room for. Plain Python.
+after another: what the device has is a hit; what a tier has behind it is loaded, where that takes less time than
+computing; the rest is computed. Both keep what they have room for, and lose what was used least recently: of one
+request the device its last blocks first, as the engine does, and the tier the first that were written. Plain Python.
 """
 
 import json
@@ -66,6 +67,7 @@ class Blocks:
         return block in self._ids
 
     def use(self, blocks: Sequence[int]) -> None:
+        """In this order."""
         for block in blocks:
             self._ids[block] = None
             self._ids.move_to_end(block)
@@ -117,7 +119,7 @@ def simulate(requests: Sequence[TracedRequest], device_tokens: int, tier_bytes: 
         if saved > 0:
             result.loaded_tokens += end - start
             result.saved_seconds += saved
-        device.use(ids)
+        device.use(ids[::-1])
         tier.use(ids)
     return result
 

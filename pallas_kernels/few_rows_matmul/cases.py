@@ -5,8 +5,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`num_rows` times a weight of `num_inputs` and `num_outputs`, both of type `dtype`; to
-    int16 belong weights of int8."""
+    """`num_rows` times a weight of `num_inputs` and `num_outputs`, both of type `dtype`; to int16 belong weights of
+    int8."""
 
     name: str
     num_rows: int

@@ -136,7 +136,7 @@ def default_tiles(
 
 
 def tiles_for(num_rows: int, num_outputs: int, num_inputs: int, is_gated: bool = False, kind: str = "") -> Tiles | None:
-    """The same, by numbers and by a kind of weight."""
+    """Those that `tuned.json` has for this device, by numbers and by a kind of weight."""
     rows = next((rows for rows in TUNED_ROWS if num_rows <= rows), None)
     if rows is None or not tuned():
         return None

@@ -15,14 +15,19 @@ def request(*ids, length=None):
 
 
 def test_what_the_device_forgot_is_loaded_from_a_tier_that_is_large_enough():
-    trace = [request(1, 2, 3), request(7, 8), request(1, 2, 9), request(1, 2, 9, length=1030)]
-    room = 3 * BLOCK_TOKENS  # so 7 and 8 send 1 and 2 away
+    trace = [request(1, 2, 3), request(6, 7, 8), request(1, 2, 9), request(1, 2, 9, length=1030)]
+    room = 3 * BLOCK_TOKENS  # so 6, 7 and 8 send the others away
     none = simulate(trace, room, 0, COSTS)
-    assert (none.device_tokens, none.loaded_tokens, none.prompt_tokens) == (1029, 0, 8 * 512 + 1030)
+    assert (none.device_tokens, none.loaded_tokens, none.prompt_tokens) == (1029, 0, 9 * 512 + 1030)
     some = simulate(trace, room, 100 * 1024, COSTS)
     assert (some.device_tokens, some.loaded_tokens) == (1029, 1024)
     assert some.saved_seconds == pytest.approx(1024 * (0.01 - 0.002)) and some.hit_rate > none.hit_rate
     assert simulate(trace, room, 2 * 2 * BLOCK_TOKENS, COSTS).loaded_tokens == 0, "it holds two blocks"
+
+
+def test_a_device_forgets_a_prompt_from_its_end():
+    trace = [request(1, 2, 3), request(7, 8), request(1, 2, 3)]
+    assert simulate(trace, 3 * BLOCK_TOKENS, 0, COSTS).device_tokens == BLOCK_TOKENS
 
 
 def test_what_takes_longer_to_load_is_computed():

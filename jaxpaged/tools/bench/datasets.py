@@ -371,7 +371,7 @@ def json_list(path: str) -> list[Any]:
 
 def json_lines(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, object) of every line of a file. Raises UsageError."""
-    for number, line in enumerate(read(path, lambda file: file.read().splitlines()), 1):
+    for number, line in enumerate(read(path, list), 1):  # not splitlines(): U+2028 in a text ends no line
         if line.strip():
             where = f"line {number} of {path}"
             try:
@@ -388,7 +388,7 @@ def csv_rows(path: str, columns: Sequence[str]) -> Iterator[tuple[str, dict[str,
 
     Raises UsageError, also where one of `columns` is missing.
     """
-    reader = csv.DictReader(read(path, lambda file: file.read().splitlines()))
+    reader = csv.DictReader(read(path, list))
     try:
         missing = [column for column in columns if column not in (reader.fieldnames or ())]
         if missing:

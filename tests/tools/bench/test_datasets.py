@@ -141,7 +141,8 @@ def test_prompts_of_a_file_get_the_chat_template_where_the_server_applies_none(t
 
 
 def test_every_line_may_have_its_own_length(text, tmp_path):
-    path = lines(tmp_path / "p.jsonl", {"prompt": "a", "output_tokens": 5}, {"prompt": "b", "output_tokens": 6})
+    with_separator = '{"prompt": "a\u2028", "output_tokens": 5}'  # it ends a line of text, and none of such a file
+    path = lines(tmp_path / "p.jsonl", with_separator, {"prompt": "b", "output_tokens": 6})
     words = ("--dataset-name", "custom", "--dataset-path", path, "--custom-output-len", -1)
     requests = sample_requests(flags(*words, "--num-prompts", 5), text)
     assert {request.output_len for request in requests} == {5, 6} and len(requests) == 5
