@@ -1,7 +1,7 @@
 """GPT-OSS: layers of experts with biases everywhere, every other with a window, and a sink in every head's softmax.
 
-Published checkpoints keep the experts in MXFP4, which become weights of the model's type when they are loaded. Source:
-arXiv 2508.10925.
+Published checkpoints keep the experts in MXFP4, in which they stay on devices with a kernel for it; elsewhere they
+become weights of the model's type, or of 8 bits, when they are loaded. Source: arXiv 2508.10925.
 """
 
 from dataclasses import replace
