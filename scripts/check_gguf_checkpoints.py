@@ -26,6 +26,7 @@ OTHERS = {
     "exaone4": "llama.cpp has windows in EXAONE 4 of 64 layers only",
     "deepseek_v2": "llama.cpp expects latents of queries but in models of V2-Lite's 27 layers",
     "gpt_oss": "llama.cpp rounds where yarn begins and ends",
+    "mistral4": "transformers has it for no causal language model alone",
 }
 """Checkpoints of which llama.cpp computes something else."""
 

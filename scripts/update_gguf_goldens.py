@@ -104,7 +104,7 @@ TEXTS = (
     " ",
     "x",
 )
-WAYS = "gpt-2 smollm llama-bpe dbrx qwen2 gpt-4o tekken deepseek-v3".split()
+WAYS = "gpt-2 smollm llama-bpe dbrx qwen2 gpt-4o tekken deepseek-v3 kimi-k2 seed-coder deepseek-llm".split()
 """What `tokenizer.ggml.pre` may say, one of each kind."""
 ENDS = ["<s>", "</s>", "<|im_start|>"]
 """Control tokens."""

@@ -14,7 +14,8 @@ TEXT, PICTURES, LANGUAGE_MODEL_ONLY = "text", "text, pictures", "text, with --la
 class Known:
     """An architecture of config.json, what it `reads`, and `models` that have it.
 
-    `gguf`: `general.architecture` of files that hold such models. `formats`: `quant_method` of checkpoints.
+    `gguf`: `general.architecture` of files that hold such models, of those that see the language model only.
+    `formats`: `quant_method` of checkpoints.
     `pools_only`: an encoder, which generates nothing.
     """
 
@@ -28,7 +29,7 @@ class Known:
 
 KNOWN = (
     Known("LlamaForCausalLM", ("Llama 2", "Llama 3", "others with the same layers"), gguf="llama"),
-    Known("Llama4ForCausalLM", ("Llama 4 for text",)),
+    Known("Llama4ForCausalLM", ("Llama 4 for text",), gguf="llama4"),
     Known("Llama4ForConditionalGeneration", ("Llama 4",), LANGUAGE_MODEL_ONLY),
     Known("MistralForCausalLM", ("Mistral 7B", "Mistral Nemo", "Mistral Small 3"), gguf="llama"),
     Known("MixtralForCausalLM", ("Mixtral",), gguf="llama"),
@@ -44,10 +45,10 @@ KNOWN = (
     Known("Qwen3ForCausalLM", ("Qwen 3",), gguf="qwen3"),
     Known("Qwen2MoeForCausalLM", ("Qwen 1.5 and 2 with experts",), gguf="qwen2moe"),
     Known("Qwen3MoeForCausalLM", ("Qwen 3 with experts",), gguf="qwen3moe"),
-    Known("Qwen2VLForConditionalGeneration", ("Qwen2-VL",), PICTURES),
-    Known("Qwen2_5_VLForConditionalGeneration", ("Qwen2.5-VL",), PICTURES),
-    Known("Qwen3VLForConditionalGeneration", ("Qwen3-VL",), PICTURES),
-    Known("Qwen3VLMoeForConditionalGeneration", ("Qwen3-VL with experts",), PICTURES),
+    Known("Qwen2VLForConditionalGeneration", ("Qwen2-VL",), PICTURES, gguf="qwen2vl"),
+    Known("Qwen2_5_VLForConditionalGeneration", ("Qwen2.5-VL",), PICTURES, gguf="qwen2vl"),
+    Known("Qwen3VLForConditionalGeneration", ("Qwen3-VL",), PICTURES, gguf="qwen3vl"),
+    Known("Qwen3VLMoeForConditionalGeneration", ("Qwen3-VL with experts",), PICTURES, gguf="qwen3vlmoe"),
     Known("MiMoForCausalLM", ("MiMo 7B",)),
     Known("MiMoV2FlashForCausalLM", ("MiMo-V2-Flash",)),
     Known("Gemma2ForCausalLM", ("Gemma 2",), gguf="gemma2"),

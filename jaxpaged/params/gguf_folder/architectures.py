@@ -88,6 +88,13 @@ GPT_OSS = Architecture(
     completed=experts.gate_and_up_joined,
     stretched=lambda facts: {"truncate": False},
 )
+OF_LLAMA4 = {
+    **names.PRE_NORMS,
+    **names.ATTENTION,
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **names.of_experts("feed_forward", router="router"),
+}
 DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
@@ -130,6 +137,12 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", "qwen3_moe", {**DENSE, **names.QWEN_EXPERTS}, experts.qwen3_moe_fields
     ),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", DENSE, dense.of_text),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", DENSE, dense.of_text),
+    "qwen3vlmoe": Architecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", {**DENSE, **names.QWEN_EXPERTS}, experts.qwen3_vl_moe_fields
+    ),
+    "llama4": Architecture("Llama4ForCausalLM", "llama4_text", OF_LLAMA4, experts.llama4_fields, is_stacked=True),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", OF_GEMMA, dense.gemma_fields, less_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", OF_GEMMA, dense.gemma_fields, less_one=True),
     "phi3": Architecture(

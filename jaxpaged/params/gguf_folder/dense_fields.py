@@ -15,6 +15,13 @@ def nothing(facts: Facts) -> dict[str, Any]:
     return {}
 
 
+def of_text(facts: Facts) -> dict[str, Any]:
+    """Of a model that sees, whose file has the language model only: of text, whose tokens have one position, sections
+    of a head rotate alike."""
+    facts.read |= {facts.own_name(name) for name in ("rope.dimension_sections", "n_deepstack_layers")}
+    return {}
+
+
 def bias_fields(facts: Facts) -> dict[str, Any]:
     """What says that projections have biases, where they have."""
     found = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}

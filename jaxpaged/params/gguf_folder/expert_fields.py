@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpaged.params.gguf_folder.dense_fields import lfm2_fields
+from jaxpaged.params.gguf_folder.dense_fields import lfm2_fields, of_text
 from jaxpaged.params.gguf_folder.facts import Facts
 
 SOFTMAX, SIGMOID = 1, 2
@@ -68,6 +68,23 @@ def num_shared(facts: Facts, width: int) -> int:
     said = facts.whole(facts.own_name("expert_shared_count"))
     found = (tensor.shape[-1] for name, tensor in facts.tensors.items() if name.endswith("ffn_down_shexp.weight"))
     return next(found, 0) // width if said is None else said
+
+
+def qwen3_vl_moe_fields(facts: Facts) -> dict[str, Any]:
+    return {**of_text(facts), **qwen3_moe_fields(facts)}
+
+
+def llama4_fields(facts: Facts) -> dict[str, Any]:
+    """Of the published models, the one with 128 experts does not normalise queries and keys, which files do not say."""
+    num_experts = facts.own_count("expert_count")
+    return {
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": facts.own_count("expert_used_count"),
+        "intermediate_size": facts.own_count("expert_feed_forward_length"),
+        "intermediate_size_mlp": facts.own_count("feed_forward_length"),
+        "interleave_moe_layer_step": facts.own_count("interleave_moe_layer_step"),
+        "use_qk_norm": num_experts != 128,
+    }
 
 
 def gpt_oss_fields(facts: Facts) -> dict[str, Any]:

@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "Glm4MoeLiteForCausalLM": "deepseek2",
     "Mistral4ForCausalLM": "mistral4",
     "Ministral3ForCausalLM": "mistral3",
+    "Llama4ForCausalLM": "llama4",
 }
 TURNED = {"mistral3", "llama", "granite", "smollm3", "arcee"}
 NAMED_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
@@ -85,6 +86,9 @@ NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.router": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -133,6 +137,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"rope_theta": 500_000.0},
     "glm4_moe": {"norm_topk_prob": True},
     "deepseek_v3": {"rope_scaling": {**CONFIGS["deepseek_v3"]["rope_scaling"], "mscale": 1.0}},
+    "llama4": {
+        "num_hidden_layers": 4,
+        "no_rope_layers": None,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "rope_scaling": None,
+    },
     "arcee": {"attention_bias": False, "mlp_bias": False},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     "gpt_oss": {"swiglu_limit": 7.0},
@@ -228,6 +240,12 @@ def of_one_kind(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
         own["expert_feed_forward_length"] = hf["intermediate_size"]
     if arch in ("minimax-m2", "glm4moe", "lfm2moe"):
         own["expert_gating_func"] = 2
+    if arch == "llama4":
+        own |= {
+            "feed_forward_length": hf["intermediate_size_mlp"],
+            "expert_feed_forward_length": hf["intermediate_size"],
+            "interleave_moe_layer_step": hf["interleave_moe_layer_step"],
+        }
     if arch == "ernie4_5-moe":
         own |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": 48}
     if arch in ("lfm2", "lfm2moe"):
@@ -345,6 +363,9 @@ def whole_tensors(stem: str, end: str, tensor: np.ndarray, arch: str) -> dict[st
         return {"ffn_down_exps.bias": tensor}
     if arch == "mistral4" and end in ("gate_up_proj", "down_proj"):
         return {f"ffn_{end.removesuffix('_proj')}_exps.weight": tensor}
+    if arch == "llama4" and end == "gate_up_proj":
+        gate, up = np.split(tensor.swapaxes(1, 2), 2, axis=1)
+        return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
     if end == "gate_up_proj":
         outputs_first = tensor.swapaxes(1, 2)
         return {"ffn_gate_exps.weight": outputs_first[:, ::2], "ffn_up_exps.weight": outputs_first[:, 1::2]}

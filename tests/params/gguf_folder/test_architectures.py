@@ -11,7 +11,15 @@ from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
 from jaxpaged.params.gguf_folder.folder import make_folder
-from tests.params.gguf_folder.gguf_checkpoints import config_of, write_gguf_checkpoint, write_hf_checkpoint
+from tests.params.formats.gguf.writer import write_gguf
+from tests.params.gguf_folder.gguf_checkpoints import (
+    config_of,
+    facts_of,
+    tensors_of,
+    tensors_of_checkpoint,
+    write_gguf_checkpoint,
+    write_hf_checkpoint,
+)
 from tests.params.test_orbax_format import load_model
 
 NAMES = [
@@ -53,6 +61,7 @@ NAMES = [
     "glm4_moe_lite",
     "ministral3",
     "mistral4",
+    "llama4",
 ]
 OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
 """Fields that say the same of the checkpoint and of the file in other words, or nothing that is computed with."""
@@ -94,3 +103,17 @@ def test_windows_may_be_listed_layer_by_layer(tmp_path):
     folder = make_folder(write_gguf_checkpoint("gemma3", tmp_path / "a.gguf", listed), tmp_path / "cache")
     hf = load_hf_config(folder)
     assert [layer.window for layer in model_for(hf).config_from_hf(hf).layers] == [10, 10, None]
+
+
+@pytest.mark.parametrize(("name", "seeing"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_files_of_models_that_see_hold_their_language_model(name, seeing, tmp_path):
+    hf = config_of(name)
+    own = [(fact.partition(".")[2], value) for fact, value in facts_of(hf).items() if not fact.startswith("general.")]
+    facts = {f"{seeing}.{fact}": value for fact, value in own}
+    facts |= {"general.architecture": seeing, f"{seeing}.rope.dimension_sections": [2, 2, 4, 0]}
+    facts |= {f"{seeing}.n_deepstack_layers": 3}
+    path = write_gguf(tmp_path / "a.gguf", facts, tensors_of(hf, tensors_of_checkpoint(name)))
+    config, params = loaded(make_folder(path, tmp_path / "cache"))
+    expected, expected_params = loaded(write_hf_checkpoint(name, tmp_path / "checkpoint"))
+    assert config.layers == expected.layers and config.experts == expected.experts
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
