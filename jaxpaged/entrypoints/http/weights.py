@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.sleep import MODES
-from jaxpaged.entrypoints.http.body import json_response, read_json, read_struct, struct_of
+from jaxpaged.entrypoints.http.body import check_media_type, json_response, read_body, read_struct, struct_of
 from jaxpaged.entrypoints.http.endpoint import flag
 from jaxpaged.errors import CapacityError, CheckpointError
 from jaxpaged.messages import WeightInfo
@@ -124,8 +124,11 @@ class Weights:
 
     async def finish(self, request: Request) -> Response:
         """Compute with the weights that were sent. 400 when some are missing: more can be sent."""
-        given = await read_json(request, self._service.max_body_bytes)
-        body = await struct_of(request, given or bytearray(b"{}"), FinishRequest)  # TRL sends nothing
+        given = await read_body(request, self._service.max_body_bytes)
+        body = FinishRequest()  # as TRL sends it: without a body
+        if given:
+            check_media_type(request.headers.get("content-type", ""))
+            body = await struct_of(request, given, FinishRequest)
         try:
             info: WeightInfo = await self._service.engine.finish_weight_update(body.version)
         except CheckpointError as error:
