@@ -34,6 +34,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
             marks=pytest.mark.exhaustive,  # three engines
         ),
         pytest.param(SHORT, "| 1 |", marks=pytest.mark.exhaustive),  # two engines
+        (["bench_rl.py", "--models", "demo", "--dtypes", "float32", "--repeat", "1", "--seconds", "1"], "x the weights"),
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
         pytest.param(TRANSFER, "times sooner", marks=pytest.mark.exhaustive),  # nine engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines
