@@ -15,6 +15,7 @@ TRANSFER = ["bench_kv_transfer.py", "--lengths", "64", "100", "--repeats", "1"]
 STARTS = ["bench_startup.py", *(part for option in FEW_PROGRAMS for part in ("--option", option))]
 MINUTE = ["bench_first_minute.py", "--models", "demo", "--requests", "2", "--seconds", "3"]
 SHORT = ["bench_short_requests.py", "--streams", "8", "--max-num-seqs", "4", "--rows", "0", "1", "--seconds", "2"]
+ONCE = ["--repeat", "1", "--seconds", "1"]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
 
@@ -34,7 +35,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
             marks=pytest.mark.exhaustive,  # three engines
         ),
         pytest.param(SHORT, "| 1 |", marks=pytest.mark.exhaustive),  # two engines
-        (["bench_rl.py", "--models", "demo", "--dtypes", "float32", "--repeat", "1", "--seconds", "1"], "x the weights"),
+        (["bench_rl.py", "--models", "demo", "--dtypes", "float32", *ONCE], "x the weights"),
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
         pytest.param(TRANSFER, "times sooner", marks=pytest.mark.exhaustive),  # nine engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines
