@@ -57,10 +57,12 @@ def peak_of(work: Callable[[], Any]) -> int | None:
     """By how many bytes the process's memory grew at most meanwhile; None where the system does not tell."""
     status = Path("/proc/self/status")
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return None
-    read = lambda name: next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+    read = lambda name: next(
+        int(line.split()[1]) for line in status.read_text(encoding="utf-8").splitlines() if line.startswith(name)
+    )
     before = read("VmRSS:")
     work()
     return max(read("VmHWM:") - before, 0) * 1024
