@@ -152,8 +152,8 @@ def test_what_is_supported_is_a_table_for_people_and_objects_for_programs(capsys
         "reads": ["text"],
         "language_model_only": False,
         "serves": ["generate", "embed", "classify"],
-        "weights": ["safetensors", "fp8", "gptq", "awq", "compressed-tensors", "modelopt", "mxfp4"],
-        "gguf_architecture": None,
+        "weights": ["safetensors", "fp8", "gptq", "awq", "compressed-tensors", "modelopt", "mxfp4", "gguf"],
+        "gguf_architecture": "gpt-oss",
     }
     assert (
         found["LlamaForCausalLM"]["weights"][-1] == "gguf" and found["LlamaForCausalLM"]["gguf_architecture"] == "llama"
