@@ -26,6 +26,8 @@ NAMES = [
     "llama-v6e-pp",
     "gpt-oss-v6e-ranks",
 ]
+LONGEST = 256
+"""Tokens of a step. 2048 take the same share of what is reserved for them, and a minute to compile."""
 COUNTED = "qwen3-v6e-ranks"
 """A case that no engine can run: it is only counted what it would hold."""
 SPLIT = {"llama-v5e": 2, "deepseek-v6e": 8}
@@ -163,8 +165,8 @@ def test_the_other_models_compile_for_their_slices(script, name):
 def test_what_is_reserved_for_a_prompt_among_experts_is_what_the_compiler_takes_for_it(script, name):
     case = script.CASES[name]
     planner = script.planner_of(
-        case, parse_target(case.target), case.depths[0], (64, 2048), num_gpu_blocks_override=200
+        case, parse_target(case.target), case.depths[0], (64, LONGEST), num_gpu_blocks_override=200
     )
-    (forward,) = planner.compiler.compile_program(ProgramKey("forward", 2048))
+    (forward,) = planner.compiler.compile_program(ProgramKey("forward", LONGEST))
     assert forward.error is None
     assert 0.7 < forward.temporary_bytes / forward_bytes(planner.engine_spec) < 1

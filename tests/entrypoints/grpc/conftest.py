@@ -88,6 +88,7 @@ def serving():
                 await channel.close()
                 listener.should_exit = True
                 await running
+                engine.shutdown()
 
         return asyncio.run(run())
 

@@ -172,3 +172,4 @@ class FakeAsyncEngine(AsyncEngineControl):
     def shutdown(self):
         with contextlib.suppress(AttributeError):
             self._stepper.cancel()
+        self.input_processor.grammar_checker.close()  # its processes; those for pictures are shared

@@ -46,9 +46,12 @@ def serving():
             counts = counts_of(service)
             apps = create_app(service, keys, counts), create_admin_app(service, keys, counts)
             server = Server(engine, service, *map(Client, apps))
-            result = await asyncio.wait_for(scenario(server), 20)
-            assert len(service.traffic) == 0, "a request is still counted as under way"
-            return result
+            try:
+                result = await asyncio.wait_for(scenario(server), 20)
+                assert len(service.traffic) == 0, "a request is still counted as under way"
+                return result
+            finally:
+                engine.shutdown()
 
         return asyncio.run(run())
 

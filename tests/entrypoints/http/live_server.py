@@ -32,6 +32,7 @@ def live_server(keys=(), app=create_app, **settings):
     finally:
         listener.should_exit = True
         thread.join()
+        service.engine.shutdown()
 
 
 def main():

@@ -77,6 +77,10 @@ NO_TRITON = binding_refusal(is_pallas=False, interpret=False)
 BACKENDS = ["gpu", pytest.param("gpu-triton", marks=pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON)))]
 
 
+GPUS = [target for target in TARGETS if target != "h200"]
+"""An H200 is an H100 with more memory, to a compiler."""
+
+
 class TestWithCompiler:
     pytestmark = needs_compiler
 
@@ -99,14 +103,14 @@ class TestWithCompiler:
         assert temporaries(8) < temporaries(2) + 2 * q_TNH.size * q_TNH.dtype.itemsize
 
     @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("target", TARGETS)
+    @pytest.mark.parametrize("target", GPUS)
     def test_kernels_compile_without_spills(self, target, backend):
         names = QUICK.get(target, [FIRST]) if backend == "gpu" else [FIRST]
         check(compiled(target, names, backend), names, target, backend)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("target", TARGETS)
+    @pytest.mark.parametrize("target", GPUS)
     def test_every_shape_compiles_without_spills(self, target, backend):
         check(compiled(target, list(SHAPE), backend), list(SHAPE), target, backend)
 
