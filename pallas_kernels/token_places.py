@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 NOWHERE = 2**31 - 1
-"""An index that a scatter drops."""
+"""An index that a gather fills and a scatter drops, and a block that no pool has; negative ones would count from the
+end."""
 
 
 def token_places(

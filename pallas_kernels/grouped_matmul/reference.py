@@ -16,8 +16,8 @@ from jax import lax
 from pallas_kernels.grouped_matmul.items import make_items
 from pallas_kernels.quantized_matmul import QuantizedWeight
 from pallas_kernels.quantized_matmul.reference import dequantize
+from pallas_kernels.token_places import NOWHERE
 
-NOWHERE = 2**31 - 1  # an index that scatter drops
 TILES, LARGEST_TILE = ((4, 1), (8, 8), (16, 16)), 32
 """(tokens of a tile, tokens per expert up to which it was the fastest on a CPU): few tokens leave most of one empty."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-NOWHERE = 2**31 - 1  # an index that gather fills and scatter drops; negative ones would count from the end
+from pallas_kernels.token_places import NOWHERE
 
 
 def cannot_take(pool: tuple[Any, ...]) -> str | None:

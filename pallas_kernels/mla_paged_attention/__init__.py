@@ -22,12 +22,11 @@ from pallas_kernels import backends as choosing
 from pallas_kernels.context_share import ContextShare, places_here
 from pallas_kernels.ragged_paged_attention import KVTensor, quantized
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import token_places
+from pallas_kernels.token_places import NOWHERE, token_places
 
 _OP, _BACKENDS = "mla_paged_attention", ("reference", "tpu", "gpu")
 _FLOATS = ("bfloat16", "float16", "float32")
 _LANES = 128
-_NOWHERE = 2**31 - 1  # an index that scatter drops
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +118,7 @@ def make_metadata(
     index_T, slot_T, is_here_T, position_T = places_here(position_T, block_size, share)
     block_T = tables_RM.at[row_T, index_T].get(mode="clip")
     held_T = real_T & is_here_T
-    block_T = jnp.where(held_T, block_T, _NOWHERE)
+    block_T = jnp.where(held_T, block_T, NOWHERE)
     return MlaMetadata(query_start_loc_R1, seq_lens_R, tables_RM, row_T, position_T, block_T, slot_T)
 
 

@@ -225,7 +225,7 @@ MUTANTS = (
     *_of(
         "pallas_kernels/mla_paged_attention/__init__.py",
         "reference",
-        ("padding tokens write to the last block", "jnp.where(held_T, block_T, _NOWHERE)", "block_T"),
+        ("padding tokens write to the last block", "jnp.where(held_T, block_T, NOWHERE)", "block_T"),
         ("scales of other blocks are taken", '(block_T.at[token_TL].get(mode="clip") == block_T[:, None])', "True"),
     ),
     *_of(

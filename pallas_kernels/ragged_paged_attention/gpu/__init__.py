@@ -59,9 +59,8 @@ from pallas_kernels.ragged_paged_attention.rotation import Rotation
 from pallas_kernels.ragged_paged_attention.shared_tiles import SharedQueries, runs_of, runs_of_rows, shared_queries
 from pallas_kernels.ragged_paged_attention.sharing import SharedWork
 from pallas_kernels.shapes import ceil_div
-from pallas_kernels.token_places import token_places
+from pallas_kernels.token_places import NOWHERE, token_places
 
-NOWHERE = 2**31 - 1  # a block that no pool has
 MAX_HEAD_DIM, MAX_FLOAT32_HEAD_DIM = 512, 256
 ALL_DECODE_TOKENS = 32  # steps up to here are not worth a second class of tiles
 MAX_GROUP_SIZE = 128

@@ -20,11 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.tpu.operands import UNCHECKED
 from pallas_kernels.ragged_paged_attention.tpu.plan import Writes
+from pallas_kernels.token_places import NOWHERE
 
 IN_FLIGHT = 8
 """Groups that are read ahead; as many again are being written back."""
-NOWHERE = 2**31 - 1
-"""A block that no pool has."""
 
 
 def write_tokens(
