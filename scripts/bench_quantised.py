@@ -112,7 +112,7 @@ def packed(name: str, weight_OI: np.ndarray) -> Any:
     pack, options, _ = PACKERS[name]
     changes: dict[str, Any] = {"group": GROUP[name]} if name in GROUP else {}
     changes |= {"block": BLOCK} if options.get("scale") == "block" else {}
-    return pack(weight_OI, **options, **changes)
+    return pack(weight_OI, **(options | changes))
 
 
 def described(name: str, hf: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,8 @@ def place_stored(
     """
     (of_groups, groups), own = groups_spec(spec, sizes), values_sizes(spec, sizes)
     array = partial(place_array, mesh=mesh, rooms=rooms)
-    values_MOI, scales_MOC, zeros_MOC, order_MI = (np.stack(each) for each in zip(*parts, strict=True))
+    one_stack = lambda arrays: np.stack(arrays) if len(arrays) > 1 else arrays[0][None]  # not copied
+    values_MOI, scales_MOC, zeros_MOC, order_MI = (one_stack(each) for each in zip(*parts, strict=True))
 
     def of_inputs(of_group_MOC: np.ndarray, dtype: Any) -> jax.Array:
         of_group = of_group_MOC.swapaxes(1, 2).reshape([groups[letter] for letter in of_groups.stored_dims])
