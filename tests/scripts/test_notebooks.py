@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
 
@@ -58,6 +59,16 @@ def test_keys_and_values_survive_a_restart_and_travel_to_another_server(executed
     assert "[2, 2, 32, 2, 64] BF16" in printed_by(notebook, "from safetensors")
     words = printed_by(notebook, "def sample").split()
     assert int(words[words.index("fetched") + 1]) > 500
+
+
+@pytest.mark.slow
+def test_grpo_learns_and_draws_reward_staleness_and_difference(executed):
+    notebook = executed("grpo")
+    lines = [line.split() for line in printed_by(notebook, "STEPS = ").splitlines() if line.startswith("step")]
+    rewards, staleness = ([float(line[at].strip(",")) for line in lines] for at in (3, 5))
+    assert staleness == [0] * 4 + [1] * 4 and np.mean(rewards[-2:]) > np.mean(rewards[:2])
+    shown = next(cell for cell in notebook.cells if cell.source.startswith("import matplotlib"))
+    assert any("image/png" in output.get("data", {}) for output in shown.outputs)
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
