@@ -317,7 +317,7 @@ MUTANTS = (
     *_of(
         "pallas_kernels/few_rows_matmul/gpu.py",
         "test_gpu",
-        ("more rows have the tiles of fewer", "if num_rows <= rows)", "if num_rows >= rows)"),
+        ("more rows have the tiles of fewer", "TUNED_ROWS if num_rows <= rows)", "TUNED_ROWS if num_rows >= rows)"),
     ),
     *_of(
         "pallas_kernels/few_rows_matmul/cpu/tiles.py",

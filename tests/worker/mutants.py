@@ -20,7 +20,7 @@ OF_ADAPTERS = (
         ROWS,
         ("magnitudes scale twice", "own_b = own_b * own.magnitude", "own_b = own_b * own.magnitude**2"),
         ("growth is the magnitude", "own.magnitude[None] - np.float32(1)", "own.magnitude[None]"),
-        ("every part has the first ranks", "own.a[ranks.start : ranks.stop]", "own.a[: len(ranks)]"),
+        ("every part has the first ranks", "own_a = own.a[ranks.start : ranks.stop]", "own_a = own.a[: len(ranks)]"),
     ),
     *_of_adapters(
         "jaxpaged/worker/step/adapters.py",
