@@ -26,7 +26,6 @@ OTHERS = {
     "exaone4": "llama.cpp has windows in EXAONE 4 of 64 layers only",
     "deepseek_v2": "llama.cpp expects latents of queries but in models of V2-Lite's 27 layers",
     "gpt_oss": "llama.cpp rounds where yarn begins and ends",
-    "mistral4": "transformers has it for no causal language model alone",
 }
 """Checkpoints of which llama.cpp computes something else."""
 
@@ -95,9 +94,11 @@ def compare(folder: Path) -> int:
 def of_transformers(folder: Path, prompts: list[list[int]]) -> list[list[float]]:
     """Log probabilities of all tokens behind each prompt."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    found = getattr(transformers, name)
+    model = found.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return [model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).tolist() for prompt in prompts]
 

@@ -16,7 +16,15 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.params.checkpoint import entries_of_folder
 from jaxpaged.params.gguf_folder.folder import make_folder
 from jaxpaged.params.hub import EMBEDDED_FOLDER, resolve_model_folder
-from tests.params.gguf_folder.gguf_checkpoints import write_demo, write_gguf_checkpoint
+from tests.params.formats.gguf.writer import write_gguf
+from tests.params.gguf_folder.gguf_checkpoints import (
+    config_of,
+    facts_of,
+    tensors_of,
+    tensors_of_checkpoint,
+    write_demo,
+    write_gguf_checkpoint,
+)
 from tests.params.test_orbax_format import load
 
 YARN = {
@@ -126,3 +134,35 @@ def test_what_is_not_read_is_refused_by_name(tmp_path, facts, words):
             write_gguf_checkpoint("llama", tmp_path / "a.gguf", {"tokenizer.ggml.tokens": ["a"], **facts}),
             tmp_path / "cache",
         )
+
+
+def test_an_answer_of_gpt_oss_ends_behind_its_last_message(tmp_path):
+    """Messages end with a token that ends the answers of other models."""
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>"]
+    facts = {"tokenizer.ggml.token_type": np.array([1, 3, 3, 3]), "tokenizer.ggml.model": "gpt2"}
+    facts |= {"tokenizer.ggml.pre": "gpt-4o", "tokenizer.ggml.eos_token_id": 2}
+    for own, ends in ((tokens, [2, 3]), ([*tokens[:2], "b", "c"], [1, 2])):
+        path = write_gguf_checkpoint("llama", tmp_path / "a.gguf", {**facts, "tokenizer.ggml.tokens": own})
+        folder = make_folder(path, tmp_path / f"cache{ends}")
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"deepseek2.expert_gating_func": 3}, "expert_gating_func is 3; it must be 2, or nothing"),
+        ({"deepseek2.rope.scaling.yarn_attn_factor": 0.7}, "yarn_attn_factor is 0.7; it must be 1, or 1.1386"),
+        ({"deepseek2.attention.indexer.top_k": 4}, "indexer.top_k is 4. Nothing is known of it"),
+    ],
+)
+def test_what_is_not_read_of_latent_attention_is_refused_by_name(tmp_path, facts, words):
+    with pytest.raises(CheckpointError, match=words):
+        make_folder(write_gguf_checkpoint("deepseek_v3", tmp_path / "a.gguf", facts), tmp_path / "cache")
+
+
+def test_keys_of_latents_without_values_are_missed(tmp_path):
+    hf = config_of("deepseek_v3")
+    in_file = tensors_of(hf, tensors_of_checkpoint("deepseek_v3"))
+    del in_file["blk.1.attn_v_b.weight"]
+    with pytest.raises(CheckpointError, match="has blk.1.attn_k_b.weight, but no such values"):
+        make_folder(write_gguf(tmp_path / "a.gguf", facts_of(hf), in_file), tmp_path / "cache")
