@@ -201,15 +201,20 @@ def adapted_product(x_TI: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> 
 
 
 def with_adapters(x_TI: jax.Array, base_TO: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> jax.Array:
-    """[T, O] in `dtype`: what the weight made of x, and what the adapters add, on one device."""
-    sum_TO = grown_TO(base_TO, lora.stacks.growth, lora.slots)
+    """[T, O] in `dtype`: what the weight made of x, and what the adapters add, on one device.
+
+    On a GPU sums are in the type of x, unless DoRA scales them: a product adds to them there, and nothing need convert
+    what it gives.
+    """
+    is_added = p.backend == GPU and lora.stacks.growth is None
+    sum_TO = base_TO.astype(dtype) if is_added else grown_TO(base_TO, lora.stacks.growth, lora.slots)
     for part in lora.stacks.parts:
         if lora.slots.are_few:
-            sum_TO += own_product(x_TI, part, lora.slots)
+            sum_TO += own_product(x_TI, part, lora.slots).astype(sum_TO.dtype)
             continue
         a_KI = part.a.reshape(-1, x_TI.shape[1])
         u_TK = matrix_product(x_TI.astype(a_KI.dtype), a_KI, jnp.float32, p.backend)
-        sum_TO += stacked_product(own_ranks(u_TK, lora.slots.own_TS, part.b.dtype), part.b)
+        sum_TO += stacked_product(own_ranks(u_TK, lora.slots.own_TS, part.b.dtype), part.b, sum_TO.dtype)
     return sum_TO.astype(dtype)
 
 

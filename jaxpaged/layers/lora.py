@@ -127,10 +127,10 @@ def own_ranks(u_TK: jax.Array, own_TS: jax.Array, dtype: Any) -> jax.Array:
     return (u_TSr * own_TS[:, :, None]).reshape(num_tokens, -1).astype(dtype)
 
 
-def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Sums in float32 of `x`, in the type of `w`."""
+def product(equation: str, x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Sums of `x`, in the type of `w`, taken in float32 and given in `dtype`."""
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    return jnp.einsum(equation, x.astype(w.dtype), w, preferred_element_type=jnp.float32, precision=precision)
+    return jnp.einsum(equation, x.astype(w.dtype), w, preferred_element_type=dtype, precision=precision)
 
 
 def own_product(x_TI: jax.Array, part: LoraStack, slots: TokenSlots) -> jax.Array:
@@ -147,9 +147,9 @@ def own_product(x_TI: jax.Array, part: LoraStack, slots: TokenSlots) -> jax.Arra
     return jnp.stack(rows)
 
 
-def stacked_product(u_TK: jax.Array, b: jax.Array) -> jax.Array:
-    """Float32 [T, O]: what the ranks of all slots add, of b [S, r, outputs...]."""
-    return product("TK,KO->TO", u_TK, b.reshape(u_TK.shape[1], -1))
+def stacked_product(u_TK: jax.Array, b: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """[T, O] in `dtype`: what the ranks of all slots add, of b [S, r, outputs...]."""
+    return product("TK,KO->TO", u_TK, b.reshape(u_TK.shape[1], -1), dtype)
 
 
 def grown_TO(base_TO: jax.Array, growth: jax.Array | None, slots: TokenSlots) -> jax.Array:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.layers.linear import CPU, XLA, Linear, apply_linear, parts_by_inputs
+from jaxpaged.layers.linear import CPU, GPU, XLA, Linear, apply_linear, parts_by_inputs
 from jaxpaged.layers.lora import BoundLora, LoraStack, LoraStacks, token_slots
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, StoredArray
 from jaxpaged.params.sharding import MODEL_AXES, Split
@@ -58,7 +58,7 @@ SENDS = r"= \S+ ((?:all|reduce-scatter|collective)-?[\w-]*)\("
 product = partial(apply_linear, "TD,NHD->TNH")
 
 
-@pytest.mark.parametrize("backend", [XLA, CPU])
+@pytest.mark.parametrize("backend", [XLA, CPU, GPU])
 def test_each_token_gets_what_its_own_slot_adds(backend):
     x_TI, weight, bias = numbers(1, 7, INPUTS), numbers(2, *OUTPUTS, INPUTS), numbers(3, *OUTPUTS)
     base = np.tensordot(x_TI, weight, ((1,), (2,)))

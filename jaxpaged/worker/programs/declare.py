@@ -215,10 +215,6 @@ def has_base_steps(engine: EngineSpec) -> bool:
     return adapts(engine) and is_whole(engine) and not engine.has_other_processes
 
 
-def has_small_steps(engine: EngineSpec) -> bool:
-    return has_base_steps(engine) and engine.lora.num_levels > 1
-
-
 def looks_up(engine: EngineSpec) -> bool:
     return drafts(engine) and engine.draft is None
 
@@ -328,7 +324,7 @@ def lighter(
     without_stacks = signature.replace("params", "base_params", 1).replace(" head ", " base_head ", 1)
     return (
         with_layers(base, axis, at_level(0, function), without_stacks, both(has_base_steps, where), ON_DEMAND),
-        with_layers(small, axis, at_level(1, function), signature, both(has_small_steps, where), ON_DEMAND),
+        with_layers(small, axis, at_level(1, function), signature, both(has_base_steps, where), ON_DEMAND),
     )
 
 
