@@ -227,11 +227,13 @@ class SampledLogprobs(msgspec.Struct):
 
     `token_ids` and `logprobs` are `[n, 1 + k]`: the sampled token first, then the k most likely in order.
     `ranks` is `[n]`: 1 + the number of tokens strictly more likely than the sampled one.
+    `processed` is `[n, 2]`, see `ProcessedLogprob`, where an engine tells raw and processed ones.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     ranks: np.ndarray
+    processed: np.ndarray | None = None
 
 
 class PromptLogprobs(msgspec.Struct):
@@ -303,6 +305,15 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     rank: int  # of the sampled token
 
 
+class ProcessedLogprob(NamedTuple):
+    """Of a drawn token: its log probability among those that it was drawn from, after temperature, penalties, limits;
+    and the log of the probability that top_p, top_k and min_p left, 0 without them. Their sum is its log probability as
+    if there were no limits."""
+
+    logprob: float
+    log_kept_mass: float
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one request, and whether it ended."""
 
@@ -321,6 +332,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     kv_transfer_params: dict[str, Any] | None = None  # with the end: where another engine finds the prompt's pages
     loaded: dict[str, int] | None = None  # of its cached tokens those from tiers, by the tiers' names; told once
     weight_spans: list[tuple[int, str]] | None = None  # see `CompletionOutput`; told when they have changed
+    processed_logprobs: list[ProcessedLogprob] | None = None  # of the new tokens
 
 
 class LoRAStats(msgspec.Struct, array_like=True):
@@ -507,6 +519,7 @@ class CompletionOutput(Result, gc=False):
 
     `weight_spans`: which weights drew its tokens, as (number of the first token, name of the update); "" for those that
     the engine loaded, and None where they drew all of it.
+    `processed_logprobs`: with `logprobs_mode` raw_and_processed_logprobs, of each token if `logprobs` were asked for.
     """
 
     index: int
@@ -517,6 +530,7 @@ class CompletionOutput(Result, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     weight_spans: list[tuple[int, str]] | None = None
+    processed_logprobs: list[ProcessedLogprob] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -9,10 +9,11 @@ is read here: what is needed of a model comes in as `ModelFacts`.
 
 from jaxpaged.config.engine_config import EngineConfig, all_options
 from jaxpaged.config.resolution import ModelFacts, settled
-from jaxpaged.config.sections import EMBEDDED_MODEL, CacheConfig, ModelConfig, SchedulerConfig
+from jaxpaged.config.sections import EMBEDDED_MODEL, RAW_AND_PROCESSED, CacheConfig, ModelConfig, SchedulerConfig
 
 __all__ = [
     "EMBEDDED_MODEL",
+    "RAW_AND_PROCESSED",
     "CacheConfig",
     "EngineConfig",
     "ModelConfig",

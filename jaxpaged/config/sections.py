@@ -20,6 +20,8 @@ from jaxpaged.kv_store.transfer_params import DEFAULT_ADDRESS, DEFAULT_LEASE_SEC
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
 
 EMBEDDED_MODEL = "demo"
+RAW_AND_PROCESSED = "raw_and_processed_logprobs"
+"""A `logprobs_mode` of our own."""
 """The name of the model that ships inside the package."""
 
 
@@ -74,8 +76,9 @@ class ModelConfig:
     )
     logprobs_mode: str = option(
         "raw_logprobs",
-        "what log probabilities show: values before or after the sampling parameters, normalised or not",
-        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
+        "what log probabilities show: values before or after the sampling parameters, normalised or not; "
+        "raw_and_processed_logprobs are raw ones with the drawn token's processed one beside them",
+        choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits", RAW_AND_PROCESSED),
     )
     generation_config: str = option(
         "auto",

@@ -13,6 +13,7 @@ from jaxpaged.messages import (
     NOTHING_TO_DRAW,
     EngineCoreOutput,
     ModelRunnerOutput,
+    ProcessedLogprob,
     PromptLogprobs,
     SampledLogprobs,
     SchedulerOutput,
@@ -155,6 +156,9 @@ def add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunner
     if request.sampling_params.logprobs is not None:
         lines = range(first_line, first_line + len(result.new_token_ids))
         result.new_logprobs = [sampled_logprobs(request, output, line) for line in lines]
+        if output.logprobs is not None and output.logprobs.processed is not None:
+            pairs = output.logprobs.processed[lines.start : lines.stop].tolist()
+            result.processed_logprobs = [ProcessedLogprob(*pair) for pair in pairs]
     if request.prompt_logprobs is not None and result.new_token_ids:
         result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
 

@@ -12,7 +12,7 @@ from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs
 
 NEWEST = ("num_cached_tokens", "num_preemptions")
 """Fields in which a later output says how things are now. In the others it may have nothing to say."""
-GROWING = ("new_token_ids", "new_logprobs")
+GROWING = ("new_token_ids", "new_logprobs", "processed_logprobs")
 """Fields in which it says what came besides."""
 OTHERS = tuple(name for name in EngineCoreOutput.__struct_fields__[1:] if name not in (*NEWEST, *GROWING))
 
@@ -51,6 +51,8 @@ def join(first: EngineCoreOutput, second: EngineCoreOutput) -> None:
     first.num_cached_tokens, first.num_preemptions = second.num_cached_tokens, second.num_preemptions
     if second.new_logprobs:
         first.new_logprobs = [*(first.new_logprobs or ()), *second.new_logprobs]
+    if second.processed_logprobs:
+        first.processed_logprobs = [*(first.processed_logprobs or ()), *second.processed_logprobs]
     for name in OTHERS:
         value = getattr(second, name)
         if value is not None:

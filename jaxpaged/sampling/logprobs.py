@@ -19,11 +19,14 @@ class LogprobOutput:
 
     A row that asked for `logprob_token_ids` has those in their order instead; columns beyond them mean nothing.
     Ranks are 1 + the number of strictly larger values. Rows that asked for no log probabilities mean nothing.
+    `processed_S2`, where both kinds are wanted: the token's processed log probability, and the log of the probability
+    that limits left.
     """
 
     token_ids_SJ: jax.Array
     logprobs_SJ: jax.Array
     ranks_S: jax.Array
+    processed_S2: jax.Array | None = None
 
 
 def row_logprobs(
@@ -76,6 +79,21 @@ def values_of(logits_SV: jax.Array, tokens_S: jax.Array, ids_SK: jax.Array, logp
     if logprobs_mode.endswith("logprobs"):
         values_SJ = values_SJ - log_normaliser(logits_SV)
     return LogprobOutput(ids_SJ, values_SJ, ranks_S)
+
+
+def with_processed(
+    output: LogprobOutput, scaled_SV: jax.Array, stays_SV: jax.Array, tokens_S: jax.Array, rows: RowParams
+) -> LogprobOutput:
+    """The same with processed log probabilities of the tokens; no work when no row asked for any. `scaled_SV`: logits
+    after everything but limits, which leave the tokens of `stays_SV`."""
+
+    def wanted() -> jax.Array:
+        whole_S1, kept_S1 = (log_normaliser(each) for each in (scaled_SV, jnp.where(stays_SV, scaled_SV, -jnp.inf)))
+        own_S1 = jnp.take_along_axis(scaled_SV, tokens_S[:, None], axis=1)
+        return jnp.concatenate([own_S1 - kept_S1, kept_S1 - whole_S1], axis=1)
+
+    none_S2 = jnp.zeros((len(tokens_S), 2), jnp.float32)
+    return output.replace(processed_S2=jax.lax.cond(jnp.any(rows.has(Feature.LOGPROBS)), wanted, lambda: none_S2))
 
 
 def log_normaliser(logits_SV: jax.Array) -> jax.Array:

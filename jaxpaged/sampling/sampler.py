@@ -13,10 +13,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.config import RAW_AND_PROCESSED
 from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
 from jaxpaged.sampling.limits import BY_CANDIDATES, Limits, LimitsMethod, least_by_kernel, sampling_limits
 from jaxpaged.sampling.logits import apply_bitmask, change_logits
-from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs
+from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs, with_processed
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, record_tokens
@@ -77,11 +78,15 @@ def sample_full(
 
     tokens_S, least_S = draw(processed_SV, rows, method)
     tokens_S = jnp.where(bad_S, 0, tokens_S)
-    if shown_SV is None:
+    if shown_SV is None or logprobs_mode == RAW_AND_PROCESSED:
         scaled_SV = by_temperature(processed_SV, rows)
         limited_SV = processed_SV if method.kernel else scaled_SV
-        shown_SV = jnp.where(limited_SV >= least_S[:, None], scaled_SV, -jnp.inf)
+        stays_SV = limited_SV >= least_S[:, None]
+    if shown_SV is None:
+        shown_SV = jnp.where(stays_SV, scaled_SV, -jnp.inf)
     logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode, method)
+    if logprobs_mode == RAW_AND_PROCESSED:
+        logprobs = with_processed(logprobs, scaled_SV, stays_SV, tokens_S, rows)
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, corrupted_S, logprobs)
 
 

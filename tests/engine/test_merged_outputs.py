@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from jaxpaged.engine.merged_outputs import GROWING, as_one, join, merged, without
-from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats, TokenLogprobs
+from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs, ProcessedLogprob, SchedulerStats, TokenLogprobs
 
 
 def said(name, *tokens, **fields):
@@ -45,6 +45,7 @@ VALUES = {
     "num_preemptions": 2,
     "new_token_ids": [7],
     "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
+    "processed_logprobs": [ProcessedLogprob(-0.5, -0.5)],
     "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)],
     "finish_reason": "error",
     "stop_reason": 7,

@@ -45,6 +45,22 @@ def test_each_mode_shows_its_values(mode):
         assert output.logprobs.ranks_S[line] == 1 + (values_V > values_V[token]).sum()
 
 
+def test_raw_ones_with_the_processed_one_and_the_kept_mass_beside_them():
+    nucleus = SamplingParams(seed=2, logprobs=0, temperature=1.5, top_p=0.7, min_p=0.01, presence_penalty=1.0)
+    requests = [Request(BIASED), Request(nucleus), Request(SamplingParams(seed=9, logprobs=0))]
+    output, raw = (sample(requests, mode) for mode in ("raw_and_processed_logprobs", "raw_logprobs"))
+    assert output.tokens_S.tolist() == raw.tokens_S.tolist() and raw.logprobs.processed_S2 is None
+    np.testing.assert_array_equal(output.logprobs.logprobs_SJ, raw.logprobs.logprobs_SJ)
+    for line, request in enumerate(requests):
+        token, params = int(output.tokens_S[line]), request.params
+        edited_V = oracle.edited_logits(LOGITS[line], params, [], [])
+        limited = oracle.log_softmax(oracle.processed_logits(edited_V, params))[token]
+        whole = oracle.log_softmax(edited_V / params.temperature)[token]
+        processed, log_kept = output.logprobs.processed_S2[line].tolist()
+        assert (processed, processed + log_kept) == pytest.approx((limited, whole), abs=1e-5)
+        assert log_kept == 0.0 if line == 2 else log_kept < 0
+
+
 def test_chosen_tokens_replace_the_most_likely_ones():
     chosen, likely = SamplingParams(seed=1, logprob_token_ids=[30, 2, 11]), SamplingParams(seed=2, logprobs=2)
     requests = [Request(chosen), Request(likely)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.output.token_texts import TokenTexts
-from jaxpaged.messages import Logprob, TokenLogprobs
+from jaxpaged.messages import Logprob, ProcessedLogprob, TokenLogprobs
 from jaxpaged.sampling_params import SamplingParams
 
 
@@ -21,6 +21,7 @@ class SequenceLogprobs:
         self._ranked = params.logprob_token_ids is None
         self.cumulative = 0.0
         self.positions: list[dict[int, Logprob]] = []
+        self.processed: list[ProcessedLogprob] = []  # none, or of each position
 
     def push(self, line: TokenLogprobs) -> None:
         """Add one position; the first candidate of the line is the sampled token."""

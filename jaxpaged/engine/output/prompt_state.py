@@ -72,6 +72,8 @@ class SequenceState:
         if self._logprobs is not None:
             for line in (output.new_logprobs or ())[: len(new_ids)]:
                 self._logprobs.push(line)
+            if output.processed_logprobs is not None:
+                self._logprobs.processed += output.processed_logprobs[: len(new_ids)]
         return stop
 
     @property
@@ -108,7 +110,9 @@ class SequenceState:
         logprobs, end = self._logprobs, (self.finish_reason, self.stop_reason, self.weight_spans)
         if logprobs is None:
             return CompletionOutput(self.index, text, token_ids, None, None, *end)
-        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, logprobs.positions[start:], *end)
+        processed = logprobs.processed[start:] or None
+        positions = logprobs.positions[start:]
+        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, positions, *end, processed)
 
 
 class PromptState:

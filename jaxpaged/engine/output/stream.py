@@ -89,4 +89,5 @@ def joined_completion(first: CompletionOutput, second: CompletionOutput) -> Comp
         text=first.text + second.text,
         token_ids=[*first.token_ids, *second.token_ids],
         logprobs=[*(first.logprobs or ()), *second.logprobs] if second.logprobs is not None else first.logprobs,
+        processed_logprobs=[*(first.processed_logprobs or ()), *(second.processed_logprobs or ())] or None,
     )

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpaged.config import RAW_AND_PROCESSED
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
@@ -311,7 +312,8 @@ class StepFunctions:
     def no_logprobs(self, *shape: int) -> LogprobOutput:
         """Room for log probabilities, `shape` in front."""
         columns = (*shape, 1 + self.max_logprobs)
-        return LogprobOutput(jnp.zeros(columns, jnp.int32), jnp.zeros(columns), jnp.zeros(shape, jnp.int32))
+        processed = jnp.zeros((*shape, 2)) if self.logprobs_mode == RAW_AND_PROCESSED else None
+        return LogprobOutput(jnp.zeros(columns, jnp.int32), jnp.zeros(columns), jnp.zeros(shape, jnp.int32), processed)
 
     def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""

@@ -185,7 +185,7 @@ class DrawnTokens:
                 output.failed.setdefault(request_ids[place], reason)
         if self.logprobs is not None:
             lines = jax.tree.map(lambda array: self.lines(array)[good_SI], self.logprobs)
-            output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S)
+            output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S, lines.processed_S2)
         if self.count is not None:  # at last: a wait may be interrupted, and begun again
             for num_tokens in np.count_nonzero(tokens_SI != NOT_COMPUTED, axis=0):
                 if num_tokens:

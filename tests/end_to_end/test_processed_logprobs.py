@@ -1,0 +1,55 @@
+"""`logprobs_mode` raw_and_processed_logprobs: what a trainer needs to undo limits comes with each token."""
+
+import numpy as np
+import pytest
+
+from jaxpaged import LLM, SamplingParams
+from tests.models.checkpoints import write_checkpoint
+
+PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5]}
+DRAW = {"max_tokens": 12, "seed": 2, "ignore_eos": True, "detokenize": False}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    llm = LLM(
+        str(write_checkpoint("llama", tmp_path_factory.mktemp("llama"))),
+        logprobs_mode="raw_and_processed_logprobs",
+        dtype="float32",
+        max_model_len=32,
+        max_num_seqs=2,
+        token_buckets=(2, 16),
+        num_gpu_blocks_override=32,
+        num_scheduler_steps=4,
+        skip_tokenizer_init=True,
+    )
+    yield llm
+    llm.shutdown()
+
+
+def answer(llm, **params):
+    return llm.generate(PROMPT, SamplingParams(**DRAW | params), use_tqdm=False)[0].outputs[0]
+
+
+def raw(answer):
+    return np.array([line[token].logprob for line, token in zip(answer.logprobs, answer.token_ids)])
+
+
+def test_without_limits_at_temperature_1_both_are_the_same(llm):
+    plain = answer(llm, logprobs=0)
+    processed, log_kept = np.array(plain.processed_logprobs).T
+    assert np.array_equal(processed, raw(plain)) and not log_kept.any() and len(processed) == 12
+
+
+def test_limits_are_undone_by_the_kept_mass(llm):
+    limited = answer(llm, logprobs=0, top_k=3, top_p=0.9)
+    processed, log_kept = np.array(limited.processed_logprobs).T
+    np.testing.assert_allclose(processed + log_kept, raw(limited), atol=1e-5)
+    assert (log_kept < -0.1).all() and (processed > raw(limited)).all()
+
+
+def test_streams_and_requests_without_log_probabilities(llm):
+    chunks = list(llm.stream(PROMPT, SamplingParams(**DRAW, logprobs=1, temperature=0.7)))
+    told = [pair for chunk in chunks for pair in chunk.processed_logprobs]
+    assert len(chunks) > 1 and told == answer(llm, logprobs=1, temperature=0.7).processed_logprobs
+    assert answer(llm).processed_logprobs is None
