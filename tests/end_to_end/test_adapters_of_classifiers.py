@@ -10,7 +10,7 @@ from jaxpaged import LLM, LoRARequest
 from jaxpaged.entrypoints.cli import main
 from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.pooling import PoolingParams
-from tests.models.adapted import GOLDEN, token_ids_of, write_base
+from tests.models.adapted import GOLDEN, token_ids_of, write_base, write_other
 
 OPTIONS = {
     "runner": "pooling",
@@ -32,14 +32,6 @@ def scores(llm, prompts, adapters):
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.classify(prompts, pooling_params=RAW, lora_request=adapters, use_tqdm=False)
     return np.array([output.outputs.probs for output in outputs])
-
-
-def write_other(folder, name):
-    """An adapter with the same parts and other numbers."""
-    folder.mkdir()
-    (folder / "adapter_config.json").write_bytes((GOLDEN / name / "adapter_config.json").read_bytes())
-    save_file({key: value * -0.5 for key, value in load_file(GOLDEN / name / WEIGHTS).items()}, folder / WEIGHTS)
-    return str(folder)
 
 
 @pytest.mark.parametrize("name", GOLDENS)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxpaged import LLM, LoRARequest, SamplingParams
-from tests.models.adapted import GOLDEN, write_base
+from tests.models.adapted import GOLDEN, write_base, write_other
 from tests.models.checkpoints import prompt_of
 
 TABLES = ("all-linear", "embed_tokens", "lm_head")
@@ -43,16 +43,17 @@ def generate(llm, prompts, params, adapters):
 def test_logits_are_those_of_peft_and_tokens_follow_from_them(name, tmp_path):
     golden = json.loads((GOLDEN / name / "logits.json").read_text())
     prompt, adapter = prompt_of(golden["checkpoint"]), LoRARequest(name, 1, str(GOLDEN / name))
-    llm = LLM(str(write_base(golden["checkpoint"], tmp_path)), **OPTIONS, **ENGINES[name])
+    llm = LLM(str(write_base(golden["checkpoint"], tmp_path / "base")), **OPTIONS, **ENGINES[name])
     try:
-        check(llm, golden, prompt, adapter)
+        check(llm, golden, prompt, adapter, LoRARequest("other", 2, write_other(tmp_path / "other", name)))
         assert llm.llm_engine.executor_stats()["recompiles"] == 0
     finally:
         llm.shutdown()
 
 
-def check(llm, golden, prompt, adapter):
+def check(llm, golden, prompt, adapter, second):
     (plain,) = generate(llm, [prompt], SCORED, None)
+    generate(llm, [prompt], SCORED, [second])  # it has the first slot
     scored, beside = generate(llm, [prompt, prompt], SCORED, [adapter, None])
     lines = [*scored.prompt_logprobs[1:], scored.outputs[0].logprobs[0]]
     for position, top in golden["top"].items():
@@ -63,9 +64,9 @@ def check(llm, golden, prompt, adapter):
     for one, other in zip(of(plain), of(beside)):
         assert [token for token, _ in one] == [token for token, _ in other]
         assert [value for _, value in one] == pytest.approx([value for _, value in other], abs=1e-4)
-    texts = generate(llm, [prompt, prompt], GREEDY, [adapter, None])
+    texts = generate(llm, [prompt, prompt], GREEDY, [adapter, second])
     drawn = [output.outputs[0].token_ids for output in texts]
     assert drawn[0] != drawn[1]
-    whole = generate(llm, [[*prompt, *tokens] for tokens in drawn], SCORED, [adapter, None])
+    whole = generate(llm, [[*prompt, *tokens] for tokens in drawn], SCORED, [adapter, second])
     for tokens, output in zip(drawn, whole):  # what was drawn is what the scores of prompts like best
         assert [max(line, key=lambda t: line[t].logprob) for line in output.prompt_logprobs[-NUM_TOKENS:]] == tokens

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
@@ -31,6 +32,17 @@ def write_base(name, folder):
         return encoder_checkpoints.write(name, folder)
     write = pooling_checkpoints.write if name in pooling_checkpoints.CHECKPOINTS else checkpoints.write_checkpoint
     return write(name, folder)
+
+
+def write_other(folder, name):
+    """The path of an adapter with the parts of a golden and other numbers."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes((GOLDEN / name / "adapter_config.json").read_bytes())
+    weights = "adapter_model.safetensors"
+    tensors = load_file(GOLDEN / name / weights)
+    factor = lambda key: 1.0 if "base_layer" in key or "magnitude" in key else -0.5
+    save_file({key: (value * factor(key)).astype(value.dtype) for key, value in tensors.items()}, folder / weights)
+    return str(folder)
 
 
 def token_ids_of(name):

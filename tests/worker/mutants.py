@@ -7,7 +7,29 @@ _of = mutants_of(lambda module: ("tests/worker/programs/test_compile_queue.py",)
 _of_adapters = mutants_of(lambda module: ("tests/worker/test_adapters.py", "tests/layers/test_lora.py"))
 ROWS, BACK = "each_row and one", "comes_back and one"
 
+_of_tables = mutants_of(
+    lambda module: (
+        "tests/end_to_end/test_adapters_of_tables.py",
+        "tests/end_to_end/test_adapters_of_classifiers.py",
+    )
+)
+
 OF_ADAPTERS = (
+    *_of_tables(
+        "jaxpaged/layers/lora.py",
+        "peft and tokens",
+        ("rows are those of the first slot", "part.b.at[slots.place_T, ids_T]", "part.b.at[0 * slots.place_T, ids_T]"),
+    ),
+    *_of_tables(
+        "jaxpaged/worker/step/adapters.py",
+        "peft",
+        ("scores are those of the next slot", "jnp.maximum(pooled.slots - 1, 0)", "pooled.slots"),
+        (
+            "every slot has a classifier of its own",
+            "-1, *[1] * (stack.values.ndim - 1)) > 0",
+            "-1, *[1] * (stack.values.ndim - 1)) >= 0",
+        ),
+    ),
     *_of_adapters(
         "jaxpaged/layers/lora.py",
         ROWS,
