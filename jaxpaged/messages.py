@@ -307,7 +307,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 class ProcessedLogprob(NamedTuple):
     """Of a drawn token: its log probability among those that it was drawn from, after temperature, penalties, limits;
-    and the log of the probability that top_p, top_k and min_p left, 0 without them. Their sum is its log probability as
+    and the log of the probability that cuts of the sampler left, 0 without them. Their sum is its log probability as
     if there were no limits."""
 
     logprob: float

@@ -26,7 +26,7 @@ class Probe(NamedTuple):
 
 PROBES = [
     Probe("a model", "SEED_OSS", 2),
-    Probe("a model", "SeedOssForCausalLM", 2),
+    Probe("a model", "SeedOssForCausalLM", 3),
     Probe("a format of quantised weights", "modelopt", 4),
     Probe("a kind of cache", "LatentSpec", 5),
     Probe("a kind of cache", "StateSpec", 5),
