@@ -66,6 +66,8 @@ def meaning(cache_type, scales=None):
     turns = itertools.cycle(scales or [None])
 
     def attend_meant(q_TNH, k_TKH, v_TKH, kv, metadata, **settings):
+        if settings["backend"] != "reference":  # of the engine that tests share, which may be compiling meanwhile
+            return attend(q_TNH, k_TKH, v_TKH, kv, metadata, **settings)
         of_layer = next(turns) or [None if cache_type.scales == "head" else jnp.zeros((1, 1, 1))] * 2
         stored = [quantize_new(x, scale, dtype) for x, scale in zip((k_TKH, v_TKH), of_layer)]
         meant = [x.astype(jnp.float32) * scale_TK[..., None] for x, scale_TK in stored]
@@ -252,8 +254,8 @@ def test_latents_have_a_scale_of_their_own_and_one_of_their_rope_key(name, tmp_p
 
 @pytest.mark.slow
 def test_drafts_change_no_bit_where_a_head_that_drafts_caches_in_8_bits_too():
-    options = {"max_num_seqs": 4, "max_model_len": 256, "token_buckets": (8, 64), "num_gpu_blocks_override": 60}
-    options |= {"kv_cache_dtype": "fp8", "deterministic": True, "wait_for_programs": True}
+    options = {"max_num_seqs": 4, "max_model_len": 256, "token_buckets": (16,), "num_gpu_blocks_override": 60}
+    options |= {"kv_cache_dtype": "fp8", "deterministic": True, "max_num_batched_tokens": 16, "num_scheduler_steps": 1}
     given = ["Spell the word water.", "Tell me a story about a cat."]
     drafts = {"method": "eagle3", "model": str(EMBEDDED_FOLDER.parent / "demo-eagle3"), "num_speculative_tokens": 3}
     with LLM("demo", **options) as llm:
