@@ -141,7 +141,6 @@ def generate(scheduler, executor, prompts, max_tokens):
 DRAFTED = (
     ("gemma3", "ngram"),
     ("llama", "draft_model"),
-    ("gemma2", "eagle3"),
     ("deepseek_v3", "ngram"),
     ("lfm2_moe", "ngram"),
     ("lfm2_moe", "draft_model"),

@@ -18,7 +18,6 @@ from tests.params.test_quantized import WIDE
 choices = lambda section, name: section.__dataclass_fields__[name].metadata["choices"]
 DTYPES = [name for name in choices(ModelConfig, "dtype") if name != "auto"]
 # Nearly all other tests are in float32.
-RARE_TYPES = [pytest.param(name, marks=pytest.mark.exhaustive) if name == "float32" else name for name in DTYPES]
 ONE_TYPE = [name if name == "bfloat16" else pytest.param(name, marks=pytest.mark.exhaustive) for name in DTYPES]
 BACKENDS = [name for name in choices(CompileConfig, "attention_backend") if backends("cpu").get(name) is None]
 QUICK = [name for name in BACKENDS if not name.endswith("-interpret") and name != "auto"]
@@ -120,6 +119,9 @@ ALIKE = (
     "cache of float32",
     "experts int8, ngram",
     "sinks int4",
+    "small heads",
+    "draft model int4",
+    "cache of int8_per_token_head",
 )
 
 
@@ -136,7 +138,7 @@ def test_every_type_generates_with_everything_that_options_offer(kind, dtype, tm
     check_generates(name, tmp_path, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("dtype", RARE_TYPES)
+@pytest.mark.parametrize("dtype", ONE_TYPE)
 @pytest.mark.parametrize("drafts", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
 def test_every_program_of_a_sampler_is_compiled_in_every_type(drafts, dtype, tmp_path):
     check_generates("wide", tmp_path, FULL, dtype=dtype, **drafts)

@@ -49,6 +49,7 @@ def test_rounded_pages_are_half_as_large_and_give_the_same_text(form, expected, 
         assert [*result.outputs[0].token_ids] == expected[0] and result.num_cached_tokens == info.num_tokens
 
 
+@pytest.mark.exhaustive
 def test_a_bundle_has_the_copies_of_one_form_of_pages(tmp_path):
     options, folder = {**FEW_PROGRAMS, "kv_offload": "host=64M,pages=int8"}, tmp_path / "bundle"
     compile_bundle(EngineConfig.from_options(**options), folder)

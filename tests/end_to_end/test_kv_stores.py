@@ -49,7 +49,7 @@ def test_a_bucket(s3_endpoint, monkeypatch):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv({"region": "AWS_REGION"}.get(name, f"AWS_{name.upper()}"), value)
     options = {"kv_offload": f"s3=s3://pages/kv?endpoint={s3_endpoint}"}
-    for more in ({}, {"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": "fp8"}):
+    for more in ({}, {"kv_cache_dtype": "int8_per_token_head"}):
         check_that_the_next_engine_loads(options | more)
 
 
