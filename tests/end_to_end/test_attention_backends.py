@@ -26,7 +26,8 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gpu-interpret", "tpu-interpret"])
+# A TPU's kernel is in an engine in `test_handover_pairs.py`, too, whose pages go to another and back.
+@pytest.mark.parametrize("backend", ["gpu-interpret", pytest.param("tpu-interpret", marks=pytest.mark.exhaustive)])
 def test_prompts_decodes_and_cached_beginnings_give_the_tokens_of_transformers(backend, tmp_path):
     """A prompt in two chunks beside a short one, in layers with a window and without."""
     model, golden, prompt = write_checkpoint("gemma2", tmp_path), golden_of("gemma2")["greedy"], prompt_of("gemma2")

@@ -202,7 +202,7 @@ def test_models_without_experts_have_no_ranks(tmp_path):
         LLM(**OPTIONS, model=str(write_checkpoint("llama", tmp_path)), data_parallel_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_ranks_from_a_bundle_compile_nothing_and_give_the_same_tokens(tmp_path):
     """XLA cannot store programs that sort on a CPU, so pairs of tokens and experts are counted there."""

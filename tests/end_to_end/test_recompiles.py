@@ -47,7 +47,7 @@ def random_prompt(rng: random.Random, shared: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [700, pytest.param(2000, marks=pytest.mark.exhaustive)])  # 2000 take 140 s
+@pytest.mark.parametrize("num_steps", [400, pytest.param(2000, marks=pytest.mark.exhaustive)])  # 2000 take 140 s
 def test_nothing_is_compiled_after_warm_up_in_random_steps(num_steps, tmp_path):
     rng = random.Random(0)
     shared = [rng.randrange(200) for _ in range(60)]

@@ -181,7 +181,7 @@ def test_neither_steps_in_flight_nor_preemption_nor_runs_of_steps_change_the_ans
         assert all(keeps_budget([token for token, _ in answers[f"r{i}"]]) for i in (3, 6))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_deterministic_they_change_no_bit_of_them():
     with LLM("demo", **{**OPTIONS, "deterministic": True}) as llm:
         expected, _ = serve(llm, 400, DRAWN, async_scheduling=False)

@@ -16,7 +16,7 @@ def run(*arguments):
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_sampler_is_measured_both_ways_and_draws_the_same(tmp_path):
     done = run("--out", tmp_path, "--model", "tiny", "--parts", "sampler")
     assert done.returncode == 0, done.stderr
