@@ -112,6 +112,9 @@ def largest_of_text(
     from jaxpaged.worker.worker import meshes_of
 
     folder, model, decoder, config = resolve_model(config)
+    nothing = f"{config.model.model} caches no keys and values, so there are no scales to find."
+    if decoder.sees_both_ways:
+        raise UsageError(nothing)
     cache = dataclasses.replace(config.cache, kv_cache_dtype=config.model.dtype)
     config = dataclasses.replace(config, cache=cache)
     if config.parallel.pipeline_parallel_size > 1 or model.draft is not None or decoder.vision is not None:
@@ -126,7 +129,7 @@ def largest_of_text(
     params = weights_of([spec], folder, progress).bring_back()
     calibration = Calibration(spec, params, most)
     if not calibration.layers:
-        raise UsageError(f"{config.model.model} caches no keys and values, so there are no scales to find.")
+        raise UsageError(nothing)
     return calibration.largest(tokens[i : i + most] for i in range(0, len(tokens), most)), len(tokens)
 
 

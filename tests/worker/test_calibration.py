@@ -12,6 +12,7 @@ from jaxpaged.worker.calibration import Calibration
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.weights import weights_of
 from jaxpaged.worker.worker import meshes_of
+from tests.models import encoder_checkpoints
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import PagedModel
 
@@ -53,3 +54,7 @@ def test_the_command_writes_a_file_that_an_engine_reads(tmp_path, capsys):
     assert "which has no scales to find" in capsys.readouterr().err
     text.write_text(" ")
     assert main([*given]) == 2 and "is empty" in capsys.readouterr().err
+    text.write_text("w1 w2 w3")
+    encoder = str(encoder_checkpoints.write("bert_embed", tmp_path / "encoder"))
+    assert main(["calibrate", encoder, *given[2:]]) == 2
+    assert "caches no keys and values, so there are no scales to find" in capsys.readouterr().err
