@@ -1,12 +1,13 @@
 """Loads plugins, and puts together what they add. One that fails stops the start."""
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpaged.errors import ConfigError
+from jaxpaged.errors import ConfigError, did_you_mean
 from jaxpaged.plugins.plugin import SEAMS, Plugin, check_seam
 from jaxpaged.plugins.registered import registered
 from jaxpaged.plugins.sources import GROUPS, NAMED_BY_OPTION, Source, sources_of
@@ -68,6 +69,30 @@ def load(source: Source) -> Plugin:
             f"the plugin {source.name} ({source.origin}) cannot be loaded: {type(error).__name__}: {error}. Correct "
             "it, or start without it; the log has its traceback."
         ) from error
+
+
+@contextlib.contextmanager
+def ending_start(what: str, failure: str) -> Iterator[None]:
+    """Raise ConfigError, with the traceback in the log, where a plugin's own code raises."""
+    try:
+        yield
+    except Exception as error:
+        logger.error("%s %s", what, failure, exc_info=error)
+        raise ConfigError(
+            f"{what} {failure}: {type(error).__name__}: {error}. Start without it; the log has its traceback."
+        ) from error
+
+
+def chosen[T](option: str, name: str, added: Mapping[str, T], others: Iterable[str] = ()) -> T:
+    """What the option of this name names of what plugins add. `others`: names that an error tells of too. Raises
+    ConfigError."""
+    if name not in added:
+        names = sorted({*added, *others})
+        raise ConfigError(
+            f"{option} is {name!r}, which no plugin has.{did_you_mean(name, names)} There are: "
+            f"{', '.join(names) or 'none'}. Name the file of its plugin as plugin."
+        )
+    return added[name]
 
 
 def together(loaded: Sequence[Loaded]) -> Plugins:

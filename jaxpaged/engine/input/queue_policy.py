@@ -5,12 +5,12 @@ is preempted, and whose prompt goes first, and can break none of it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import ConfigError, EngineError, did_you_mean
+from jaxpaged.errors import ConfigError, EngineError
 from jaxpaged.messages import EngineCoreRequest
-from jaxpaged.plugins.loading import load_plugins
+from jaxpaged.plugins.loading import chosen, load_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,5 @@ def queue_policy_of(config: EngineConfig) -> QueuePolicy | None:
             f"queue_policy is {name!r}, but the engine serves in order of arrival. Give scheduling_policy 'priority' "
             "too."
         )
-    known: Mapping[str, Policy] = load_plugins(config.plugins.plugin, config.plugins.plugins).added("queue_policies")
-    if name not in known:
-        raise ConfigError(
-            f"queue_policy is {name!r}, which no plugin has.{did_you_mean(name, known)} There are: "
-            f"{', '.join(sorted(known)) or 'none'}. Name the file of its plugin as plugin."
-        )
-    return QueuePolicy(name, known[name])
+    known = load_plugins(config.plugins.plugin, config.plugins.plugins).added("queue_policies")
+    return QueuePolicy(name, chosen("queue_policy", name, known))

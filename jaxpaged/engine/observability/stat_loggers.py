@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.observability.metrics_types import Metric
-from jaxpaged.errors import ConfigError
+from jaxpaged.plugins.loading import ending_start
 
 if TYPE_CHECKING:
     from jaxpaged.plugins.protocols import StatLogger
@@ -60,14 +60,8 @@ class StatLoggers:
 
 def made(name: str, factory: Callable[..., Any], config: EngineConfig, engine_index: int) -> Any:
     """A logger. Raises ConfigError where its class raises."""
-    try:
+    with ending_start(f"the stat logger {name}", "cannot be made"):
         return factory(config, engine_index)
-    except Exception as error:
-        logger.error("the stat logger %s cannot be made", name, exc_info=error)
-        raise ConfigError(
-            f"the stat logger {name} cannot be made: {type(error).__name__}: {error}. Start without it; the log has "
-            "its traceback."
-        ) from error
 
 
 def stat_loggers(factories: Mapping[str, Callable[..., Any]], config: EngineConfig) -> list[StatLoggers]:

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import ConfigError, EngineError, RequestError, did_you_mean
-from jaxpaged.plugins.loading import load, load_plugins
+from jaxpaged.errors import ConfigError, EngineError, RequestError
+from jaxpaged.plugins.loading import chosen, ending_start, load, load_plugins
 from jaxpaged.plugins.sources import IO_PROCESSORS, installed_sources
 from jaxpaged.pooling import PoolingParams, PoolingRequestOutput
 
@@ -171,18 +171,7 @@ def io_processor_of(config: EngineConfig) -> IOProcessing | None:
     installed = {each.name: each for each in installed_sources() if each.group == IO_PROCESSORS}
     if name not in known and name in installed:
         known = dict(load(installed[name]).added("io_processors"))
-    if name not in known:
-        names = sorted({*known, *installed})
-        raise ConfigError(
-            f"io_processor_plugin is {name!r}, which no plugin has.{did_you_mean(name, names)} There are: "
-            f"{', '.join(names) or 'none'}. Name the file of its plugin as plugin."
-        )
-    try:
-        processor = known[name](config)
-    except Exception as error:
-        logger.error("the I/O processor %s cannot be made", name, exc_info=error)
-        raise ConfigError(
-            f"the I/O processor {name} cannot be made: {type(error).__name__}: {error}. Start without it; the log has "
-            "its traceback."
-        ) from error
+    make = chosen("io_processor_plugin", name, known, installed)
+    with ending_start(f"the I/O processor {name}", "cannot be made"):
+        processor = make(config)
     return IOProcessing(name, processor)

@@ -5,7 +5,6 @@ They are declared as ours are, so keys, errors, the access log and the OpenAPI d
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Iterable
 
 from starlette.concurrency import run_in_threadpool
@@ -14,23 +13,16 @@ from starlette.responses import Response
 
 from jaxpaged.entrypoints.http.endpoint import Endpoint
 from jaxpaged.errors import ConfigError
+from jaxpaged.plugins.loading import ending_start
 from jaxpaged.serving.service import Service
-
-logger = logging.getLogger(__name__)
 
 
 def plugin_endpoints(service: Service, taken: Iterable[str]) -> list[Endpoint]:
     """Those of all plugins. Raises ConfigError for a plugin that fails, and for a path that is `taken`."""
     paths, found = set(taken), list[Endpoint]()
     for name, plugin in service.plugins.added("endpoints").items():
-        try:
+        with ending_start(f"the endpoint plugin {name}", "cannot be used"):
             endpoints = list(plugin(service.engine))
-        except Exception as error:
-            logger.error("the endpoint plugin %s cannot be used", name, exc_info=error)
-            raise ConfigError(
-                f"the endpoint plugin {name} cannot be used: {type(error).__name__}: {error}. Start without it; the "
-                "log has its traceback."
-            ) from error
         for each in endpoints:
             if not isinstance(each, Endpoint) or not (each.handler.__doc__ or "").strip():
                 raise ConfigError(
