@@ -75,10 +75,11 @@ class WeightUpdate:
             return
         shapes = param_shapes(model.specs, model.config, stage.mesh, stage.dtype)
         own = dict(zip(specs, jax.tree.leaves(shapes, is_leaf=is_quantized), strict=True))
-        alone = jax.tree.leaves(model.specs, is_leaf=self._is_block(stage))
+        blocks = jax.tree.leaves(model.specs, is_leaf=self._is_block(stage))
+        alone = {block for block in blocks if isinstance(block, Spec)}
         for spec in parts:
             why = why_not(spec, own[spec], model.config.dim_sizes())
-            if why is None and spec not in (each for each in alone if isinstance(each, Spec)):
+            if why is None and spec not in alone:
                 why = "it lies beside others on this device"
             if why is not None:
                 raise CheckpointError(f"a part of {spec.hf_name} came, but {why}. Send all of it.")
@@ -129,7 +130,6 @@ def named_by_framework(stages: Sequence[EngineSpec], tree: Any, mapping: str, is
 
     if isinstance(tree, str | Path):
         tree = read_tree(Path(tree))
-
     specs = {
         each.names[0]: spec
         for stage in stages
