@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as gm
-from pallas_kernels import kv_copy, top_k, top_k_top_p
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import quantized_matmul as qm
+from pallas_kernels import top_k, top_k_top_p
 from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
 from pallas_kernels.grouped_matmul import cases as grouped_cases
-from pallas_kernels.kv_copy import cases as copy_cases
 from pallas_kernels.mla_paged_attention import cases as latent_cases
 from pallas_kernels.quantized_matmul import cases as quantized_cases
 from pallas_kernels.shapes import ceil_div
@@ -104,14 +103,6 @@ def program_of(op: str, case: Any, backend: str) -> Program | None:
     return OPS[op].make(case, backend)
 
 
-def _copies(case: Any, backend: str) -> Program | None:
-    pool = tuple(_struct((case.num_blocks, *case.block), case.dtype) for _ in range(case.num_arrays))
-    ids_P = _struct((case.num_pairs,), "int32")
-    if kv_copy.backends(backend, pool)[backend] is not None:
-        return None
-    return Program(lambda *operands: kv_copy.copy_blocks(*operands, backend=backend), (pool, ids_P, ids_P), (0,))
-
-
 def _masks(case: Any, backend: str) -> Program | None:
     logits_SV = _struct((case.num_rows, case.vocabulary), "float32")
     limits = (_struct((case.num_rows,), dtype) for dtype in ("int32", "float32", "float32"))
@@ -183,7 +174,6 @@ class Op:
 
 
 OPS = {
-    "kv_copy": Op(_copies, copy_cases),
     "top_k_top_p": Op(_masks, mask_cases),
     "top_k": Op(_largest, largest_cases),
     "quantized_matmul": Op(_quantized, quantized_cases),

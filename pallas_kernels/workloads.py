@@ -44,8 +44,6 @@ def chain_of(op: str, case: Any, backend: str) -> Chain:
     """Calls of the op, one after the other, each on what the last one left."""
     operands = operands_of(op, case, backend)
     function = program_of(op, case, backend).function
-    if op == "kv_copy":
-        return Chain(function, *_head(operands))
     if op == "mla_paged_attention":
         return latent_chain(function, operands)
     return fed_back(function, *operands)
@@ -62,15 +60,6 @@ def latent_chain(function: Callable, operands: tuple[Any, ...]) -> Chain:
         return cache, q_TNC, out_TNC
 
     return Chain(call, (cache, q_TNC, jnp.zeros(q_TNC.shape, q_TNC.dtype)), tuple(others))
-
-
-def _head(operands: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    return operands[0], operands[1:]
-
-
-def _copies(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
-    source_P, target_P = jnp.asarray(case.pairs, jnp.int32).T
-    return filled_arrays(structs[0]), source_P, target_P
 
 
 def _masks(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -99,7 +88,6 @@ def _latent(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _FILL = {
-    "kv_copy": _copies,
     "top_k_top_p": _masks,
     "top_k": _largest,
     "quantized_matmul": _quantized,

@@ -46,7 +46,7 @@ PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # pytest's exit statuses
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="PATH", help="a folder or file, such as pallas_kernels/kv_copy")
+    parser.add_argument("--only", default="", metavar="PATH", help="a folder or file, such as pallas_kernels/top_k")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     options = parser.parse_args()
     wanted = [mutant for mutant in MUTANTS if mutant.module.startswith(options.only)]

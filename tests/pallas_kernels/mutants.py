@@ -11,37 +11,6 @@ _of_products = mutants_of(lambda module: ("tests/pallas_kernels/few_rows_matmul"
 
 MUTANTS = (
     *_of(
-        "pallas_kernels/kv_copy/reference.py",
-        "reference or gathered",
-        (
-            "padding as a source clears its target",
-            "jnp.where(in_pool(source_P, num_blocks), target_P, NOWHERE)",
-            "target_P + 0 * source_P",
-        ),
-        ("negative ids count from the end", "(id_P >= 0) & ", ""),
-        ("padding gathers something", "fill_value=0", "fill_value=1"),
-    ),
-    *_of(
-        "pallas_kernels/kv_copy/tpu.py",
-        "tpu",
-        ("sources and targets are exchanged", "x_B.at[source], x_B.at[target]", "x_B.at[target], x_B.at[source]"),
-        ("only the first array is copied", "for x_B in pool:", "for x_B in pool[:1]:"),
-        ("the last transfers are not waited for", "num_pairs + DEPTH,", "num_pairs,"),
-        ("transfers are waited for once less", "pair >= DEPTH)", "pair > DEPTH)"),
-        ("the id after the last block is one", "(target < num_blocks)", "(target <= num_blocks)"),
-    ),
-    *_of(
-        "pallas_kernels/kv_copy/gpu.py",
-        "gpu",
-        (
-            "the last element of a block stays",
-            "jnp.arange(piece) < block_elements)",
-            "jnp.arange(piece) < block_elements - 1)",
-        ),
-        ("padding as a target writes somewhere", " & (target >= 0) & (target < num_blocks)", ""),
-        ("only the first piece is copied", "pl.ds(first, piece)", "pl.ds(0, piece)"),
-    ),
-    *_of(
         "pallas_kernels/grouped_matmul/cpu/tiles.py",
         "cpu",
         (

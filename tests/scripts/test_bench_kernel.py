@@ -10,7 +10,7 @@ from kernel_bench.subjects import NAMES, Subject
 
 SUBJECTS = [
     Subject(op, name, 10**6, flops, lambda name: "best" if name == "auto" else name, lambda backend: None, dict)
-    for op, name, flops in (("kv_copy", "few", 0), ("kv_copy", "many", 0), ("quantized_matmul", "int8", 10**9))
+    for op, name, flops in (("top_k", "few", 0), ("top_k", "many", 0), ("quantized_matmul", "int8", 10**9))
 ]
 
 
@@ -74,11 +74,11 @@ def test_each_case_has_a_row_for_ours_and_one_for_each_yardstick_that_can(script
     rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith(("| ", "## "))]
     top = [["| case", "what"], ["| ---", "---"]]
     of = {case: [[f"| {case}", "best"], [f"| {case}", "slow"]] for case in ("few", "many", "int8")}
-    assert rows == [["## kv_copy"], *top, *of["few"], *of["many"], ["## quantized_matmul"], *top, *of["int8"]]
+    assert rows == [["## top_k"], *top, *of["few"], *of["many"], ["## quantized_matmul"], *top, *of["int8"]]
 
 
 def test_ops_cases_and_backends_can_be_chosen(script, no_clock, monkeypatch, tmp_path):
-    arguments = ("--op", "kv_copy", "--cases", "man", "in", "--backend", "odd", "--no-yardsticks")
+    arguments = ("--op", "top_k", "--cases", "man", "in", "--backend", "odd", "--no-yardsticks")
     assert run(script, monkeypatch, "--json", tmp_path / "x.json", *arguments) == 0
     rows = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["case"], row["what"]) for row in rows] == [("many", "odd")]

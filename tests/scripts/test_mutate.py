@@ -8,13 +8,13 @@ from scripts import mutate
 from scripts.mutate import FAILED, MUTANTS, PASSED, TIMED_OUT, verdict
 from tests.mutants import Mutant
 
-SELECTED, ALL = "reference", ""
+SELECTED, ALL = "elsewhere", ""
 MUTANT = Mutant(
     "a test",
-    "pallas_kernels/kv_copy/reference.py",
+    "jaxpaged/worker/cache/block_copies.py",
     "fill_value=0",
     "fill_value=1",
-    ("tests/pallas_kernels/kv_copy",),
+    ("tests/worker/test_block_copies.py",),
     SELECTED,
 )
 
@@ -51,4 +51,4 @@ def test_a_mutant_that_no_longer_applies_is_stale():
 @pytest.mark.parametrize(("wrong", "status"), [("fill_value=1", FAILED), ("fill_value=-0", PASSED)])
 def test_tests_run_against_the_mutant_and_not_against_the_original(wrong, status):
     mutant = dataclasses.replace(MUTANT, wrong=wrong)
-    assert mutate.run_tests(mutant, "gathered and padding") == status
+    assert mutate.run_tests(mutant, "elsewhere and int8") == status

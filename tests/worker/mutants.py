@@ -4,6 +4,8 @@ from tests.mutants import mutants_of
 
 _of = mutants_of(lambda module: ("tests/worker/programs/test_compile_queue.py",))
 
+_of_blocks = mutants_of(lambda module: ("tests/worker/test_block_copies.py",))
+
 _of_adapters = mutants_of(lambda module: ("tests/worker/test_adapters.py", "tests/layers/test_lora.py"))
 ROWS, BACK = "each_row and one", "comes_back and one"
 
@@ -67,29 +69,42 @@ OF_ADAPTERS = (
     ),
 )
 
-MUTANTS = OF_ADAPTERS + tuple(
-    _of(
-        "jaxpaged/worker/programs/compile_queue.py",
-        "",
-        ("small steps tell what a token takes", "if bucket > self._bucket:", "if bucket != self._bucket:"),
-        ("a pause is a part of the next step", "self._chain_since = self.now()", "pass"),
-        ("a step lasts from its dispatch on", "max(self._chain_since, self._quiet_since)", "self._chain_since"),
-        (
-            "steps that a better program takes now still ask for others",
-            "next((prepared for prepared in sizes if prepared >= size), key.size)",
-            "sizes[-1]",
-        ),
-        ("programs of other kinds are missed too", "kind == key.kind and size <= key.size", "size <= key.size"),
-        ("only steps of its own size miss a program", "size <= key.size:", "size == key.size:"),
-        ("larger steps miss it too", "kind == key.kind and size <= key.size", "kind == key.kind"),
-        ("what is loaded costs as much", "self._load_seconds if key in self._loaded else compiling", "compiling"),
-        ("all of the cost must be lost", "MISSED_SHARE * cost", "cost"),
-        ("a row that samples is a token", "saved += row_share * num_steps", "saved += num_steps"),
-        (
-            "all kinds cost as much",
-            "self._compile_seconds.get(key.kind, COMPILE_SECONDS)\n        cost",
-            "COMPILE_SECONDS\n        cost",
-        ),
-        ("seconds are tokens", "seconds / self._activity.token_seconds", "seconds"),
+OF_BLOCKS = tuple(
+    _of_blocks(
+        "jaxpaged/worker/cache/block_copies.py",
+        "elsewhere",
+        ("negative ids count from the end", "(id_P >= 0) & ", ""),
+        ("padding gathers something", "fill_value=0", "fill_value=1"),
+    )
+)
+
+MUTANTS = (
+    OF_ADAPTERS
+    + OF_BLOCKS
+    + tuple(
+        _of(
+            "jaxpaged/worker/programs/compile_queue.py",
+            "",
+            ("small steps tell what a token takes", "if bucket > self._bucket:", "if bucket != self._bucket:"),
+            ("a pause is a part of the next step", "self._chain_since = self.now()", "pass"),
+            ("a step lasts from its dispatch on", "max(self._chain_since, self._quiet_since)", "self._chain_since"),
+            (
+                "steps that a better program takes now still ask for others",
+                "next((prepared for prepared in sizes if prepared >= size), key.size)",
+                "sizes[-1]",
+            ),
+            ("programs of other kinds are missed too", "kind == key.kind and size <= key.size", "size <= key.size"),
+            ("only steps of its own size miss a program", "size <= key.size:", "size == key.size:"),
+            ("larger steps miss it too", "kind == key.kind and size <= key.size", "kind == key.kind"),
+            ("what is loaded costs as much", "self._load_seconds if key in self._loaded else compiling", "compiling"),
+            ("all of the cost must be lost", "MISSED_SHARE * cost", "cost"),
+            ("a row that samples is a token", "saved += row_share * num_steps", "saved += num_steps"),
+            (
+                "all kinds cost as much",
+                "self._compile_seconds.get(key.kind, COMPILE_SECONDS)\n        cost",
+                "COMPILE_SECONDS\n        cost",
+            ),
+            ("seconds are tokens", "seconds / self._activity.token_seconds", "seconds"),
+        )
     )
 )

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, check_attention, kv_struct, step_metadata
+from jaxpaged.worker.cache.block_copies import gather_blocks, scatter_blocks
 from jaxpaged.worker.step.packed import StepParts
-from pallas_kernels import kv_copy
 from pallas_kernels.ragged_paged_attention import KVTensor, kv_layout
 
 
@@ -79,11 +79,11 @@ def step_batch(
 def gather(tensor: KVTensor, id_P: Any, spec: AttentionSpec, backend: str) -> tuple[Any, ...]:
     """Each head of the model once, however many copies there are."""
     layout = kv_layout(backend)
-    blocks = kv_copy.gather_blocks(tensor.arrays, id_P)
+    blocks = gather_blocks(tensor.arrays, id_P)
     values = jnp.stack(layout.unpack(blocks, spec.head_dim), axis=1)[..., :: spec.head_copies, :]
     if spec.scales != "token":
         return (values,)
-    found = kv_copy.gather_blocks(tensor.scales, id_P)
+    found = gather_blocks(tensor.scales, id_P)
     parts = zip(*(jnp.split(each, spec.context_shards, axis=layout.scale_slots_axis) for each in found))
     unpacked = [layout.unpack_scales(part, spec.device_slots) for part in parts]
     scales = [jnp.concatenate(each, axis=1) for each in zip(*unpacked)]
@@ -93,11 +93,11 @@ def gather(tensor: KVTensor, id_P: Any, spec: AttentionSpec, backend: str) -> tu
 def scatter(tensor: KVTensor, id_P: Any, pages: tuple[Any, ...], spec: AttentionSpec, backend: str) -> KVTensor:
     layout = kv_layout(backend)
     values = jnp.repeat(pages[0], spec.head_copies, axis=-2)
-    arrays = kv_copy.scatter_blocks(tensor.arrays, id_P, layout.pack(values[:, 0], values[:, 1]))
+    arrays = scatter_blocks(tensor.arrays, id_P, layout.pack(values[:, 0], values[:, 1]))
     if spec.scales != "token":
         return KVTensor(arrays, tensor.scales)
     k_PSK, v_PSK = jnp.moveaxis(jnp.repeat(pages[1], spec.head_copies, axis=-1), 1, 0)
     parts = zip(*(jnp.split(each, spec.context_shards, axis=1) for each in (k_PSK, v_PSK)))
     packed = [layout.pack_scales(*part) for part in parts]
     scales = tuple(jnp.concatenate(each, axis=layout.scale_slots_axis) for each in zip(*packed))
-    return KVTensor(arrays, kv_copy.scatter_blocks(tensor.scales, id_P, scales))
+    return KVTensor(arrays, scatter_blocks(tensor.scales, id_P, scales))

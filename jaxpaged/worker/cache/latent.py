@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jaxpaged.kv_cache_spec import LatentSpec
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, step_metadata
 from jaxpaged.layers.latent_attention import check_latent_attention, latents_spec, scale_lanes, stored_width
+from jaxpaged.worker.cache.block_copies import gather_blocks, scatter_blocks
 from jaxpaged.worker.step.packed import StepParts
-from pallas_kernels import kv_copy
 from pallas_kernels.ragged_paged_attention import KVTensor
 
 
@@ -80,9 +80,9 @@ def step_batch(
 
 def gather(tensor: Any, id_P: Any, spec: LatentSpec, backend: str) -> tuple[jax.Array, ...]:
     """Latents of 8 bits have the bytes of their two scales behind them."""
-    (blocks,) = kv_copy.gather_blocks(tensor.arrays if spec.is_attended else (tensor,), id_P)
+    (blocks,) = gather_blocks(tensor.arrays if spec.is_attended else (tensor,), id_P)
     if spec.dtype is not None:
-        (scales_P2L,) = kv_copy.gather_blocks(tensor.scales, id_P)
+        (scales_P2L,) = gather_blocks(tensor.scales, id_P)
         parts = [part[..., : spec.device_slots] for part in jnp.split(scales_P2L, spec.context_shards, axis=2)]
         scales_PS2 = jnp.swapaxes(jnp.concatenate(parts, axis=2), 1, 2)
         told = jax.lax.bitcast_convert_type(scales_PS2, blocks.dtype).reshape(*blocks.shape[:2], -1)
@@ -93,14 +93,14 @@ def gather(tensor: Any, id_P: Any, spec: LatentSpec, backend: str) -> tuple[jax.
 def scatter(tensor: Any, id_P: Any, pages: tuple[Any, ...], spec: LatentSpec, backend: str) -> Any:
     values = pages[0][:, 0, :, 0, :]
     if not spec.is_attended:
-        return kv_copy.scatter_blocks((tensor,), id_P, (values,))[0]
+        return scatter_blocks((tensor,), id_P, (values,))[0]
     if spec.dtype is None:
-        return KVTensor(kv_copy.scatter_blocks(tensor.arrays, id_P, (values,)))
+        return KVTensor(scatter_blocks(tensor.arrays, id_P, (values,)))
     width = tensor.arrays[0].shape[2]
-    arrays = kv_copy.scatter_blocks(tensor.arrays, id_P, (values[..., :width],))
+    arrays = scatter_blocks(tensor.arrays, id_P, (values[..., :width],))
     told = values[..., width:].reshape(*values.shape[:2], 2, -1)
     scales_P2S = jnp.swapaxes(jax.lax.bitcast_convert_type(told, jnp.float32), 1, 2)
     more = ((0, 0), (0, 0), (0, tensor.scales[0].shape[2] // spec.context_shards - spec.device_slots))
     parts = [jnp.pad(part, more) for part in jnp.split(scales_P2S, spec.context_shards, axis=2)]
-    scales = kv_copy.scatter_blocks(tensor.scales, id_P, (jnp.concatenate(parts, axis=2),))
+    scales = scatter_blocks(tensor.scales, id_P, (jnp.concatenate(parts, axis=2),))
     return KVTensor(arrays, scales)

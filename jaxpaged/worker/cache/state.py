@@ -13,8 +13,8 @@ from jaxpaged.kv_cache_spec import StateArray, StateSpec
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.state import StateBatch, StateTensor, state_metadata
 from jaxpaged.params.sharding import MODEL_AXES
+from jaxpaged.worker.cache.block_copies import gather_blocks, scatter_blocks
 from jaxpaged.worker.step.packed import StepParts
-from pallas_kernels import kv_copy
 
 
 def as_stored(spec: StateSpec, backend: str) -> StateSpec:
@@ -64,7 +64,7 @@ def step_batch(
 
 def gather(tensor: StateTensor, id_P: Any, spec: StateSpec, backend: str) -> tuple[jax.Array, ...]:
     """The bytes of snapshots: those of their arrays, one after the other."""
-    arrays = kv_copy.gather_blocks(tuple(tensor.blocks), id_P)
+    arrays = gather_blocks(tuple(tensor.blocks), id_P)
     parts = [jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(len(id_P), -1) for array in arrays]
     return (jnp.concatenate(parts, axis=1)[:, None, None, None, :],)
 
@@ -78,4 +78,4 @@ def scatter(tensor: StateTensor, id_P: Any, pages: tuple[Any, ...], spec: StateS
         cut = pages[0][:, 0, 0, 0, start:end].reshape(len(id_P), *array.shape, *parts)
         arrays.append(jax.lax.bitcast_convert_type(cut, dtype))
         start = end
-    return tensor.replace(blocks=list(kv_copy.scatter_blocks(tuple(tensor.blocks), id_P, tuple(arrays))))
+    return tensor.replace(blocks=list(scatter_blocks(tuple(tensor.blocks), id_P, tuple(arrays))))

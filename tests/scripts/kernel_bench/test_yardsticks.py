@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_bench import grouped_matmul, kv_copy, mla_paged_attention, quantized_matmul, top_k_top_p, yardsticks
+from kernel_bench import grouped_matmul, mla_paged_attention, quantized_matmul, top_k_top_p, yardsticks
 from kernel_bench import ragged_paged_attention as attention
 from kernel_bench.subjects import ATTENTION, NAMES, subjects
 
@@ -40,11 +40,6 @@ def test_every_op_has_cases_of_both_sizes_and_yardsticks():
             assert {subject.op for subject in found} == {*OPS, ATTENTION}
             assert len({(subject.op, subject.name) for subject in found}) == len(found)
             assert all(subject.num_bytes > 0 and subject.yardsticks() for subject in found)
-
-
-def test_indexing_copies_what_our_copy_does():
-    (case,) = OPS["kv_copy"].cases.TINY_CASES
-    same_work("kv_copy", case, kv_copy.indexed(case), rtol=0)
 
 
 def test_the_largest_few_give_the_least_logit_that_sorting_gives():
