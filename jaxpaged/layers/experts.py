@@ -306,6 +306,8 @@ def group_product(
     backend = choose_backend("auto", platform, x_CD, weights)
     y = grouped_matmul(x_CD, weights, sizes_e, backend=backend).astype(jnp.float32)
     if own_CS is not None and p.lora is not None:
+        if (growth := p.lora.stacks.growth) is not None:
+            y *= 1 + growth_of_pairs(growth, place_C, own_CS)
         y += adapters_of_pairs(x_CD, p, sizes_e, platform, own_CS)
     return y if p.bias is None else y + p.bias.at[place_C].get(mode="fill", fill_value=0)
 
@@ -322,6 +324,12 @@ def adapters_of_pairs(x_CD: jax.Array, p: Linear, sizes_e: jax.Array, platform: 
         u_CK = own_ranks(u_CK.astype(jnp.float32), own_CS, part.b.dtype)
         added += product(u_CK, b_eFK, backend=choose_backend("auto", platform, u_CK, b_eFK)).astype(jnp.float32)
     return added
+
+
+def growth_of_pairs(growth_eSF: jax.Array, place_C: jax.Array, own_CS: jax.Array) -> jax.Array:
+    """Float32 [C, outputs]: by how much more the adapter of each pair's token counts what its expert's weight makes."""
+    more_CF = growth_eSF.at[place_C, jnp.argmax(own_CS, axis=1)].get(mode="clip")
+    return more_CF * jnp.sum(own_CS, axis=1, keepdims=True)
 
 
 def gate_of_shared(x_TD: jax.Array, gate_D: jax.Array) -> jax.Array:
@@ -351,7 +359,8 @@ def with_expert_stacks(parts: Linear, inputs: str | None, outputs: str | None) -
     if (lora := parts.lora) is None:
         return parts
     a, b = PartitionSpec(EXPERT_AXIS, None, None, inputs), PartitionSpec(EXPERT_AXIS, outputs)
-    stacks = lora.stacks.replace(parts=tuple(part.replace(a=a, b=b) for part in lora.stacks.parts))
+    growth = None if lora.stacks.growth is None else PartitionSpec(EXPERT_AXIS, None, outputs)
+    stacks = lora.stacks.replace(parts=tuple(part.replace(a=a, b=b) for part in lora.stacks.parts), growth=growth)
     slots = lora.slots.replace(own_TS=PartitionSpec(), place_T=PartitionSpec())
     return parts.replace(lora=lora.replace(stacks=stacks, slots=slots))
 

@@ -62,8 +62,8 @@ class WholeStack:
 
 @struct.dataclass
 class LoraStacks:
-    """What the slots add to one linear layer. `growth` [S, outputs...], float32: by how much more than itself W x is
-    counted (DoRA); zero for others, and None where no adapter of a step has one."""
+    """What the slots add to one linear layer. `growth` [S, outputs...], of experts [e, S, outputs...], float32: by how
+    much more than itself W x is counted (DoRA); zero for others, and None where no adapter of a step has one."""
 
     parts: tuple[LoraStack | ExpertStack | TableStack, ...]
     growth: jax.Array | None = None

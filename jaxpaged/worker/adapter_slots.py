@@ -95,7 +95,6 @@ class AdapterSlots:
         brought the weights that compute now, None for the checkpoint's. Raises CheckpointError."""
         adapter, last = self._read(request), self._specs[-1]
         check_targets(self._specs, adapter, request.lora_path)
-        check_magnitudes(self._specs, adapter, request.lora_path)
         grows = any(each.magnitude is not None for each in adapter.weights.values())
         follows = grows or adapter.has_merged
         if follows and update is not None:
@@ -208,17 +207,6 @@ def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> Non
             "have adapters where they are named, as in --lora-target-modules all-linear embed_tokens lm_head. Adapters "
             "of vision towers are not served: merge such a one into its model (jaxpaged merge)."
         )
-
-
-def check_magnitudes(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> None:
-    """CheckpointError for magnitudes of what has stacks without."""
-    of_experts = frozenset().union(*(spec.experts for spec in specs))
-    for name in sorted(of_experts & adapter.weights.keys()):
-        if adapter.weights[name].magnitude is not None:
-            raise CheckpointError(
-                f"{path}: the adapter has magnitudes (DoRA) of experts, {name.removeprefix('.')}, which the engine "
-                "does not scale. Train it without use_dora, or merge it into its model (jaxpaged merge)."
-            )
 
 
 def uploads_of(spec: LoraSpec, lines: tuple[Mapping[int, np.ndarray], ...]) -> tuple[Any, ...]:

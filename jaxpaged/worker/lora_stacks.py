@@ -43,6 +43,7 @@ from jaxpaged.params.sharding import (
     partition_spec,
     sizes_on,
 )
+from jaxpaged.worker.expert_placing import first_experts
 
 KINDS = frozenset((LINEAR, ROUTER, EXPERTS, ABSORBED))
 """Of targets that have stacks where nothing else is asked for."""
@@ -110,9 +111,9 @@ class Stacked:
         """The axes of what DoRA scales, and how they lie."""
         return (self.inputs, self.in_axes) if self.is_table else (self.outputs, self.out_axes)
 
-    def slot_axes(self) -> tuple[int, int]:
-        """Which axes of `a` and of `b` are the slots."""
-        return (1, 1 + len(self.outputs)) if self.is_experts else (0, 0)
+    def slot_axes(self) -> tuple[int, int, int]:
+        """Which axes of `a`, of `b` and of what DoRA scales by are the slots."""
+        return (1, 1 + len(self.outputs), 1) if self.is_experts else (0, 0, 0)
 
     def part_of_experts(self, weights: Mapping[str, AdapterWeights], ranks: range) -> tuple[np.ndarray, np.ndarray]:
         """(a [e, r, inputs...], b [e, outputs..., r]) of some ranks; zeros where none are."""
@@ -121,7 +122,9 @@ class Stacked:
         b = np.zeros((num_places, *self.outputs, len(ranks)), np.float32)
         if (own := weights.get(target.path)) is not None:
             own_a, own_b = own.a[:, ranks.start : ranks.stop], own.b[..., ranks.start : ranks.stop]
-            expert_e = np.arange(num_places) % len(own_a)
+            if own.magnitude is not None:
+                own_b = own_b * own.magnitude[..., None]
+            expert_e = first_experts(len(own_a), num_places)
             a[:, : own_a.shape[1]], b[..., : own_b.shape[-1]] = own_a[expert_e], own_b[expert_e]
         return a, b
 
@@ -158,7 +161,9 @@ class Stacked:
         return a.reshape(-1, *self.inputs), self._joined(parts_b)
 
     def growth_of(self, weights: Mapping[str, AdapterWeights]) -> np.ndarray:
-        """Float32 [outputs...], [D] of a table: by how much more W x, or rows, count."""
+        """Float32 [outputs...], [e, outputs...] of experts, [D] of a table: by how much more W x, or rows, count."""
+        if self.is_experts:
+            return self._growth_of_experts(weights.get(self.targets[0].path))
         parts = []
         for target in self.targets:
             shape, letters = self._outputs_of(target), target.outputs
@@ -169,6 +174,12 @@ class Stacked:
                 part = self._placed(own.magnitude[None] - np.float32(1), letters)
             parts.append(part)
         return self._joined(parts)[0]
+
+    def _growth_of_experts(self, own: AdapterWeights | None) -> np.ndarray:
+        num_places = self.sizes["e"]
+        if own is None or own.magnitude is None:
+            return np.zeros((num_places, *self.outputs), np.float32)
+        return own.magnitude[first_experts(len(own.magnitude), num_places)] - np.float32(1)
 
     def _joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """[r, outputs...] of those of each target."""
@@ -245,14 +256,15 @@ class LoraSpec:
         return stacks
 
     def _stacks_of(self, linear: Stacked) -> LoraStacks:
+        if linear.is_experts:
+            return self._stacks_of_experts(linear)
+
         def shape(sizes: tuple[int, ...], axes: PartitionSpec, dtype: Any, *ranks: int) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec(None, *[None] * len(ranks), *axes)
             sharding = NamedSharding(self.mesh, spec)
             return jax.ShapeDtypeStruct((self.max_loras, *ranks, *sizes), dtype, sharding=sharding)
 
         def part(ranks: range) -> LoraStack:
-            if linear.is_experts:
-                return self._stack_of_experts(linear, len(ranks))
             if linear.is_table:  # whole on every device: what it is added to is
                 a = shape(linear.inputs, linear.in_axes, self.dtype, len(ranks))
                 b = shape((*linear.outputs, len(ranks)), PartitionSpec(None, None), self.dtype)
@@ -263,21 +275,24 @@ class LoraSpec:
                 shape(linear.outputs, linear.out_axes, self.dtype, count),
             )
 
-        growth = None if linear.is_experts else shape(*linear.growing, jnp.float32)
-        return LoraStacks(tuple(map(part, self.ranks)), growth)
+        return LoraStacks(tuple(map(part, self.ranks)), shape(*linear.growing, jnp.float32))
 
-    def _stack_of_experts(self, linear: Stacked, count: int) -> ExpertStack:
+    def _stacks_of_experts(self, linear: Stacked) -> LoraStacks:
         (places,) = partition_spec("e", num_ranks(self.mesh))
 
-        def shape(axes: PartitionSpec, *sizes: int) -> jax.ShapeDtypeStruct:
+        def shape(axes: PartitionSpec, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(self.mesh, PartitionSpec(places, *axes))
-            return jax.ShapeDtypeStruct((linear.sizes["e"], *sizes), self.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct((linear.sizes["e"], *sizes), dtype, sharding=sharding)
 
-        a_axes = PartitionSpec(None, None, *linear.in_axes)
-        return ExpertStack(
-            shape(a_axes, self.max_loras, count, *linear.inputs),
-            shape(linear.out_axes, *linear.outputs, self.max_loras, count),
-        )
+        def part(ranks: range) -> ExpertStack:
+            return ExpertStack(
+                shape(a_axes, self.dtype, self.max_loras, len(ranks), *linear.inputs),
+                shape(linear.out_axes, self.dtype, *linear.outputs, self.max_loras, len(ranks)),
+            )
+
+        a_axes, growth_axes = PartitionSpec(None, None, *linear.in_axes), PartitionSpec(None, *linear.out_axes)
+        growth = shape(growth_axes, jnp.float32, self.max_loras, *linear.outputs)
+        return LoraStacks(tuple(map(part, self.ranks)), growth)
 
     @property
     def num_bytes(self) -> int:
@@ -318,12 +333,6 @@ class LoraSpec:
     def paths(self) -> frozenset[str]:
         """The targets that have stacks here, by their paths in the whole model."""
         return frozenset(target.path for linear in self.linears.values() for target in linear.targets)
-
-    @cached_property
-    def experts(self) -> frozenset[str]:
-        """Those of them that are experts."""
-        targets = (target for linear in self.linears.values() for target in linear.targets)
-        return frozenset(target.path for target in targets if target.kind == EXPERTS)
 
     # ---- what moves into a slot ------------------------------------------------------------------
 
@@ -387,8 +396,7 @@ class LoraSpec:
                 continue
             for ranks in self.ranks:
                 yield from self.linears[path].part_of(weights, ranks)
-            if not self.linears[path].is_experts:
-                yield self.linears[path].growth_of(weights)
+            yield self.linears[path].growth_of(weights)
 
     def _slot_axes(self) -> Iterator[int]:
         """Which axis of every leaf is the slots, in the same order."""
@@ -396,10 +404,10 @@ class LoraSpec:
             if path in self.scores:
                 yield from (0, 0)
                 continue
+            *of_part, of_growth = self.linears[path].slot_axes()
             for _ in self.ranks:
-                yield from self.linears[path].slot_axes()
-            if not self.linears[path].is_experts:
-                yield 0
+                yield from of_part
+            yield of_growth
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Adapters:
             a = draw.normal(size=(*experts, rank, *inputs)).astype(np.float32) / np.sqrt(np.prod(inputs))
             b = draw.normal(size=(*experts, *outputs, rank)).astype(np.float32) * scale / np.sqrt(rank)
             scaled = inputs if target.kind == EMBEDDING else outputs
-            magnitude = 1 + draw.normal(size=scaled).astype(np.float32) / 4 if dora else None
+            magnitude = 1 + draw.normal(size=(*experts, *scaled)).astype(np.float32) / 4 if dora else None
             weights[path] = AdapterWeights(a, b, magnitude)
         self.made[number] = Adapter(f"digest {number}", rank, 2 * len(weights), weights)
         return weights

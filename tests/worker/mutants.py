@@ -40,6 +40,11 @@ OF_ADAPTERS = (
         ("growth is not added to 1", "base_TO * (1 + more_TO)", "base_TO * more_TO"),
     ),
     *_of_adapters(
+        "jaxpaged/layers/experts.py",
+        "experts",
+        ("experts grow by the first slot", "jnp.argmax(own_CS, axis=1)]", "jnp.argmax(own_CS, axis=1) * 0]"),
+    ),
+    *_of_adapters(
         "jaxpaged/worker/lora_stacks.py",
         ROWS,
         ("magnitudes scale twice", "own_b = own_b * own.magnitude", "own_b = own_b * own.magnitude**2"),

@@ -165,8 +165,13 @@ class Reading:
 
     def _take_stack(self, module: Module, place: Place) -> None:
         """The tensors of a parameter with all experts of a block."""
-        a, b = self._pair(module, names.A, names.B)
         given = module.name.given
+        if self._description.is_dora:
+            raise self._error(
+                f"{given} is one parameter with all experts, and use_dora is true. PEFT has magnitudes (DoRA) of "
+                "modules alone, so it is not known what they would be here. Train it without use_dora."
+            )
+        a, b = self._pair(module, names.A, names.B)
         first = place.targets[0].spec
         stack = stack_of(a.shape, b.shape, place, self._sizes, self._description.is_old, first.transposed)
         num_experts = self._sizes["E"]

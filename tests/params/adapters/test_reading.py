@@ -115,6 +115,32 @@ def test_experts_with_a_module_each_are_those_of_one_parameter_and_both_go_toget
     assert_same(read(write(tmp_path / "b", config, inner), bases["all_linear"]), expected)
 
 
+def test_each_expert_has_magnitudes_of_its_own_and_parameters_with_all_have_none(bases, tmp_path):
+    config, tensors = parts_of("all_linear")
+    twice = {"rank_pattern": {"gate_proj|up_proj": 8}, "alpha_pattern": {"gate_proj|up_proj": 12}}
+    apart = of_each_expert(tensors, 16)
+    plain = read(write(tmp_path / "a", {**config, **twice}, apart), bases["all_linear"]).weights
+    draw = np.random.default_rng(0)
+    names = [name.removesuffix(".lora_B.weight") for name in apart if name.endswith(".lora_B.weight")]
+    magnitudes = {name: draw.uniform(0.5, 2, len(apart[f"{name}.lora_B.weight"])).astype(np.float32) for name in names}
+    with_own = apart | {f"{name}.lora_magnitude_vector": magnitude for name, magnitude in magnitudes.items()}
+    folder = write(tmp_path / "b", {**config, **twice, "use_dora": True}, with_own)
+    found = read(folder, bases["all_linear"]).weights
+    checkpoint = load_file(bases["all_linear"] / "model.safetensors")
+    for projection in ("gate_proj", "down_proj"):
+        path = f".layers[1].mlp.{projection}"
+        for expert in (0, 5, 15):
+            name = f"layers.1.mlp.experts.{expert}.{projection}"
+            whole = checkpoint[f"model.{name}.weight"] + plain[path].b[expert] @ plain[path].a[expert]
+            rows = whole * found[path].magnitude[expert][:, None]
+            np.testing.assert_allclose(
+                np.linalg.norm(rows, axis=1), magnitudes[f"base_model.model.model.{name}"], rtol=1e-5
+            )
+    stacks = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    fused = refusal(write(tmp_path / "c", {**config, "use_dora": True}, stacks), bases["all_linear"])
+    assert "one parameter with all experts, and use_dora is true" in fused
+
+
 def test_peft_before_0_19_took_inputs_of_experts_for_outputs(bases, tmp_path):
     """Told from the shapes, and from its version where both are equal; models that store inputs first are the same."""
     config, tensors = parts_of("all_linear")
