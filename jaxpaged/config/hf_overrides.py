@@ -27,10 +27,17 @@ READ_ELSEWHERE = {
 def overridden(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a config.json with fields replaced, those of an object inside it one by one. Raises ConfigError
     for fields that are read elsewhere, too."""
+    if overrides.get("head_dtype", "float32") != "float32":
+        raise ConfigError(
+            f"hf_overrides sets head_dtype {overrides['head_dtype']!r}, but logits are float32 sums always, of "
+            "products in the type of the model. Give float32, or leave it out."
+        )
     for name in overrides.keys() & READ_ELSEWHERE.keys():
         raise ConfigError(f"hf_overrides sets {name}, which it cannot. Use {READ_ELSEWHERE[name]}.")
     merged = dict(hf)
     for name, value in overrides.items():
+        if name == "head_dtype":
+            continue
         before = hf.get(name)
         merged[name] = value
         if isinstance(before, dict) and isinstance(value, Mapping):

@@ -20,9 +20,9 @@ from jaxpaged.kv_store.transfer_params import DEFAULT_ADDRESS, DEFAULT_LEASE_SEC
 from jaxpaged.pooling import CONVERSIONS, RUNNERS
 
 EMBEDDED_MODEL = "demo"
+"""The name of the model that ships inside the package."""
 RAW_AND_PROCESSED = "raw_and_processed_logprobs"
 """A `logprobs_mode` of our own."""
-"""The name of the model that ships inside the package."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,11 @@ class ModelConfig:
         "what log probabilities show: values before or after the sampling parameters, normalised or not; "
         "raw_and_processed_logprobs are raw ones with the drawn token's processed one beside them",
         choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits", RAW_AND_PROCESSED),
+    )
+    enable_trace_replay: bool = option(
+        False,
+        "let requests say with trace_decode_token_ids which tokens are drawn; 4 bytes on the devices for each token of "
+        "max_model_len and each of max_num_seqs. Guide: guides/training.md",
     )
     generation_config: str = option(
         "auto",

@@ -158,7 +158,6 @@ MODEL = (
     absent("enable_return_routed_experts", False, why="experts are not reported"),
     absent("return_sampling_mask", False, why="masks are not reported"),
     absent("use_fp64_gumbel", False, why="noise is drawn in float32"),
-    absent("enable_trace_replay", False, why="there is no such mode", do="Give `jaxpaged bench` the times of arrival."),
     absent("quantization_config", {}, why="quantization says how weights are rounded", do="Give 'int8' or 'int4'."),
     renamed("quantization_param_path", (str, type(None)), lambda value: {"kv_cache_scales": value} if value else {}),
     pointless("allow_deprecated_quantization", False, bool),

@@ -79,6 +79,7 @@ def load_input_processor(
         why_no_pictures=why_none,
         queue_policy=queue_policy_of(config),
         io_processor=io_processor_of(config),
+        replays=options.enable_trace_replay,
     )
 
 

@@ -88,8 +88,9 @@ def with_processed(
     after everything but limits, which leave the tokens of `stays_SV`."""
 
     def wanted() -> jax.Array:
-        whole_S1, kept_S1 = (log_normaliser(each) for each in (scaled_SV, jnp.where(stays_SV, scaled_SV, -jnp.inf)))
-        own_S1 = jnp.take_along_axis(scaled_SV, tokens_S[:, None], axis=1)
+        left_SV = jnp.where(stays_SV, scaled_SV, -jnp.inf)
+        whole_S1, kept_S1 = log_normaliser(scaled_SV), log_normaliser(left_SV)
+        own_S1 = jnp.take_along_axis(left_SV, tokens_S[:, None], axis=1)
         return jnp.concatenate([own_S1 - kept_S1, kept_S1 - whole_S1], axis=1)
 
     none_S2 = jnp.zeros((len(tokens_S), 2), jnp.float32)

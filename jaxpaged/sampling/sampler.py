@@ -20,7 +20,7 @@ from jaxpaged.sampling.logits import apply_bitmask, change_logits
 from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs, with_processed
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
-from jaxpaged.sampling.state import SamplingState, record_tokens
+from jaxpaged.sampling.state import SamplingState, given_tokens, record_tokens
 from jaxpaged.sampling_params.features import Feature
 
 
@@ -59,7 +59,8 @@ def sample_full(
     """As `sample_plain`, with everything that a request may ask for, in vLLM's order.
 
     Grammar mask (bit v % 32 of word v // 32 allows token v), allowed tokens, bias, min_tokens; penalties; bad words;
-    custom processors; temperature; limits. The state is for donation: counts and recent tokens of
+    custom processors; temperature; limits. Rows whose outputs are given get the next token of theirs in place of the
+    drawn one. The state is for donation: counts and recent tokens of
     rows that need them gain the drawn token.
     """
     rows = unpack_rows(packed_SF)
@@ -77,7 +78,7 @@ def sample_full(
     bad_S |= not_a_distribution(processed_SV, method)
 
     tokens_S, least_S = draw(processed_SV, rows, method)
-    tokens_S = jnp.where(bad_S, 0, tokens_S)
+    tokens_S = given_tokens(state, rows, jnp.where(bad_S, 0, tokens_S))
     if shown_SV is None or logprobs_mode == RAW_AND_PROCESSED:
         scaled_SV = by_temperature(processed_SV, rows)
         limited_SV = processed_SV if method.kernel else scaled_SV

@@ -51,6 +51,7 @@ class SamplingState:
     bad_*: bad words one after the other: token, number of the word, distance from the word's end.
     allowed_bits_RW: bit v % 32 of word v // 32 allows token v.
     custom_RP: parameters of custom logits processors.
+    trace_RL: the tokens of outputs that are given, in engines that take some; L is the most that they may have.
     """
 
     seen_RV: jax.Array
@@ -64,6 +65,7 @@ class SamplingState:
     logprob_ids_RK: jax.Array
     allowed_bits_RW: jax.Array
     custom_RP: jax.Array
+    trace_RL: jax.Array
 
 
 WIDTHS = {
@@ -91,9 +93,11 @@ class StateLayout:
     max_num_seqs: int
     vocab_size: int
     num_custom_params: int = 0
+    most_traced: int = 0
 
     def widths(self) -> dict[str, int]:
-        """Field -> entries per row, `seen_RV` aside; in the order in which `load_row` gets them."""
+        """Field -> entries per row, in the order in which `load_row` gets them; without those that grow with the
+        vocabulary and with outputs, `seen_RV` and `trace_RL`."""
         return WIDTHS | {"allowed_bits_RW": -(-self.vocab_size // 32), "custom_RP": self.num_custom_params}
 
     @property
@@ -103,7 +107,7 @@ class StateLayout:
 
     def abstract(self) -> SamplingState:
         """Shapes and types, for compiling ahead of time."""
-        widths = {"seen_RV": self.vocab_size} | self.widths()
+        widths = {"seen_RV": self.vocab_size} | self.widths() | {"trace_RL": self.most_traced}
         return SamplingState(
             **{
                 name: jax.ShapeDtypeStruct((self.max_num_seqs + 1, width), DTYPES.get(name, np.int32))
@@ -216,11 +220,21 @@ def pack_tokens(row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> I
         yield packed
 
 
+def pack_trace(row: int, token_ids: Sequence[int]) -> Iterator[np.ndarray]:
+    """Uploads of the same size for `load_trace`: the tokens of an output that is given."""
+    for first in range(0, len(token_ids), CHUNK):
+        chunk = token_ids[first : first + CHUNK]
+        packed = np.zeros(TOKENS_HEADER + CHUNK, np.int32)
+        packed[:TOKENS_HEADER] = row, first, len(chunk), 0
+        packed[TOKENS_HEADER : TOKENS_HEADER + len(chunk)] = chunk
+        yield packed
+
+
 # ---- device: loading and recording ---------------------------------------------------------------
 
 
 def load_row(state: SamplingState, packed_N: jax.Array) -> SamplingState:
-    """Write everything but `seen_RV` of one row, from `pack_row`."""
+    """Write one row, from `pack_row`, as far as `StateLayout.widths` has its fields."""
     row, offset, fields = packed_N[0], 1, {}
     for name in StateLayout(0, state.seen_RV.shape[1], state.custom_RP.shape[1]).widths():
         array = getattr(state, name)
@@ -244,6 +258,23 @@ def load_tokens(state: SamplingState, packed_N: jax.Array) -> SamplingState:
     counted_V = jnp.minimum((before_V >> 1) + occurrences_V, MOST_COUNTED)
     seen_V = (counted_V << 1) | (before_V & 1) | in_prompt_V
     return state.replace(seen_RV=state.seen_RV.at[row].set(seen_V.astype(jnp.uint16)))
+
+
+def load_trace(state: SamplingState, packed_N: jax.Array) -> SamplingState:
+    """Keep one upload of `pack_trace`."""
+    row, first, count, _ = packed_N[:TOKENS_HEADER]
+    token_ids_C = packed_N[TOKENS_HEADER:]
+    place_C = jnp.arange(len(token_ids_C))
+    place_C = jnp.where(place_C < count, first + place_C, state.trace_RL.shape[1])
+    return state.replace(trace_RL=state.trace_RL.at[row, place_C].set(token_ids_C, mode="drop"))
+
+
+def given_tokens(state: SamplingState, rows: RowParams, tokens_S: jax.Array) -> jax.Array:
+    """The drawn tokens, but in rows whose outputs are given those that come next."""
+    if not state.trace_RL.shape[1]:
+        return tokens_S
+    nth_S = jnp.clip(rows.num_output_S, 0, state.trace_RL.shape[1] - 1)
+    return jnp.where(rows.has(Feature.TRACE), state.trace_RL[rows.row_S, nth_S], tokens_S)
 
 
 def record_tokens(state: SamplingState, rows: RowParams, tokens_S: jax.Array) -> SamplingState:

@@ -60,6 +60,7 @@ CONTAINERS = (
     "logprob_token_ids",
     "logit_bias",
     "allowed_token_ids",
+    "trace_decode_token_ids",
     "extra_args",
     "bad_words_token_ids",
 )
@@ -100,6 +101,7 @@ SAMPLING_HELP: dict[str, str] = {
     "prompt_logprobs": "the same for the tokens of the prompt",
     "prompt_logprob_start": "of the prompt's tokens only those from this number on, so that others may be cached",
     "logprob_token_ids": "report these tokens and not the most likely ones",
+    "trace_decode_token_ids": "tokens of the output, which are not drawn; the engine needs --enable-trace-replay",
     "detokenize": "turn tokens into text (default: on)",
     "skip_special_tokens": "leave special tokens out of the text (default: on)",
     "spaces_between_special_tokens": "write spaces between special tokens (default: on)",
@@ -159,6 +161,10 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     detokenize, skip_special_tokens, spaces_between_special_tokens: how ids become text.
     logit_bias: token id -> what is added to its logit, clamped to [-100, 100].
     allowed_token_ids: the only tokens that may be drawn.
+    trace_decode_token_ids: the tokens of the output, one after the other, whatever the model would draw. Nothing else
+        ends it: `max_tokens` becomes their number, and stop strings, stop tokens and `min_tokens` have no effect. Log
+        probabilities are those that the model and the other parameters give to them. For engines with
+        `enable_trace_replay`.
     output_kind: see `RequestOutputKind`.
     stream_interval: how many tokens of a sequence a result waits for, but for the first and the last one; at least the
         engine's own `stream_interval`.
@@ -206,6 +212,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     is_thinking: bool = False
     stream_interval: int | None = None
     prompt_logprob_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -243,7 +250,13 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
 
         Call it again once `bad_words_token_ids` is filled. Raises RequestError.
         """
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+        for name in (
+            "stop_token_ids",
+            "allowed_token_ids",
+            "logprob_token_ids",
+            "logit_bias",
+            "trace_decode_token_ids",
+        ):
             check_ids_in_vocabulary(name, getattr(self, name) or (), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             check_logprobs_limit(name, getattr(self, name), vocab_size, max_logprobs)
@@ -251,6 +264,8 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
             check_bad_words_token_ids(self.bad_words_token_ids, vocab_size)
 
     def __post_init__(self) -> None:
+        if self.trace_decode_token_ids is not None:
+            self._follow_trace()
         self._check_numbers()
         self._check_lengths()
         self._check_logprobs()
@@ -258,6 +273,20 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
         self._check_token_ids()
         self._check_switches()
         self._settle_temperature()
+
+    def _follow_trace(self) -> None:
+        """What is drawn and when it ends is given."""
+        name = "trace_decode_token_ids"
+        self.trace_decode_token_ids = checked_ids(name, self.trace_decode_token_ids)
+        check_count(name, len(self.trace_decode_token_ids), 1, 2**31 - 1)
+        neutral = {"n": 1, "structured_outputs": None, "thinking_token_budget": None}
+        for other, value in neutral.items():
+            if (given := getattr(self, other)) != value:
+                raise RequestError(
+                    f"{name} says which tokens come, and so does {other} {shown(given)}. Leave one out.", other
+                )
+        self.max_tokens, self.min_tokens = len(self.trace_decode_token_ids), 0
+        self.stop, self.stop_token_ids, self.ignore_eos = None, None, True
 
     def _check_numbers(self) -> None:
         self.presence_penalty = checked_float("presence_penalty", self.presence_penalty, -2.0, 2.0)

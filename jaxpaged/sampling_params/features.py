@@ -19,6 +19,7 @@ class Feature(enum.IntFlag):
     BAD_WORDS = 16
     LOGPROBS = 32
     LOGPROB_IDS = 64
+    TRACE = 128
 
 
 class Extra(enum.Enum):
@@ -42,6 +43,7 @@ def features_of(params: SamplingParams) -> Feature:
         (Feature.BAD_WORDS, params.bad_words_token_ids),
         (Feature.LOGPROBS, params.logprobs is not None),
         (Feature.LOGPROB_IDS, params.logprob_token_ids),
+        (Feature.TRACE, params.trace_decode_token_ids),
     )
     return Feature(sum(feature for feature, used in wanted if used))
 

@@ -329,7 +329,8 @@ class EngineSpec:
     def sampling_layout(self) -> StateLayout:
         """Sizes of the sampling state. Logits are as wide as the vocabulary is once it is split over devices."""
         head = self.model.head(self.param_shapes)
-        return StateLayout(self.config.scheduler.max_num_seqs, head.shape[0], self.custom.num_params)
+        most_traced = self.config.max_model_len if self.config.model.enable_trace_replay else 0
+        return StateLayout(self.config.scheduler.max_num_seqs, head.shape[0], self.custom.num_params, most_traced)
 
     @cached_property
     def limits(self) -> LimitsMethod:

@@ -163,7 +163,9 @@ def test_fields_of_config_json_may_be_replaced_at_any_depth(tmp_path):
 
 def test_an_engine_is_resolved_with_what_replaces_fields(tmp_path):
     folder = write_checkpoint("llama", tmp_path / "model")
-    options = EngineConfig.from_options(model=str(folder), hf_overrides={"max_position_embeddings": 96})
+    options = EngineConfig.from_options(
+        model=str(folder), hf_overrides={"max_position_embeddings": 96, "head_dtype": "float32"}
+    )
     _, _, decoder, config = resolve_model(options)
     assert config.max_model_len == decoder.max_position_embeddings == 96
 
@@ -174,6 +176,7 @@ def test_an_engine_is_resolved_with_what_replaces_fields(tmp_path):
         ({"no_such_field": 5}, "hf_overrides sets no_such_field. With that, config.json: no_such_field is 5. Nothing"),
         ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a positive whole number"),
         ({"eos_token_id": 3}, "hf_overrides sets eos_token_id, which it cannot. Use override_generation_config"),
+        ({"head_dtype": "bfloat16"}, "hf_overrides sets head_dtype 'bfloat16', but logits are float32 sums always"),
         ({"id2label": {"0": "a"}}, "hf_overrides sets id2label"),
         ({"architectures": ["NoSuchForCausalLM"]}, "NoSuch"),
     ],

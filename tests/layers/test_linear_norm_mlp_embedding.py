@@ -8,6 +8,7 @@ from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
+from pallas_kernels.few_rows_matmul import choose_backend
 
 RNG = np.random.default_rng(0)
 
@@ -83,5 +84,12 @@ def test_logits_are_float32_capped_and_minus_infinity_in_the_padding():
     capped = vocabulary_logits(jnp.asarray(hidden), jnp.asarray(table), 5, 0.7)
     np.testing.assert_allclose(capped[:, :5], 0.7 * np.tanh(plain[:, :5] / 0.7), rtol=1e-4, atol=1e-5)
     assert np.all(np.isneginf(capped[:, 5:]))
-    half = vocabulary_logits(jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(table, jnp.bfloat16), 6, None)
-    assert half.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_logits_of_a_model_in_16_bits_are_not_rounded_to_them(rows):
+    hidden, table = (jnp.asarray(each, jnp.bfloat16) for each in (random(rows, 256), random(600, 256)))
+    logits = vocabulary_logits(hidden, table, 600, None, choose_backend("auto", "cpu"))
+    exact = np.float64(hidden) @ np.float64(table).T
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, exact, atol=2e-5)

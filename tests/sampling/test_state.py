@@ -13,9 +13,12 @@ from jaxpaged.sampling.state import (
     MOST_COUNTED,
     TOKENS_HEADER,
     StateLayout,
+    given_tokens,
+    load_trace,
     pack_masks,
     pack_row,
     pack_tokens,
+    pack_trace,
     record_tokens,
 )
 from jaxpaged.sampling_params import SamplingParams
@@ -152,3 +155,16 @@ def test_masks_are_padded_with_rows_that_allow_everything_and_columns_that_allow
     assert packed.tolist() == [[[1, 0], [0, 0], all_of_them]]
     packed = pack_masks(np.array([[1], [2], [3], [4]], np.uint32), [1, 3], num_most=3, size=2, vocab_size=V)
     assert packed.tolist() == [[[1, 0], [2, 0]], [all_of_them, [3, 0]], [all_of_them, [4, 0]]]
+
+
+def test_given_tokens_come_in_their_order_in_the_rows_that_have_some():
+    layout, table, trace = StateLayout(R, V, most_traced=2 * CHUNK), SamplingRows(R), [i % V for i in range(CHUNK + 7)]
+    state, write = layout.zeros(), jax.jit(load_trace)
+    for row, token_ids in ((2, [V - 1] * 2 * CHUNK), (2, trace), (1, trace)):  # another had row 2 before
+        for packed in pack_trace(row, token_ids):
+            state = write(state, packed)
+    table.set(2, SamplingParams(seed=1, trace_decode_token_ids=trace))
+    table.set(1, SamplingParams(seed=1))
+    for nth in (0, CHUNK - 1, CHUNK, CHUNK + 6):
+        rows = unpack_rows(jnp.asarray(table.pack(np.array([2, 1]), nth, nth, 2)))
+        assert given_tokens(state, rows, jnp.array([-5, -6])).tolist() == [trace[nth], -6]

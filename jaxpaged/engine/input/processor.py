@@ -86,9 +86,12 @@ class InputProcessor:
         why_no_pictures: str = TEXT_ONLY,
         queue_policy: Callable[[EngineCoreRequest], int] | None = None,
         io_processor: IOProcessing | None = None,
+        replays: bool = False,
     ):
         """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
-        none, and why, in the second half of a sentence. `queue_policy`: what gives requests their priority."""
+        none, and why, in the second half of a sentence. `queue_policy`: what gives requests their priority. `replays`:
+        outputs may be given."""
+        self._replays = replays
         self._queue_policy = queue_policy
         self.io_processor = io_processor
         self.pictures = pictures
@@ -417,6 +420,8 @@ class InputProcessor:
             check_without_text(complete)
             complete.detokenize = False
         room = max(self.max_model_len - len(prompt.token_ids), 1)
+        if complete.trace_decode_token_ids is not None:
+            self._check_trace(len(complete.trace_decode_token_ids), room)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
         complete.stream_interval = max(complete.stream_interval or 1, self.stream_interval)
@@ -443,6 +448,19 @@ class InputProcessor:
                 "stop_token_ids",
             )
         return complete
+
+    def _check_trace(self, num_tokens: int, room: int) -> None:
+        name = "trace_decode_token_ids"
+        if not self._replays:
+            raise RequestError(
+                f"{name} is given, but this engine draws tokens. Start it with enable_trace_replay.", name
+            )
+        if num_tokens > room:
+            raise RequestError(
+                f"{name} has {num_tokens} tokens, but behind this prompt there is room for {room} until max_model_len "
+                f"= {self.max_model_len}. Shorten one of them, or raise max_model_len.",
+                name,
+            )
 
 
 def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpaged.messages import ProgramKey
-from jaxpaged.sampling.state import load_row, load_tokens
+from jaxpaged.sampling.state import load_row, load_tokens, load_trace
 from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.programs.compiler_options import LAYERS, OTHERS
@@ -60,6 +60,7 @@ class ProgramKind(StrEnum):
     VERIFY_MASKED = "verify_masked"
     LOAD_ROW = "load_row"
     LOAD_TOKENS = "load_tokens"
+    LOAD_TRACE = "load_trace"
     PROMPT_LOGPROBS = "prompt_logprobs"
     ACCUMULATE = "accumulate"
     POOL = "pool"
@@ -223,6 +224,10 @@ def keeps_answers(engine: EngineSpec) -> bool:
     return looks_up(engine) and engine.speculation.num_answer_tokens > 0
 
 
+def replays(engine: EngineSpec) -> bool:
+    return draws(engine) and engine.config.model.enable_trace_replay
+
+
 def moves_experts(engine: EngineSpec) -> bool:
     return engine.is_last and engine.config.parallel.expert_balance is not None
 
@@ -355,6 +360,7 @@ PROGRAMS = (
     # What a request asks of the full sampler, when it gets a row, for the output stage.
     Program(Kind.LOAD_ROW, Axis.ONE, its(load_row), "*row_state row_upload -> row_state", when=FULL),
     Program(Kind.LOAD_TOKENS, Axis.ONE, its(load_tokens), "*row_state tokens_upload -> row_state", when=FULL),
+    Program(Kind.LOAD_TRACE, Axis.ONE, its(load_trace), "*row_state tokens_upload -> row_state", replays, FULL),
     # Tokens of steps in which some request asks for more, for the output stage; and scores of prompts.
     Program(Kind.SAMPLE_FULL, Axis.ROWS, sample, SAMPLE_FULL, when=FULL),
     Program(Kind.SAMPLE_MASKED, Axis.ROWS, sample, SAMPLE_MASKED, when=MASKS),

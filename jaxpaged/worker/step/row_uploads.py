@@ -12,9 +12,12 @@ import numpy as np
 from jaxpaged.messages import NewRequestData
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.rows import SamplingRows
-from jaxpaged.sampling.state import StateLayout, pack_row, pack_tokens
+from jaxpaged.sampling.state import StateLayout, pack_row, pack_tokens, pack_trace
 from jaxpaged.sampling_params.features import Feature, features_of
 from jaxpaged.worker.programs.declare import ProgramKind
+
+ELSEWHERE = Feature.PENALTIES | Feature.LOGPROBS | Feature.TRACE
+"""Features that `load_row` brings nothing for."""
 
 
 class Upload(NamedTuple):
@@ -36,10 +39,13 @@ def admit(
     bits, numbers = custom.of(params)
     features = features_of(params)
     rows.set(row, params, bits)
-    if bits or features & ~(Feature.PENALTIES | Feature.LOGPROBS):
+    if bits or features & ~ELSEWHERE:
         output_token_ids = request.token_ids[request.num_prompt_tokens :]
         packed = pack_row(layout, row, params, output_token_ids=output_token_ids, custom_params=numbers)
         yield Upload(ProgramKind.LOAD_ROW, packed)
     if features & Feature.PENALTIES:
         for packed in pack_tokens(row, request.token_ids, request.num_prompt_tokens):
             yield Upload(ProgramKind.LOAD_TOKENS, packed)
+    if features & Feature.TRACE:
+        for packed in pack_trace(row, params.trace_decode_token_ids or ()):
+            yield Upload(ProgramKind.LOAD_TRACE, packed)

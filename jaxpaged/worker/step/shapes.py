@@ -188,7 +188,7 @@ class Shapes:
 
     @property
     def tokens_upload(self) -> jax.ShapeDtypeStruct:
-        """What `sampling.state.pack_tokens` makes."""
+        """What `pack_tokens` and `pack_trace` of `sampling.state` make."""
         return self._packed(TOKENS_HEADER + TOKENS_CHUNK)
 
     # ---- of drafts that are looked up ----------------------------------------------------------------

@@ -244,6 +244,7 @@ def test_every_sampling_field_reaches_the_request():
         "logprobs": 2,
         "prompt_logprobs": 2,
         "prompt_logprob_start": 3,
+        "trace_decode_token_ids": [3, 4],
         "logprob_token_ids": [3],
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

@@ -1,9 +1,10 @@
-"""`logprobs_mode` raw_and_processed_logprobs: what a trainer needs to undo limits comes with each token."""
+"""What a trainer is told of drawn tokens, and of those that it gives: log probabilities, and what limits left."""
 
 import numpy as np
 import pytest
 
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.errors import RequestError
 from tests.models.checkpoints import write_checkpoint
 
 PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5]}
@@ -15,7 +16,9 @@ def llm(tmp_path_factory):
     llm = LLM(
         str(write_checkpoint("llama", tmp_path_factory.mktemp("llama"))),
         logprobs_mode="raw_and_processed_logprobs",
+        enable_trace_replay=True,
         dtype="float32",
+        deterministic=True,
         max_model_len=32,
         max_num_seqs=2,
         token_buckets=(2, 16),
@@ -53,3 +56,31 @@ def test_streams_and_requests_without_log_probabilities(llm):
     told = [pair for chunk in chunks for pair in chunk.processed_logprobs]
     assert len(chunks) > 1 and told == answer(llm, logprobs=1, temperature=0.7).processed_logprobs
     assert answer(llm).processed_logprobs is None
+
+
+TRACE = [7, 0, 2, 2, 9, 11, 2, 50, 3]
+"""Among them what would end a text."""
+
+
+def test_given_tokens_come_with_the_log_probabilities_that_scores_have(llm):
+    given = answer(llm, trace_decode_token_ids=TRACE, logprobs=0, ignore_eos=False, stop_token_ids=[9], max_tokens=2)
+    assert given.token_ids == TRACE and given.finish_reason == "length"
+    [scores] = llm.score_tokens(PROMPT, [TRACE], use_tqdm=False)
+    assert np.array_equal(np.float32(raw(given)), scores)
+    limited = answer(llm, trace_decode_token_ids=TRACE, logprobs=0, top_k=3, temperature=0.8)
+    processed, log_kept = np.array(limited.processed_logprobs).T
+    assert np.array_equal(raw(limited), raw(given)) and (log_kept < 0).all()
+    assert np.isneginf(processed).all(), "none of these is among the three that limits leave"
+
+
+def test_given_tokens_beside_drawn_ones(llm):
+    together = [SamplingParams(**DRAW), SamplingParams(**DRAW, trace_decode_token_ids=TRACE, logprobs=0)]
+    drawn, given = (output.outputs[0] for output in llm.generate([PROMPT] * 2, together, use_tqdm=False))
+    assert drawn.token_ids == answer(llm).token_ids and given.token_ids == TRACE
+    assert raw(given).tolist() == raw(answer(llm, trace_decode_token_ids=TRACE, logprobs=0)).tolist()
+
+
+@pytest.mark.parametrize("wrong", [{"trace_decode_token_ids": [4] * 28}, {"trace_decode_token_ids": [10**6]}])
+def test_given_tokens_that_cannot_come(llm, wrong):
+    with pytest.raises(RequestError, match="28 tokens, but behind this prompt there is room for 27|token id 1000000"):
+        answer(llm, **wrong)
