@@ -190,6 +190,21 @@ def place_of(expert_TJ: jax.Array, placement: Placement) -> jax.Array:
     return placement.place_ER[expert_TJ, token_T1 % placement.num_places_E[expert_TJ]]
 
 
+def expert_of(placement: Placement) -> jax.Array:
+    """int32 [e]: which expert is in each place."""
+    place_ER = placement.place_ER
+    num_experts, spare = place_ER.shape
+    experts_E1 = jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    return jnp.zeros(num_experts + spare - 1, jnp.int32).at[place_ER].set(experts_E1)
+
+
+def placements_of(params: Any) -> dict[str, Placement]:
+    """Where experts are, by the path of their block, if that changes while the engine runs."""
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_block)[0]
+    placed = [(path, node.placement) for path, node in nodes if is_block(node) and node.placement is not None]
+    return {jax.tree_util.keystr(path): placement for path, placement in placed}
+
+
 def tokens_of_experts(expert_TJ: jax.Array, real_T1: jax.Array, p: Experts) -> jax.Array:
     """uint32 [E]: how many tokens that are no padding go to each expert."""
     goes_TJE = (expert_TJ[:, :, None] == jnp.arange(p.router.weight.shape[0])) & real_T1[:, :, None]

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxpaged.errors import CheckpointError, ConflictError
+from jaxpaged.layers.experts import placements_of
 from jaxpaged.layers.lora import plain_lines
 from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramKey
 from jaxpaged.params.adapters.adapter import Adapter
@@ -78,10 +79,11 @@ class ProbeReading:
 
 
 class AdapterSlots:
-    """`specs`: the stacks of every stage. `read`: what reads an adapter's files."""
+    """`specs`: the stacks of every stage. `read`: what reads an adapter's files. `experts_move`: while the engine runs,
+    so that what is in slots must follow."""
 
-    def __init__(self, specs: Sequence[LoraSpec], read: Callable[[LoRARequest], Adapter]):
-        self._specs, self._read = specs, read
+    def __init__(self, specs: Sequence[LoraSpec], read: Callable[[LoRARequest], Adapter], experts_move: bool = False):
+        self._specs, self._read, self._experts_move = specs, read, experts_move
         self._host: dict[int, HostAdapter] = {}
         self._in_slots: dict[int, HostAdapter] = {}
         self._levels = np.zeros(specs[-1].max_loras + 1, np.int32)  # by slot
@@ -144,11 +146,16 @@ class AdapterSlots:
         uploads = tuple(map(uploads_of, self._specs, adapter.lines))
         place = np.asarray(slot, np.int32)
         given = uploads if len(self._specs) > 1 else uploads[0]
-        device.stacks = device.call(ProgramKey(ProgramKind.LOAD_LORA), device.stacks, given, place)
+        places = [placements_of(device.base_params)] if self._experts_move else []
+        device.stacks = device.call(ProgramKey(ProgramKind.LOAD_LORA), device.stacks, given, place, *places)
 
     def begin_anew(self, device: Device) -> None:
         """Stacks of zeros, and in them what was in slots."""
         device.stacks = device.call(ProgramKey(ProgramKind.LORA_ZEROS))
+        self.follow_experts(device)
+
+    def follow_experts(self, device: Device) -> None:
+        """Put what is in slots where experts are now."""
         for slot, adapter in self._in_slots.items():
             self._put(device, slot, adapter)
 

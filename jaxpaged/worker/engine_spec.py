@@ -402,10 +402,6 @@ class EngineSpec:
         options = self.config.lora
         if not options.enable_lora:
             return None
-        if self.config.parallel.expert_balance is not None:
-            raise ConfigError(
-                "enable_lora and eplb_config are given, but adapters do not move with experts. Leave one out."
-            )
         targets, modules = targets_of(self.whole_specs), options.lora_target_modules or None
         check_modules(targets, modules)
         if self.stage is not None:

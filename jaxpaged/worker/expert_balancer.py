@@ -9,6 +9,7 @@ Reading the counts of a step at once would wait for it. They are read `LAG` step
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,11 @@ WORTH_IT = 0.95
 
 
 class ExpertBalancer:
-    """Experts of `device.params` are spread over `mesh`."""
+    """Experts of `device.params` are spread over `mesh`. `after_move`: what follows them once some have moved."""
 
     def __init__(self, device: Device, options: ExpertBalance, mesh: Mesh):
         self._device, self._options, self._mesh = device, options, mesh
+        self.after_move: Callable[[Device], None] = lambda device: None
         self._window = min(options.window_size, options.step_interval)
         self._num_rebalancings = self._num_moved_layers = 0
         self._balancedness = (1.0, 1.0)
@@ -83,11 +85,13 @@ class ExpertBalancer:
     def _rebalance(self) -> None:
         before = None if self._before is None else np.asarray(self._before)
         load_LE = load_between(before, np.asarray(self._after), num_ranks(self._mesh))
-        blocks = placed_blocks(self._device.params)
+        blocks, num_moved = placed_blocks(self._device.params), self._num_moved_layers
         layers = [self._balance_layer(block, load_E) for block, load_E in zip(blocks, load_LE, strict=True)]
         new = iter([block for block, _, _ in layers])
         self._device.params = map_experts(lambda p: p if p.placement is None else next(new), self._device.params)
         self._num_rebalancings += 1
+        if self._num_moved_layers > num_moved:
+            self.after_move(self._device)
         self._balancedness = (
             balancedness([before_X for _, before_X, _ in layers]),
             balancedness([after_X for _, _, after_X in layers]),

@@ -340,12 +340,13 @@ class LoraSpec:
     def pieces(self) -> tuple["Piece", ...]:
         """Where each leaf of the stacks finds a slot's part in what travels."""
         ends, pieces = dict.fromkeys(self.dtypes, 0), []
-        for leaf, axis in zip(jax.tree.leaves(self.shapes), self._slot_axes(), strict=True):
+        for leaf, (path, axis) in zip(jax.tree.leaves(self.shapes), self._slot_axes(), strict=True):
             name = jnp.dtype(leaf.dtype).name
             shape = without(axis, leaf.sharding.shard_shape(leaf.shape))
             begin = ends[name]
             ends[name] = end = begin + math.prod(shape)
-            pieces.append(Piece(name, slice(begin, end), shape, axis))
+            are_experts = path in self.linears and self.linears[path].is_experts
+            pieces.append(Piece(name, slice(begin, end), shape, axis, path.rpartition(".")[0] if are_experts else ""))
         return tuple(pieces)
 
     @cached_property
@@ -398,27 +399,27 @@ class LoraSpec:
                 yield from self.linears[path].part_of(weights, ranks)
             yield self.linears[path].growth_of(weights)
 
-    def _slot_axes(self) -> Iterator[int]:
-        """Which axis of every leaf is the slots, in the same order."""
+    def _slot_axes(self) -> Iterator[tuple[str, int]]:
+        """Whose every leaf is, and which axis of it is the slots, in the same order."""
         for path in sorted((*self.linears, *self.scores)):
             if path in self.scores:
-                yield from (0, 0)
-                continue
-            *of_part, of_growth = self.linears[path].slot_axes()
-            for _ in self.ranks:
-                yield from of_part
-            yield of_growth
+                axes: Sequence[int] = (0, 0)
+            else:
+                *of_part, of_growth = self.linears[path].slot_axes()
+                axes = (*of_part * len(self.ranks), of_growth)
+            yield from ((path, axis) for axis in axes)
 
 
 @dataclass(frozen=True)
 class Piece:
     """Where a part of a stack is in the array of its type, its shape on one device, and which axis of the stack is the
-    slots."""
+    slots. `block`: of experts the path of their block; what travels has them where they are when weights are loaded."""
 
     dtype: str
     place: slice
     shape: tuple[int, ...]
     axis: int
+    block: str = ""
 
 
 def without(axis: int, sizes: Sequence[Any]) -> tuple[Any, ...]:

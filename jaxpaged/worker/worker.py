@@ -116,7 +116,8 @@ class Worker:
                 self.device = Device(self.programs, params, self._head(params), self.new_state())
                 self.device.table_CV = self._pixel_table()
             self.embeds_folder = open_embeds(self.engine_spec)
-            self.balancer, self.adapters = self._make_balancer(), self._make_adapters(folder)
+            self.balancer = self._make_balancer()
+            self.adapters = self._make_adapters(folder)  # they follow experts
             self.runner = self._make_runner()
             self.weight_update: WeightUpdate | None = None
             seconds = time.monotonic() - begin
@@ -264,7 +265,8 @@ class Worker:
             return None
         load = self.config.load
         has_files = folder is not None and load.load_format != "dummy"
-        adapters = AdapterSlots(specs, reader_of(self.engine_spec, folder if has_files else None, load.download_dir))
+        read = reader_of(self.engine_spec, folder if has_files else None, load.download_dir)
+        adapters = AdapterSlots(specs, read, self.balancer)
         self.device.head_stacks = specs[-1].of_lines
         adapters.begin_anew(self.device)
         return adapters

@@ -140,6 +140,28 @@ def test_experts_their_router_and_the_shared_ones_have_adapters(tmp_path):
             np.testing.assert_allclose(lines, expected, atol=5e-3)
 
 
+@pytest.mark.slow
+def test_adapters_go_where_their_experts_go(tmp_path):
+    """Those in slots when experts move, and those that come later; of experts with several places, too."""
+    balance = {"step_interval": 6, "window_size": 5, "num_redundant_experts": 4}
+    spread = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True, "eplb_config": balance}
+    adapters, model = {1: {"rank": 3}, 2: {"rank": 2, "dora": True}, 3: {}}, write_checkpoint("qwen2_moe", tmp_path)
+    with contextmanager(started)(model, **spread) as engine:
+        for number, of_adapter in adapters.items():
+            engine.read(number, **of_adapter)
+        worker, slots = engine.executor.worker, [0, 1, 2, 1]
+        before = engine.steps.answers(PROMPTS, slots, loads=[(1, 1), (2, 2)])
+        later = engine.steps.answers(PROMPTS[:1], [3], loads=[(3, 3)])
+        assert worker.stats()["expert_layers_moved"] == 0
+        while not worker.stats()["expert_layers_moved"]:
+            engine.steps.answers(PROMPTS[:2], [0, 0])
+        after = engine.steps.answers(PROMPTS, slots)
+        later_again = engine.steps.answers(PROMPTS[:1], [3], loads=[(3, 1), (3, 3)])
+        for (_, lines), (_, expected) in zip([*after, *later_again], [*before, *later]):
+            np.testing.assert_allclose(lines, expected, atol=1e-4)
+        assert worker.stats()["recompiles"] == 0
+
+
 def test_what_latent_attention_absorbs_has_adapters(tmp_path):
     modules = ("kv_b_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
     with contextmanager(started)(write_checkpoint("deepseek_v3", tmp_path), modules=modules) as engine:

@@ -232,6 +232,10 @@ def moves_experts(engine: EngineSpec) -> bool:
     return engine.is_last and engine.config.parallel.expert_balance is not None
 
 
+def keeps_experts(engine: EngineSpec) -> bool:
+    return not moves_experts(engine)
+
+
 def both(*conditions: Callable[[EngineSpec], bool]) -> Callable[[EngineSpec], bool]:
     return lambda engine: all(condition(engine) for condition in conditions)
 
@@ -387,7 +391,14 @@ PROGRAMS = (
     simple(Kind.MOVE_EXPERTS, Axis.PARTS, move, "part sources -> part", moves_experts),
     # The stacks of adapters without any, for the worker, and one on its way into a slot, for `AdapterSlots`.
     simple(Kind.LORA_ZEROS, Axis.ONE, no_adapters, "-> lora", adapts),
-    simple(Kind.LOAD_LORA, Axis.ONE, put_adapter, "*lora lora_upload lora_slot -> lora", adapts),
+    simple(Kind.LOAD_LORA, Axis.ONE, put_adapter, "*lora lora_upload lora_slot -> lora", both(adapts, keeps_experts)),
+    simple(
+        Kind.LOAD_LORA,
+        Axis.ONE,
+        put_adapter,
+        "*lora lora_upload lora_slot expert_places -> lora",
+        both(adapts, moves_experts),
+    ),
     # The same programs for steps without an adapter, and with none but small ones: taken by the model runner.
     *lighter(Kind.FORWARD, Axis.TOKENS, forward, STEP, sees_nothing),
     *lighter(Kind.FORWARD, Axis.TOKENS, forward, SEEING_STEP, sees),

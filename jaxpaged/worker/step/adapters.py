@@ -5,7 +5,8 @@ parts of the stacks as the adapters in it need (`StepLayout.lora_level`), so tha
 engine without any does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,9 +15,11 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpaged.layers.embedding import AdaptedTable
+from jaxpaged.layers.experts import Placement, expert_of
 from jaxpaged.layers.linear import XLA, Linear
 from jaxpaged.layers.lora import BoundLora, LoraStacks, SlottedLines, TokenSlots, token_slots
 from jaxpaged.params.quantized import QuantizedArray, is_quantized
+from jaxpaged.params.sharding import expert_axes
 from jaxpaged.worker.lora_stacks import LoraSpec
 
 
@@ -96,13 +99,25 @@ def in_floats(leaf: Any) -> jax.Array:
     return leaf.values.astype(jnp.float32) * scales
 
 
-def load_adapter(spec: LoraSpec, stacks: Any, uploads: tuple[jax.Array, ...], slot: jax.Array) -> Any:
-    """The stacks with an adapter in a slot, int32 from 1 on. `uploads`: see `LoraSpec.upload`."""
+def load_adapter(
+    spec: LoraSpec,
+    stacks: Any,
+    uploads: tuple[jax.Array, ...],
+    slot: jax.Array,
+    placements: Mapping[str, Placement] = MappingProxyType({}),
+) -> Any:
+    """The stacks with an adapter in a slot, int32 from 1 on. `uploads`: see `LoraSpec.upload`. `placements`: where
+    experts are now, by the path of their block, if they move."""
     leaves, structure = jax.tree.flatten(stacks)
 
-    def on_device(leaves: list[jax.Array], uploads: tuple[jax.Array, ...], slot: jax.Array) -> list[jax.Array]:
+    def on_device(
+        leaves: list[jax.Array], uploads: tuple[jax.Array, ...], slot: jax.Array, placements: Mapping[str, Placement]
+    ) -> list[jax.Array]:
         lines = {name: upload[0] for name, upload in zip(spec.dtypes, uploads, strict=True)}
         parts = [lines[piece.dtype][piece.place].reshape(piece.shape) for piece in spec.pieces]
+        if placements:
+            axes, own = expert_axes(spec.mesh), [placements.get(piece.block) for piece in spec.pieces]
+            parts = [part if each is None else where_experts_are(part, each, axes) for part, each in zip(parts, own)]
         return [
             jax.lax.dynamic_update_index_in_dim(leaf, part, slot - 1, piece.axis)
             for leaf, part, piece in zip(leaves, parts, spec.pieces, strict=True)
@@ -111,6 +126,13 @@ def load_adapter(spec: LoraSpec, stacks: Any, uploads: tuple[jax.Array, ...], sl
     if spec.mesh.size > 1:
         of_leaves = [leaf.sharding.spec for leaf in jax.tree.leaves(spec.shapes)]
         of_uploads = tuple(each.sharding.spec for each in spec.upload)
-        in_specs = (of_leaves, of_uploads, PartitionSpec())
+        in_specs = (of_leaves, of_uploads, PartitionSpec(), PartitionSpec())
         on_device = jax.shard_map(on_device, mesh=spec.mesh, in_specs=in_specs, out_specs=of_leaves, check_vma=False)
-    return structure.unflatten(on_device(leaves, uploads, jnp.asarray(slot)))
+    return structure.unflatten(on_device(leaves, uploads, jnp.asarray(slot), dict(placements)))
+
+
+def where_experts_are(part: jax.Array, placement: Placement, axes: Any) -> jax.Array:
+    """This device's places of all experts, the first axis, from those that devices have when weights are loaded."""
+    all_e = jax.lax.all_gather(part, axes, tiled=True)
+    first = jax.lax.axis_index(axes) * len(part)
+    return all_e[jax.lax.dynamic_slice_in_dim(expert_of(placement), first, len(part))]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpaged.layers.experts import placements_of
 from jaxpaged.layers.lora import SlottedLines
 from jaxpaged.models.seeing import tower_of, without_tower
 from jaxpaged.params.sharding import num_ranks
@@ -224,6 +225,11 @@ class Shapes:
         return jax.ShapeDtypeStruct(
             (), jnp.int32, sharding=NamedSharding(self.functions.attention.mesh, PartitionSpec())
         )
+
+    @property
+    def expert_places(self) -> Any:
+        """Where experts are that move."""
+        return placements_of(self.base_params)
 
     # ---- of pictures ---------------------------------------------------------------------------------
 
