@@ -24,6 +24,7 @@ from jaxpaged.params.adapters.scores import with_whole_scores
 from jaxpaged.params.hub import resolve_adapter_folder
 from jaxpaged.worker.device import Device
 from jaxpaged.worker.engine_spec import EngineSpec
+from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.lora_stacks import LoraSpec
 from jaxpaged.worker.programs.declare import LORA_KINDS, ProgramKind
 from jaxpaged.worker.step.packed import StepLayout
@@ -79,11 +80,18 @@ class ProbeReading:
 
 
 class AdapterSlots:
-    """`specs`: the stacks of every stage. `read`: what reads an adapter's files. `experts_move`: while the engine runs,
-    so that what is in slots must follow."""
+    """`specs`: the stacks of every stage. `read`: what reads an adapter's files. `balancer`: what moves experts, which
+    what is in slots follows."""
 
-    def __init__(self, specs: Sequence[LoraSpec], read: Callable[[LoRARequest], Adapter], experts_move: bool = False):
-        self._specs, self._read, self._experts_move = specs, read, experts_move
+    def __init__(
+        self,
+        specs: Sequence[LoraSpec],
+        read: Callable[[LoRARequest], Adapter],
+        balancer: ExpertBalancer | None = None,
+    ):
+        self._specs, self._read, self._experts_move = specs, read, balancer is not None
+        if balancer is not None:
+            balancer.after_move = self.follow_experts
         self._host: dict[int, HostAdapter] = {}
         self._in_slots: dict[int, HostAdapter] = {}
         self._levels = np.zeros(specs[-1].max_loras + 1, np.int32)  # by slot
