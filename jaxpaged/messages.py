@@ -222,18 +222,28 @@ class SchedulerOutput(msgspec.Struct):
 # ---- ModelRunner -> Scheduler ------------------------------------------------------------------
 
 
+class SamplingMasks(msgspec.Struct):
+    """The tokens that limits left to be drawn, in their order: `token_ids` of all lines, one after the other, and how
+    many each line has, 0 for those of requests without limits."""
+
+    token_ids: np.ndarray
+    counts: np.ndarray
+
+
 class SampledLogprobs(msgspec.Struct):
     """Log probabilities of one step, a line for every request that sampled.
 
     `token_ids` and `logprobs` are `[n, 1 + k]`: the sampled token first, then the k most likely in order.
     `ranks` is `[n]`: 1 + the number of tokens strictly more likely than the sampled one.
-    `processed` is `[n, 2]`, see `ProcessedLogprob`, where an engine tells raw and processed ones.
+    `processed` is `[n, 2]`, see `ProcessedLogprob`, where an engine tells raw and processed ones. `masks`: where it
+    tells what limits left.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
     ranks: np.ndarray
     processed: np.ndarray | None = None
+    masks: SamplingMasks | None = None
 
 
 class PromptLogprobs(msgspec.Struct):
@@ -333,6 +343,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     loaded: dict[str, int] | None = None  # of its cached tokens those from tiers, by the tiers' names; told once
     weight_spans: list[tuple[int, str]] | None = None  # see `CompletionOutput`; told when they have changed
     processed_logprobs: list[ProcessedLogprob] | None = None  # of the new tokens
+    sampling_mask: list[list[int]] | None = None  # of the new tokens
 
 
 class LoRAStats(msgspec.Struct, array_like=True):
@@ -514,12 +525,20 @@ class Logprob(Result, gc=False):
     decoded_token: str | None = None
 
 
+class SamplingMask(Result, gc=False):
+    """For each token of an output the ids of those that limits left to be drawn, in their order."""
+
+    token_ids: list[list[int]]
+
+
 class CompletionOutput(Result, gc=False):
     """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None.
 
     `weight_spans`: which weights drew its tokens, as (number of the first token, name of the update); "" for those that
     the engine loaded, and None where they drew all of it.
     `processed_logprobs`: with `logprobs_mode` raw_and_processed_logprobs, of each token if `logprobs` were asked for.
+    `sampling_mask`: with `return_sampling_mask`, if the request had limits; None: it draws from the whole vocabulary,
+    or does not draw.
     """
 
     index: int
@@ -531,6 +550,7 @@ class CompletionOutput(Result, gc=False):
     stop_reason: int | str | None = None
     weight_spans: list[tuple[int, str]] | None = None
     processed_logprobs: list[ProcessedLogprob] | None = None
+    sampling_mask: SamplingMask | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -85,6 +85,11 @@ class ModelConfig:
         "let requests say with trace_decode_token_ids which tokens are drawn; 4 bytes on the devices for each token of "
         "max_model_len and each of max_num_seqs. Guide: guides/training.md",
     )
+    return_sampling_mask: bool = option(
+        False,
+        "tell of each token that was drawn with limits which tokens these left; requests with top_p or min_p need a "
+        "top_k. Guide: guides/training.md",
+    )
     generation_config: str = option(
         "auto",
         "source of the default sampling parameters: the model's own file, or vLLM's defaults",

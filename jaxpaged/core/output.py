@@ -16,6 +16,7 @@ from jaxpaged.messages import (
     ProcessedLogprob,
     PromptLogprobs,
     SampledLogprobs,
+    SamplingMasks,
     SchedulerOutput,
     TokenLogprobs,
 )
@@ -153,14 +154,24 @@ def fault_of(request: Request, reason: str) -> tuple[str, str | None]:
 
 def add_logprobs(result: EngineCoreOutput, request: Request, output: ModelRunnerOutput, first_line: int) -> None:
     """Add the log probabilities that a request asked for. The lines of its new tokens follow one another."""
+    lines = range(first_line, first_line + len(result.new_token_ids))
+    if request.sampling_params.returns_mask and output.logprobs is not None:
+        result.sampling_mask = masks_of(output.logprobs.masks, lines)
     if request.sampling_params.logprobs is not None:
-        lines = range(first_line, first_line + len(result.new_token_ids))
         result.new_logprobs = [sampled_logprobs(request, output, line) for line in lines]
         if output.logprobs is not None and output.logprobs.processed is not None:
             pairs = output.logprobs.processed[lines.start : lines.stop].tolist()
             result.processed_logprobs = [ProcessedLogprob(*pair) for pair in pairs]
     if request.prompt_logprobs is not None and result.new_token_ids:
         result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+
+
+def masks_of(masks: SamplingMasks | None, lines: range) -> list[list[int]]:
+    """What limits left to the tokens of some lines."""
+    assert masks is not None, "only an engine that tells masks has requests that want them"
+    first = int(masks.counts[: lines.start].sum())
+    ends = first + masks.counts[lines.start : lines.stop].cumsum()
+    return [masks.token_ids[start:end].tolist() for start, end in zip([first, *ends], ends)]
 
 
 def sampled_logprobs(request: Request, output: ModelRunnerOutput, line: int) -> TokenLogprobs:

@@ -131,7 +131,7 @@ class Request:
         wants_prompt_logprobs = params.prompt_logprobs is not None
         # Collected over the chunks of the prompt; None when not asked for, or already sent.
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if wants_prompt_logprobs else None
-        self.reports_logprobs = wants_prompt_logprobs or params.logprobs is not None
+        self.reports_logprobs = wants_prompt_logprobs or params.logprobs is not None or params.returns_mask
         # Prompt tokens taken from the cache have no log probabilities, nor has the one behind them.
         self.first_scored = max(params.prompt_logprob_start, 1) if wants_prompt_logprobs else None
         self.reads_prefix_cache = self.first_scored != 1 and not params.skip_reading_prefix_cache

@@ -80,6 +80,7 @@ def load_input_processor(
         queue_policy=queue_policy_of(config),
         io_processor=io_processor_of(config),
         replays=options.enable_trace_replay,
+        returns_masks=options.return_sampling_mask,
     )
 
 

@@ -12,7 +12,7 @@ from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs
 
 NEWEST = ("num_cached_tokens", "num_preemptions")
 """Fields in which a later output says how things are now. In the others it may have nothing to say."""
-GROWING = ("new_token_ids", "new_logprobs", "processed_logprobs")
+GROWING = ("new_token_ids", "new_logprobs", "processed_logprobs", "sampling_mask")
 """Fields in which it says what came besides."""
 OTHERS = tuple(name for name in EngineCoreOutput.__struct_fields__[1:] if name not in (*NEWEST, *GROWING))
 
@@ -53,6 +53,8 @@ def join(first: EngineCoreOutput, second: EngineCoreOutput) -> None:
         first.new_logprobs = [*(first.new_logprobs or ()), *second.new_logprobs]
     if second.processed_logprobs:
         first.processed_logprobs = [*(first.processed_logprobs or ()), *second.processed_logprobs]
+    if second.sampling_mask:
+        first.sampling_mask = [*(first.sampling_mask or ()), *second.sampling_mask]
     for name in OTHERS:
         value = getattr(second, name)
         if value is not None:

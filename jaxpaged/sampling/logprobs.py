@@ -20,13 +20,15 @@ class LogprobOutput:
     A row that asked for `logprob_token_ids` has those in their order instead; columns beyond them mean nothing.
     Ranks are 1 + the number of strictly larger values. Rows that asked for no log probabilities mean nothing.
     `processed_S2`, where both kinds are wanted: the token's processed log probability, and the log of the probability
-    that limits left.
+    that limits left. `mask_SW`, where it is wanted: bit v % 32 of word v // 32 is set if token v might have been drawn,
+    in rows with limits; 0 in others.
     """
 
     token_ids_SJ: jax.Array
     logprobs_SJ: jax.Array
     ranks_S: jax.Array
     processed_S2: jax.Array | None = None
+    mask_SW: jax.Array | None = None
 
 
 def row_logprobs(
@@ -95,6 +97,20 @@ def with_processed(
 
     none_S2 = jnp.zeros((len(tokens_S), 2), jnp.float32)
     return output.replace(processed_S2=jax.lax.cond(jnp.any(rows.has(Feature.LOGPROBS)), wanted, lambda: none_S2))
+
+
+def with_mask(output: LogprobOutput, left_SV: jax.Array, rows: RowParams) -> LogprobOutput:
+    """The same with what limits left; no work when no row asked for it."""
+    num_rows, num_tokens = left_SV.shape
+    num_words = -(-num_tokens // 32)
+
+    def wanted() -> jax.Array:
+        asked_SV = jnp.pad(left_SV & rows.has(Feature.MASK)[:, None], ((0, 0), (0, 32 * num_words - num_tokens)))
+        bits_SW32 = asked_SV.reshape(num_rows, num_words, 32).astype(jnp.uint32)
+        return jnp.sum(bits_SW32 << jnp.arange(32, dtype=jnp.uint32), axis=2, dtype=jnp.uint32)
+
+    none_SW = jnp.zeros((num_rows, num_words), jnp.uint32)
+    return output.replace(mask_SW=jax.lax.cond(jnp.any(rows.has(Feature.MASK)), wanted, lambda: none_SW))
 
 
 def log_normaliser(logits_SV: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ FIRST_FLOAT = 8
 NUM_COLUMNS = FIRST_FLOAT + len(FLOAT_COLUMNS)
 
 
-FIRST_CUSTOM_BIT = 8
+FIRST_CUSTOM_BIT = 9
 MAX_CUSTOM = 31 - FIRST_CUSTOM_BIT
 """Custom processor i owns bit FIRST_CUSTOM_BIT + i; the sign bit stays free."""
 

@@ -17,7 +17,7 @@ from jaxpaged.config import RAW_AND_PROCESSED
 from jaxpaged.sampling.custom import NO_PROCESSORS, CustomProcessors
 from jaxpaged.sampling.limits import BY_CANDIDATES, Limits, LimitsMethod, least_by_kernel, sampling_limits
 from jaxpaged.sampling.logits import apply_bitmask, change_logits
-from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs, with_processed
+from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs, with_mask, with_processed
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
 from jaxpaged.sampling.state import SamplingState, given_tokens, record_tokens
@@ -55,6 +55,7 @@ def sample_full(
     mask_bits_SW: jax.Array | None = None,
     custom: CustomProcessors = NO_PROCESSORS,
     method: LimitsMethod = BY_CANDIDATES,
+    tells_masks: bool = False,
 ) -> tuple[SamplingState, SampleOutput]:
     """As `sample_plain`, with everything that a request may ask for, in vLLM's order.
 
@@ -79,7 +80,7 @@ def sample_full(
 
     tokens_S, least_S = draw(processed_SV, rows, method)
     tokens_S = given_tokens(state, rows, jnp.where(bad_S, 0, tokens_S))
-    if shown_SV is None or logprobs_mode == RAW_AND_PROCESSED:
+    if shown_SV is None or logprobs_mode == RAW_AND_PROCESSED or tells_masks:
         scaled_SV = by_temperature(processed_SV, rows)
         limited_SV = processed_SV if method.kernel else scaled_SV
         stays_SV = limited_SV >= least_S[:, None]
@@ -88,6 +89,8 @@ def sample_full(
     logprobs = row_logprobs(shown_SV, tokens_S, state, rows, max_logprobs, logprobs_mode, method)
     if logprobs_mode == RAW_AND_PROCESSED:
         logprobs = with_processed(logprobs, scaled_SV, stays_SV, tokens_S, rows)
+    if tells_masks:
+        logprobs = with_mask(logprobs, stays_SV & (processed_SV > -jnp.inf), rows)
     return record_tokens(state, rows, tokens_S), SampleOutput(tokens_S, bad_S, corrupted_S, logprobs)
 
 

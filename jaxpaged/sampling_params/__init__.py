@@ -72,7 +72,7 @@ SWITCHES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-FILLED_IN = ("bad_words_token_ids", "thinking_token_ids", "is_thinking")
+FILLED_IN = ("bad_words_token_ids", "thinking_token_ids", "is_thinking", "returns_mask")
 """Fields that no request sets."""
 OPENAI_PENALTIES = ("frequency_penalty", "presence_penalty")
 """Parameters that transformers does not have."""
@@ -176,6 +176,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     thinking_token_ids: filled by the input processor: those that begin and end thinking.
     is_thinking: filled by the input processor: whether the prompt leaves the model thinking, where it has a budget.
     bad_words_token_ids: filled by the input processor: `bad_words` in tokens.
+    returns_mask: filled by the input processor: the engine tells what limits leave, and the request has some.
     """
 
     n: int = 1
@@ -213,6 +214,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     stream_interval: int | None = None
     prompt_logprob_start: int = 0
     trace_decode_token_ids: list[int] | None = None
+    returns_mask: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -230,6 +232,11 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether tokens are drawn, and not from the whole vocabulary."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def clone(self) -> "SamplingParams":
         """A copy that shares no list or dict with this one, and is checked: an attribute may have been set since."""

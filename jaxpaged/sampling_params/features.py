@@ -20,6 +20,7 @@ class Feature(enum.IntFlag):
     LOGPROBS = 32
     LOGPROB_IDS = 64
     TRACE = 128
+    MASK = 256
 
 
 class Extra(enum.Enum):
@@ -44,6 +45,7 @@ def features_of(params: SamplingParams) -> Feature:
         (Feature.LOGPROBS, params.logprobs is not None),
         (Feature.LOGPROB_IDS, params.logprob_token_ids),
         (Feature.TRACE, params.trace_decode_token_ids),
+        (Feature.MASK, params.returns_mask),
     )
     return Feature(sum(feature for feature, used in wanted if used))
 

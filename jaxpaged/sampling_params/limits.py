@@ -12,6 +12,8 @@ MAX_EXTRA_VALUES = 4096
 """Of `extra_args`, those inside lists and dicts included."""
 MAX_LOGIT_BIAS_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_TOP_K_WITH_MASK = 2048
+"""Where tokens are told with those that might have been drawn in their place."""
 MAX_MASKED_STOP_IDS = 128
 """Most stop ids, the end-of-sequence id included, of a request with `min_tokens`."""
 MAX_STOPS = 128

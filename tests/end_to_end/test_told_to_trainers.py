@@ -1,4 +1,4 @@
-"""What a trainer is told of drawn tokens, and of those that it gives: log probabilities, and what limits left."""
+"""What a trainer is told of drawn tokens, and of those that it gives: log probabilities, and what else could come."""
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ def llm(tmp_path_factory):
         str(write_checkpoint("llama", tmp_path_factory.mktemp("llama"))),
         logprobs_mode="raw_and_processed_logprobs",
         enable_trace_replay=True,
+        return_sampling_mask=True,
         dtype="float32",
         deterministic=True,
         max_model_len=32,
@@ -45,10 +46,48 @@ def test_without_limits_at_temperature_1_both_are_the_same(llm):
 
 
 def test_limits_are_undone_by_the_kept_mass(llm):
-    limited = answer(llm, logprobs=0, top_k=3, top_p=0.9)
+    limited = answer(llm, logprobs=20, top_k=3, top_p=0.9)
     processed, log_kept = np.array(limited.processed_logprobs).T
     np.testing.assert_allclose(processed + log_kept, raw(limited), atol=1e-5)
     assert (log_kept < -0.1).all() and (processed > raw(limited)).all()
+
+
+def kept(line, params):
+    """The tokens that limits leave, in the order of the vocabulary, of the 20 most likely ones: all others go."""
+    ids = np.array(list(line))
+    logprobs = np.array([line[token].logprob for token in ids]) / params["temperature"]
+    ids, probs = ids[np.argsort(-logprobs)], np.exp(np.sort(logprobs)[::-1])
+    left = (probs >= params.get("min_p", 0) * probs[0]) & (np.arange(len(ids)) < params["top_k"])
+    share = probs * left / (probs * left).sum()
+    left &= np.cumsum(share) - share < params.get("top_p", 1)
+    return sorted(ids[left].tolist())
+
+
+@pytest.mark.parametrize(
+    "limits", [{"top_k": 3}, {"top_k": 9, "top_p": 0.4}, {"top_k": 20, "min_p": 0.6}], ids=lambda each: "-".join(each)
+)
+def test_what_limits_leave_is_told_with_each_token(llm, limits):
+    limits = limits | {"temperature": 0.9}
+    told = answer(llm, logprobs=20, **limits)
+    assert told.sampling_mask.token_ids == [kept(line, limits) for line in told.logprobs]
+    assert all(token in line for token, line in zip(told.token_ids, told.sampling_mask.token_ids, strict=True))
+    assert len({len(line) for line in told.sampling_mask.token_ids}) > (limits["top_k"] != 3)
+    silent = answer(llm, **limits)
+    assert (silent.token_ids, silent.sampling_mask) == (told.token_ids, told.sampling_mask) and silent.logprobs is None
+    chunks = list(llm.stream(PROMPT, SamplingParams(**DRAW | limits)))
+    assert [line for chunk in chunks for line in chunk.sampling_mask.token_ids] == told.sampling_mask.token_ids
+
+
+def test_what_limits_leave_goes_to_the_requests_that_have_some(llm):
+    different = [{"top_k": 2}, {}, {"temperature": 0}, {"top_k": 4, "allowed_token_ids": [5, 6]}]
+    params = [SamplingParams(**DRAW | each) for each in different]
+    outputs = [output.outputs[0] for output in llm.generate([PROMPT] * 4, params, use_tqdm=False)]
+    masks = [output.sampling_mask and output.sampling_mask.token_ids for output in outputs]
+    assert masks == [answer(llm, top_k=2).sampling_mask.token_ids, None, None, [[5, 6]] * 12]
+    assert all(map(len, masks[0])) and max(map(len, masks[0])) == 2
+    for unbounded in ({"top_p": 0.9}, {"top_k": 2049, "min_p": 0.1}):
+        with pytest.raises(RequestError, match="Give top_k from 1 to 2048"):
+            answer(llm, **unbounded)
 
 
 def test_streams_and_requests_without_log_probabilities(llm):

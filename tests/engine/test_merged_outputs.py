@@ -46,6 +46,7 @@ VALUES = {
     "new_token_ids": [7],
     "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
     "processed_logprobs": [ProcessedLogprob(-0.5, -0.5)],
+    "sampling_mask": [[5, 7]],
     "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)],
     "finish_reason": "error",
     "stop_reason": 7,

@@ -30,7 +30,7 @@ from jaxpaged.multimodal.sources import PictureSource
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
 from jaxpaged.sampling_params.checks import check_bool, check_int, checked_float, nothing_to_draw
-from jaxpaged.sampling_params.limits import MAX_MASKED_STOP_IDS
+from jaxpaged.sampling_params.limits import MAX_MASKED_STOP_IDS, MAX_TOP_K_WITH_MASK
 
 if TYPE_CHECKING:
     from jaxpaged.engine.input.picture_prompts import PicturePrompts, SeenPrompt
@@ -87,11 +87,12 @@ class InputProcessor:
         queue_policy: Callable[[EngineCoreRequest], int] | None = None,
         io_processor: IOProcessing | None = None,
         replays: bool = False,
+        returns_masks: bool = False,
     ):
         """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
         none, and why, in the second half of a sentence. `queue_policy`: what gives requests their priority. `replays`:
-        outputs may be given."""
-        self._replays = replays
+        outputs may be given. `returns_masks`: results have what limits left."""
+        self._replays, self._returns_masks = replays, returns_masks
         self._queue_policy = queue_policy
         self.io_processor = io_processor
         self.pictures = pictures
@@ -420,6 +421,9 @@ class InputProcessor:
             check_without_text(complete)
             complete.detokenize = False
         room = max(self.max_model_len - len(prompt.token_ids), 1)
+        complete.returns_mask = self._returns_masks and complete.is_limited
+        if complete.returns_mask:
+            check_mask(complete.top_k)
         if complete.trace_decode_token_ids is not None:
             self._check_trace(len(complete.trace_decode_token_ids), room)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
@@ -486,6 +490,16 @@ def check_some_token_is_left(params: SamplingParams, stop_ids: Sequence[int]) ->
             left, fields = left - banned, [*fields, name]
     if not left:
         raise nothing_to_draw(fields)
+
+
+def check_mask(top_k: int) -> None:
+    """Raise RequestError where limits may leave too many tokens to tell of."""
+    if not 1 <= top_k <= MAX_TOP_K_WITH_MASK:
+        raise RequestError(
+            f"top_k is {top_k}, but this engine tells which tokens limits leave (return_sampling_mask), which may be "
+            f"any number of them. Give top_k from 1 to {MAX_TOP_K_WITH_MASK}, or neither top_k nor top_p nor min_p.",
+            "top_k",
+        )
 
 
 def check_without_text(params: SamplingParams) -> None:

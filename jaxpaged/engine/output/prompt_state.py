@@ -17,6 +17,7 @@ from jaxpaged.messages import (
     EngineCoreRequest,
     RequestMetrics,
     RequestOutput,
+    SamplingMask,
 )
 from jaxpaged.sampling_params import RequestOutputKind
 
@@ -41,6 +42,7 @@ class SequenceState:
             None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
         )
         # A sequence may also stop without such a token, when its grammar allows nothing more.
+        self._masks: list[list[int]] | None = [] if params.returns_mask else None
         self._stop_ids = {*(params.stop_token_ids or ()), request.eos_token_id}
         self._interval = params.stream_interval or 1
         self._num_new = 0  # tokens that no output had
@@ -69,6 +71,8 @@ class SequenceState:
                 self.num_dropped, new_ids = len(new_ids) - count, new_ids[:count]
         self.token_ids += new_ids
         self._num_new += len(new_ids)
+        if self._masks is not None:
+            self._masks += (output.sampling_mask or ())[: len(new_ids)]
         if self._logprobs is not None:
             for line in (output.new_logprobs or ())[: len(new_ids)]:
                 self._logprobs.push(line)
@@ -79,7 +83,8 @@ class SequenceState:
     @property
     def is_plain(self) -> bool:
         """Whether tokens, but for the first and the last, bring nothing but more ids and more text, each at once."""
-        return self._logprobs is None and self._interval == 1 and not isinstance(self.detokenizer, StopDetokenizer)
+        only_ids = self._logprobs is None and self._masks is None
+        return only_ids and self._interval == 1 and not isinstance(self.detokenizer, StopDetokenizer)
 
     @property
     def is_due(self) -> bool:
@@ -108,11 +113,12 @@ class SequenceState:
 
     def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
         logprobs, end = self._logprobs, (self.finish_reason, self.stop_reason, self.weight_spans)
+        mask = None if self._masks is None else SamplingMask(self._masks[start:])
         if logprobs is None:
-            return CompletionOutput(self.index, text, token_ids, None, None, *end)
+            return CompletionOutput(self.index, text, token_ids, None, None, *end, None, mask)
         processed = logprobs.processed[start:] or None
         positions = logprobs.positions[start:]
-        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, positions, *end, processed)
+        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, positions, *end, processed, mask)
 
 
 class PromptState:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from jaxpaged.messages import CompletionOutput, RequestOutput
+from jaxpaged.messages import CompletionOutput, RequestOutput, SamplingMask
 
 Taker = Callable[[RequestOutput], bool]
 """Takes a result at once, and for good; False: not now, so it comes by the way of all others."""
@@ -90,4 +90,9 @@ def joined_completion(first: CompletionOutput, second: CompletionOutput) -> Comp
         token_ids=[*first.token_ids, *second.token_ids],
         logprobs=[*(first.logprobs or ()), *second.logprobs] if second.logprobs is not None else first.logprobs,
         processed_logprobs=[*(first.processed_logprobs or ()), *(second.processed_logprobs or ())] or None,
+        sampling_mask=joined_mask(first.sampling_mask, second.sampling_mask),
     )
+
+
+def joined_mask(first: SamplingMask | None, second: SamplingMask | None) -> SamplingMask | None:
+    return second if first is None or second is None else SamplingMask([*first.token_ids, *second.token_ids])

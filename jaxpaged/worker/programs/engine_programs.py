@@ -29,7 +29,8 @@ from jaxpaged.worker.step.prompt_sums import SumsLayout
 from jaxpaged.worker.step.shapes import Shapes
 
 MOST_LOGPROBS = 128
-"""Log probabilities per token that a multi-step decode may keep until its end."""
+"""Log probabilities and their token ids that a multi-step decode may keep of each token until its end; or masks of so
+many bytes."""
 SMALL_PROMPT, FEW_REQUESTS = 64, 8
 """Tokens of a prompt, and requests, that must not wait for larger programs."""
 NUM_FIRST = 4
@@ -137,6 +138,7 @@ class EnginePrograms:
             pooling_type=engine_spec.pooling_type,
             encoder=engine_spec.encoder,
             lora=engine_spec.lora,
+            tells_masks=config.model.return_sampling_mask,
         )
         if (draft := engine_spec.draft) is None:
             return functions
@@ -207,7 +209,7 @@ class EnginePrograms:
                 return [Bucket(size, layout) for size, layout in layouts.items() if self._has_two_programs(layout)]
             case Axis.ROWS:
                 return [Bucket(size, size) for size in self.engine_spec.sample_buckets]
-            case Axis.FULL_MULTI_STEPS | Axis.SHARED_FULL_MULTI_STEPS if self.functions.max_logprobs > MOST_LOGPROBS:
+            case Axis.FULL_MULTI_STEPS | Axis.SHARED_FULL_MULTI_STEPS if self._tells_much:
                 return []
             case Axis.MULTI_STEPS | Axis.FULL_MULTI_STEPS:
                 return [Bucket(size, replace(each, step=self._alone(each.step))) for size, each in multi_step.items()]
@@ -232,6 +234,12 @@ class EnginePrograms:
         engine_spec = self.engine_spec
         is_alone = engine_spec.stage is None and not engine_spec.has_other_processes and not engine_spec.pools
         return layout.has_two_programs and is_alone
+
+    @property
+    def _tells_much(self) -> bool:
+        functions = self.functions
+        mask_bytes = self.engine_spec.sampling_layout.vocab_size // 8 if functions.tells_masks else 0
+        return functions.max_logprobs > MOST_LOGPROBS or mask_bytes > 8 * MOST_LOGPROBS
 
     def _alone(self, layout: StepLayout) -> StepLayout:
         """The layout of a program that has another one beside it for steps in which rows share blocks."""

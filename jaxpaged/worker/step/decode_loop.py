@@ -100,7 +100,7 @@ def decode_steps(
         rows=rows,
         sampling=sampling,
         tokens_IR=jnp.full((layout.max_steps, num_rows), NOT_COMPUTED, jnp.int32),
-        logprobs=None if sampling is None else functions.no_logprobs(layout.max_steps, num_rows),
+        logprobs=functions.no_logprobs(sampling, layout.max_steps, num_rows),
     )
     if layout.max_steps == 1:
         return one_step(first), tables_GRM

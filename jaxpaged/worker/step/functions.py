@@ -70,6 +70,7 @@ class StepFunctions:
     `is_first`: there is no stage before; of any other, what the one before made of the tokens is the last argument.
     `speculation`: how tokens are drafted, and `drafting` the step of the model that does, if one does.
     `pooling_type`: of an engine that pools. `encoder`: of one that sees. `lora`: of one that has adapters.
+    `tells_masks`: log probabilities go with what limits left.
     """
 
     model: Model
@@ -89,6 +90,7 @@ class StepFunctions:
     pooling_type: str = ""
     encoder: EncoderSpec | None = None
     lora: LoraSpec | None = None
+    tells_masks: bool = False
 
     @property
     def replicated(self) -> NamedSharding:
@@ -295,6 +297,7 @@ class StepFunctions:
                 mask_bits_SW=masks_SW,
                 custom=self.custom,
                 method=self.limits,
+                tells_masks=self.tells_masks,
             )
         output = jax.tree.map(self.whole, output)
         return *record_sample(rows, lines_SF, output), sampling, output.logprobs
@@ -309,11 +312,18 @@ class StepFunctions:
             return small
         return jax.lax.with_sharding_constraint(small, lying_like(self.attention.mesh, PartitionSpec()))
 
-    def no_logprobs(self, *shape: int) -> LogprobOutput:
-        """Room for log probabilities, `shape` in front."""
+    def no_logprobs(self, sampling: SamplingState | None, *shape: int) -> LogprobOutput | None:
+        """Room for log probabilities, `shape` in front. `sampling` None: the plain sampler gives none."""
+        if sampling is None:
+            return None
         columns = (*shape, 1 + self.max_logprobs)
-        processed = jnp.zeros((*shape, 2)) if self.logprobs_mode == RAW_AND_PROCESSED else None
-        return LogprobOutput(jnp.zeros(columns, jnp.int32), jnp.zeros(columns), jnp.zeros(shape, jnp.int32), processed)
+        return LogprobOutput(
+            jnp.zeros(columns, jnp.int32),
+            jnp.zeros(columns),
+            jnp.zeros(shape, jnp.int32),
+            jnp.zeros((*shape, 2)) if self.logprobs_mode == RAW_AND_PROCESSED else None,
+            jnp.zeros((*shape, sampling.allowed_bits_RW.shape[1]), jnp.uint32) if self.tells_masks else None,
+        )
 
     def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""

@@ -20,6 +20,7 @@ from jaxpaged.messages import (
     ProgramKey,
     PromptLogprobs,
     SampledLogprobs,
+    SamplingMasks,
 )
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.logprobs import LogprobOutput
@@ -186,10 +187,22 @@ class DrawnTokens:
         if self.logprobs is not None:
             lines = jax.tree.map(lambda array: self.lines(array)[good_SI], self.logprobs)
             output.logprobs = SampledLogprobs(lines.token_ids_SJ, lines.logprobs_SJ, lines.ranks_S, lines.processed_S2)
+            if lines.mask_SW is not None:
+                output.logprobs.masks = sampling_masks(lines.mask_SW)
         if self.count is not None:  # at last: a wait may be interrupted, and begun again
             for num_tokens in np.count_nonzero(tokens_SI != NOT_COMPUTED, axis=0):
                 if num_tokens:
                     self.count(int(num_tokens))
+
+
+def sampling_masks(mask_NW: np.ndarray) -> SamplingMasks:
+    """The tokens whose bits are set. Few are: words without any are passed over."""
+    line_X, word_X = np.nonzero(mask_NW)
+    bytes_X4 = mask_NW[line_X, word_X].astype("<u4").view(np.uint8).reshape(-1, 4)
+    bits_X32 = np.unpackbits(bytes_X4, axis=1, bitorder="little")
+    place_Y, bit_Y = np.nonzero(bits_X32)
+    counts = np.bincount(line_X[place_Y], minlength=len(mask_NW))
+    return SamplingMasks((word_X[place_Y] * 32 + bit_Y).astype(np.int32), counts.astype(np.int32))
 
 
 class PromptScorer:

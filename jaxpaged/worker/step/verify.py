@@ -87,7 +87,7 @@ def verify(
         rows=rows._replace(num_computed_R=num_computed_R),
         sampling=sampling,
         tokens_IS=jnp.full((num_most, len(row_S)), NOT_COMPUTED, jnp.int32),
-        logprobs=None if sampling is None else functions.no_logprobs(num_most, len(row_S)),
+        logprobs=functions.no_logprobs(sampling, num_most, len(row_S)),
     )
     end = jax.lax.while_loop(lambda carry: jnp.any(carry.active_S), draw_next, begin)
     return end.rows, end.tokens_IS, end.sampling, end.logprobs, jnp.sum(drafts_SI != NOTHING, axis=1)

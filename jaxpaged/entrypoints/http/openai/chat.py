@@ -207,6 +207,7 @@ def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput,
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
         token_ids=completion.token_ids if body.return_token_ids else None,
+        sampling_mask=msgspec.UNSET if completion.sampling_mask is None else completion.sampling_mask.token_ids,
     )
 
 

@@ -308,6 +308,7 @@ def choices(
                 token_ids=list(each.token_ids) if body.return_token_ids else None,
                 prompt_logprobs=of_prompt,
                 prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
+                sampling_mask=msgspec.UNSET if each.sampling_mask is None else each.sampling_mask.token_ids,
             )
         )
     return shown
