@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.engine.core import EngineCore
-from jaxpaged.engine.input.processor import leaves_open
+from jaxpaged.engine.input.params_of_model import leaves_open
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.sampling_params.features import Extra
 from tests.engine.fake_engine import FakeExecutor, counting_model, make_config

@@ -7,7 +7,7 @@ whether the request fits the KV cache, nor when it will run.
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,16 @@ from jaxpaged.engine.input.chat_template import OWN_VARIABLES, ChatTemplates, Me
 from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
+from jaxpaged.engine.input.params_of_model import (
+    budget_tokens,
+    check_mask,
+    check_some_token_is_left,
+    check_trace,
+    check_without_text,
+    leaves_open,
+    thinking_token_ids,
+    words_in_tokens,
+)
 from jaxpaged.engine.input.picture_parts import PictureOptions, check_not_cut, refuse_pictures
 from jaxpaged.engine.input.prompts import ChatWithPictures, Prompt
 from jaxpaged.engine.input.tokenizer import Tokenizer, Truncation, checked_length, enough_text
@@ -29,8 +39,8 @@ from jaxpaged.multimodal.budget import MakeRoom
 from jaxpaged.multimodal.sources import PictureSource
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.sampling_params import RANDOM_SEED, SamplingParams
-from jaxpaged.sampling_params.checks import check_bool, check_int, checked_float, nothing_to_draw
-from jaxpaged.sampling_params.limits import MAX_MASKED_STOP_IDS, MAX_TOP_K_WITH_MASK
+from jaxpaged.sampling_params.checks import check_bool, check_int, checked_float
+from jaxpaged.sampling_params.limits import MAX_MASKED_STOP_IDS
 
 if TYPE_CHECKING:
     from jaxpaged.engine.input.picture_prompts import PicturePrompts, SeenPrompt
@@ -425,7 +435,7 @@ class InputProcessor:
         if complete.returns_mask:
             check_mask(complete.top_k)
         if complete.trace_decode_token_ids is not None:
-            self._check_trace(len(complete.trace_decode_token_ids), room)
+            check_trace(len(complete.trace_decode_token_ids), room if self._replays else None)
         complete.max_tokens = room if complete.max_tokens is None else min(complete.max_tokens, room)
         complete.min_tokens = min(complete.min_tokens, complete.max_tokens)
         complete.stream_interval = max(complete.stream_interval or 1, self.stream_interval)
@@ -453,19 +463,6 @@ class InputProcessor:
             )
         return complete
 
-    def _check_trace(self, num_tokens: int, room: int) -> None:
-        name = "trace_decode_token_ids"
-        if not self._replays:
-            raise RequestError(
-                f"{name} is given, but this engine draws tokens. Start it with enable_trace_replay.", name
-            )
-        if num_tokens > room:
-            raise RequestError(
-                f"{name} has {num_tokens} tokens, but behind this prompt there is room for {room} until max_model_len "
-                f"= {self.max_model_len}. Shorten one of them, or raise max_model_len.",
-                name,
-            )
-
 
 def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """vLLM's `tokenization_kwargs` as arguments of `InputProcessor.process`. Raises RequestError for unknown keys."""
@@ -477,36 +474,6 @@ def tokenization_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
                 "tokenization_kwargs",
             )
     return dict(given or {})
-
-
-def check_some_token_is_left(params: SamplingParams, stop_ids: Sequence[int]) -> None:
-    """Raise RequestError, naming all fields, where the only tokens that may be drawn are ones that may not be first."""
-    if params.allowed_token_ids is None:
-        return
-    left, fields = set(params.allowed_token_ids), ["allowed_token_ids"]
-    words = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
-    for name, banned in (("bad_words", words), ("min_tokens", set(stop_ids) if params.min_tokens else set())):
-        if left & banned:
-            left, fields = left - banned, [*fields, name]
-    if not left:
-        raise nothing_to_draw(fields)
-
-
-def check_mask(top_k: int) -> None:
-    """Raise RequestError where limits may leave too many tokens to tell of."""
-    if not 1 <= top_k <= MAX_TOP_K_WITH_MASK:
-        raise RequestError(
-            f"top_k is {top_k}, but this engine tells which tokens limits leave (return_sampling_mask), which may be "
-            f"any number of them. Give top_k from 1 to {MAX_TOP_K_WITH_MASK}, or neither top_k nor top_p nor min_p.",
-            "top_k",
-        )
-
-
-def check_without_text(params: SamplingParams) -> None:
-    """Raise RequestError for a parameter that needs text, where there is none."""
-    for name in ("stop", "bad_words", "structured_outputs", "thinking_token_budget"):
-        if getattr(params, name) not in (None, []):
-            refuse(name, name)
 
 
 def one_token(params: PoolingParams) -> SamplingParams:
@@ -549,57 +516,6 @@ def checked_cache_salt(salt: Any) -> str | None:
         )
     check_unicode("cache_salt", salt)
     return salt
-
-
-BORDERS = ("\n", "(")
-"""Texts behind which a word is written as it is, by tokenizers that put a space before the first word of a text."""
-
-
-def words_in_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
-    """Every word as it is written inside a text, with and without a space before it."""
-    sequences: dict[tuple[int, ...], None] = {}
-    for word in words:
-        bare = word.lstrip() or word
-        for written in (bare, f" {bare}"):
-            sequences[tuple(ids_inside(tokenizer, written))] = None
-    return [list(ids) for ids in sequences]
-
-
-def ids_inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text that is not the first: those behind a border, where that stays a token of its own."""
-    for border in BORDERS:
-        before = tokenizer.encode(border, add_special_tokens=False)
-        ids = tokenizer.encode(border + text, add_special_tokens=False)
-        if before and ids[: len(before)] == before and len(ids) > len(before):
-            return ids[len(before) :]
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-
-
-def thinking_token_ids(added_tokens: Mapping[int, str]) -> tuple[int, int] | None:
-    """The tokens that begin and end thinking. `added_tokens` are those outside the vocabulary's model."""
-    ids = {text: token_id for token_id, text in added_tokens.items()}
-    return next(((ids[start], ids[end]) for start, end in PAIRS if start in ids and end in ids), None)
-
-
-def leaves_open(token_ids: Sequence[int], start_id: int, end_id: int) -> bool:
-    """Whether a model that goes on behind these tokens is thinking."""
-    markers = (token_id for token_id in reversed(token_ids) if token_id in (start_id, end_id))
-    return next(markers, end_id) == start_id
-
-
-def budget_tokens(budget: int, found: tuple[int, int] | None) -> tuple[int, int]:
-    """The same for a request with a budget. Raises RequestError when there are none."""
-    if found is None:
-        pairs = ", ".join(" and ".join(pair) for pair in PAIRS)
-        raise RequestError(
-            f"thinking_token_budget is {budget}, but the vocabulary has no tokens that begin and end thinking, such as "
-            f"{pairs}. Leave it out.",
-            "thinking_token_budget",
-        )
-    return found
 
 
 def has_parts(messages: Any) -> bool:

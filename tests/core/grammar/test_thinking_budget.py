@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpaged.core.grammar.thinking_budget import BudgetMatcher
-from jaxpaged.engine.input.processor import leaves_open
+from jaxpaged.engine.input.params_of_model import leaves_open
 
 START, END, WORDS = 40, 41, 2
 EVERYTHING = np.full(WORDS, 0xFFFFFFFF, np.uint32)

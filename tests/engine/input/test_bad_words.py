@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpaged.engine.input.processor import words_in_tokens
+from jaxpaged.engine.input.params_of_model import words_in_tokens
 from tests.engine.input.test_long_text import TOKENIZERS
 
 
