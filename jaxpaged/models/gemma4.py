@@ -1,4 +1,4 @@
-"""Gemma 4's language model: layers of two kinds, some of which read the keys and values that an earlier one cached.
+"""Gemma 4: layers of two kinds, some of which read the keys and values that an earlier one cached.
 
 Every sixth layer sees all tokens; its heads are wider, it may have other key heads, and keys may be its values too.
 The last layers have no keys of their own (`num_kv_shared_layers`): they read those of the last layer of their kind
@@ -11,7 +11,7 @@ layer's own input, z those of all layers, one behind the other.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from jaxpaged.layers.rope import apply_rope
 from jaxpaged.models import llama
 from jaxpaged.models.config import (
     FULL,
+    LATER,
     SLIDING,
     DecoderConfig,
     ExpertsConfig,
@@ -53,10 +54,12 @@ from jaxpaged.models.decoder import (
     norm_of_heads,
     plain_mlp,
     rotations,
+    seen,
 )
 from jaxpaged.models.expert_specs import check_experts, stacked_expert_specs
 from jaxpaged.models.interface import Batch, ForwardOutput, LayerContext, LayerOutput
 from jaxpaged.models.rope_config import longest_sequence, rope_fields, rope_from_params
+from jaxpaged.models.vision.gemma4 import GEMMA4_VISION
 from jaxpaged.models.wrapped import text_part
 from jaxpaged.params.sharding import device_sizes
 from jaxpaged.params.spec import Spec
@@ -74,7 +77,8 @@ ROPES = {
 class Gemma4Config(DecoderConfig):
     """`full_head_dim`, `full_kv_heads`: of layers that see all tokens; there `k_is_v`: keys are values too.
     `num_shared`: of the last layers, which read what others cached; `wide`: their blocks have twice the columns.
-    `layer_width`: numbers of a layer's own input, 0 where there is none."""
+    `layer_width`: numbers of a layer's own input, 0 where there is none. `pad_token`: the id of
+    which pictures have the input."""
 
     full_head_dim: int = 0
     full_kv_heads: int = 0
@@ -82,6 +86,7 @@ class Gemma4Config(DecoderConfig):
     num_shared: int = 0
     wide: bool = False
     layer_width: int = 0
+    pad_token: int = field(default=0, metadata={LATER: True})
 
     splits_into_stages: ClassVar[bool] = False
 
@@ -196,6 +201,7 @@ def config_from_hf(hf: dict[str, Any]) -> Gemma4Config:
         num_shared=num_shared,
         wide=fields.flag("use_double_wide_mlp", False) and num_shared > 0,
         layer_width=layer_width,
+        pad_token=fields.index("pad_token_id", 0),
     )
     fields.read.add("hidden_act")
     fields.refuse_unread()
@@ -387,12 +393,13 @@ def decoder_layer(
     return LayerOutput(kept_apart(config, x_TD * p.scalar), kv, load_E)
 
 
-def inputs_of_layers(
-    p: LayerInputs | None, config: Gemma4Config, tokens_T: jax.Array, x_TD: jax.Array
-) -> jax.Array | None:
-    """[T, L, l]: of every layer its own input."""
+def inputs_of_layers(p: LayerInputs | None, config: Gemma4Config, batch: Batch, x_TD: jax.Array) -> jax.Array | None:
+    """[T, L, l]: of every layer its own input. Where a picture is, its embedding and the padding token make it."""
     if p is None:
         return None
+    tokens_T = batch.tokens_T
+    if batch.is_visual_T is not None:
+        tokens_T = jnp.where(batch.is_visual_T, config.pad_token, tokens_T)
     shape = len(tokens_T), config.num_layers, config.layer_width
     of_ids_TLl = embed(tokens_T, p.table, config.layer_width**0.5).reshape(shape)
     projected_Tz = apply_linear("TD,zD->Tz", x_TD, p.projection) * jnp.asarray(config.hidden_size**-0.5, x_TD.dtype)
@@ -406,8 +413,9 @@ def forward(
     assert params.norm is not None, "this model is not cut into stages"
     streams, loads, kv = list[jax.Array](), list[jax.Array](), list(kv)
     x_TD = kept_apart(config, embed(batch.tokens_T, params.embed_tokens, config.embed_scale))
+    (x_TD,) = (x_TD,) if batch.visual_TE is None else seen(config, batch, x_TD)
     cos_sin = rotations(config, batch.positions_T)
-    inputs_TLl = inputs_of_layers(params.layer_inputs, config, batch.tokens_T, x_TD)
+    inputs_TLl = inputs_of_layers(params.layer_inputs, config, batch, x_TD)
     for i, (p, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
         streams.append(x_TD)
         group, tensor = batch.caches[config.sources[i]]
@@ -447,4 +455,5 @@ GEMMA4 = replace(
     param_specs=param_specs,
     forward=forward,
     attention_specs=attention_specs,
+    vision=GEMMA4_VISION,
 )

@@ -55,7 +55,7 @@ KNOWN = (
     Known("Gemma3ForCausalLM", ("Gemma 3 for text",), gguf="gemma3"),
     Known("Gemma3ForConditionalGeneration", ("Gemma 3 4B, 12B and 27B",), PICTURES),
     Known("Gemma4ForCausalLM", ("Gemma 4 for text",)),
-    Known("Gemma4ForConditionalGeneration", ("Gemma 4",), LANGUAGE_MODEL_ONLY),
+    Known("Gemma4ForConditionalGeneration", ("Gemma 4",), PICTURES),
     Known("Phi3ForCausalLM", ("Phi-3", "Phi-4-mini"), gguf="phi3"),
     Known("Glm4ForCausalLM", ("GLM-4 (0414)",), gguf="glm4"),
     Known("Glm4MoeForCausalLM", ("GLM-4.5, 4.6 and 4.7",), gguf="glm4moe"),

@@ -56,7 +56,8 @@ def expected_of(spec: Spec, sizes: Mapping[str, int]) -> Iterator[Expected]:
     shape = stored_shape(spec, sizes)
     if spec.scheme is None:
         for name in spec.tensor_names(sizes):
-            yield Expected(spec, (name,), tuple(dtypes_of(spec)), (shape,))
+            shapes = (shape,) if spec.dims else (shape, ())  # a scalar is stored with an axis, or without
+            yield Expected(spec, (name,), tuple(dtypes_of(spec)), shapes)
         return
     tensors = tensors_of_matrix(spec, shape)
     for name in matrix_names(spec, sizes):

@@ -60,6 +60,7 @@ def own_part(spec: Spec, stored: Sequence[np.ndarray], sizes: Mapping[str, int])
     if spec.is_stacked:
         return stored
     (tensor,), axis = stored, spec.fused_axis
+    tensor = tensor if spec.dims else tensor.reshape(1)
     tensor = tensor.swapaxes(-2, -1) if spec.transposed else tensor
     if spec.within:
         tensor, axis = tensor.reshape(extent(spec.within, sizes), -1, *tensor.shape[1:]), 1

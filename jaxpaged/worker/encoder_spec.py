@@ -82,10 +82,10 @@ def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platfo
     num_embeds = min(math.prod(largest), config.max_model_len)
     most = options.max_num_encoder_input_tokens or max(tokens, num_embeds)
     num_cached = options.encoder_cache_size or max(tokens, num_embeds)
-    whole_spans = vision.bidirectional or options.disable_chunked_mm_input
+    whole_spans = bool(tower.both_ways) or options.disable_chunked_mm_input
     span = tower.embeds_per_item if tower.is_fixed else num_embeds
     if whole_spans and span > tokens:
-        why = "which see each other both ways" if vision.bidirectional else "and disable_chunked_mm_input is set"
+        why = "which see each other both ways" if tower.both_ways else "and disable_chunked_mm_input is set"
         raise ConfigError(
             f"max_num_batched_tokens is {tokens}, but a picture has {span} tokens in a row, {why}, so that they are "
             "computed in one step. Raise it, or leave the tower out (language_model_only)."

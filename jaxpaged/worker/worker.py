@@ -248,7 +248,7 @@ class Worker:
         if (spec := self.engine_spec.encoder) is None:
             return None
         max_num_seqs, vision = self.config.scheduler.max_num_seqs, spec.vision
-        return VisualRows(max_num_seqs, spec.cache.page_size, vision.bidirectional, vision.rope_offsets)
+        return VisualRows(max_num_seqs, spec.cache.page_size, bool(spec.config.both_ways), vision.rope_offsets)
 
     def _pixel_table(self) -> Any:
         """What values of pixels become, on the devices of an engine that sees."""

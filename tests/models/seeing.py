@@ -10,7 +10,7 @@ import numpy as np
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.models.interface import Batch
 from jaxpaged.models.registry import model_for
-from jaxpaged.models.vision.interface import batch_of
+from jaxpaged.models.vision.interface import ALL, WINDOWS, batch_of
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.params.checkpoint import load_params
 from jaxpaged.worker.cache.kinds import kind_of
@@ -81,7 +81,7 @@ class SeeingModel(PagedModel):
         visual = np.zeros((len(prompt), rows_EX.shape[1]), np.float32)
         visual[is_visual] = rows_EX[: is_visual.sum()]
         ends = np.zeros(len(prompt), np.int32)
-        for start, length in runs_of(prompt) if self.vision.bidirectional else ():
+        for start, length in runs_of(prompt) if self.config.vision.both_ways else ():
             ends[start : start + length] = start + length
         self.num_computed, logits = 0, []
         offsets, self.delta = np.zeros((3, len(prompt)), np.int32), 0
@@ -116,9 +116,13 @@ class SeeingModel(PagedModel):
         tables = jnp.stack([TABLE, np.zeros_like(TABLE)])
         seq_lens = jnp.array([num_computed + num_tokens, 0])
         parts = StepParts(jnp.array([1]), jnp.arange(2), starts, seq_lens, tokens_T, *[None] * 8)
-        end_T = jnp.maximum(ends_T, positions_T + 1) if self.vision.bidirectional else None
-        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None, "visible_end_T": end_T}
-        attention = [kind_of(spec).step_batch(self.context, spec, parts, tables, **settings) for spec in self.groups]
+        end_T, both_ways = jnp.maximum(ends_T, positions_T + 1), self.config.vision.both_ways
+        ends = lambda spec: end_T if both_ways == ALL or (both_ways == WINDOWS and spec.window) else None
+        settings = {"num_tokens": CHUNK, "decodes_only": False, "shared_6R": None}
+        attention = [
+            kind_of(spec).step_batch(self.context, spec, parts, tables, **settings, visible_end_T=ends(spec))
+            for spec in self.groups
+        ]
         caches = tuple((self.groups.index(spec), i) for i, spec in enumerate(self.specs))
         batch = Batch(tokens_T, positions_T, tuple(attention), caches, None, visual_TE, is_visual_T)
         if self.vision.rope_offsets is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.models import gemma4_checkpoints as gemma4
 from tests.models import pixtral_checkpoints as pixtral
 from tests.models import qwen_vl_checkpoints as qwen
 from tests.models.checkpoints import GEMMA3, random_tensors, seed_of
@@ -54,6 +55,7 @@ SEEING: dict[str, dict[str, Any]] = {
     },
     **qwen.QWEN_VL,
     **pixtral.PIXTRAL,
+    **gemma4.GEMMA4_SEEING,
 }
 """Name of a checkpoint -> its config.json."""
 
@@ -66,6 +68,8 @@ def pictures_of(name: str) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
         return qwen.drawn(rng)
     if name in pixtral.PIXTRAL:
         return pixtral.drawn(name, rng)
+    if name in gemma4.GEMMA4_SEEING:
+        return gemma4.drawn(rng)
     size, side = hf["vision_config"]["image_size"], int(hf["mm_tokens_per_image"] ** 0.5)
     draw = lambda items: rng.integers(0, 256, (items, size, size, 3)).astype(np.uint8)
     return [(draw(items), (items, side, side)) for items in (1, 2, 1)]
@@ -131,6 +135,8 @@ def features_of(name: str, pictures: list[tuple[np.ndarray, tuple[int, int, int]
         return qwen.features_of(pictures)
     if name in pixtral.PIXTRAL:
         return pixtral.features_of(pictures)
+    if name in gemma4.GEMMA4_SEEING:
+        return gemma4.features_of(pictures)
     pixels = np.concatenate([pixels for pixels, _ in pictures]).transpose(0, 3, 1, 2)
     return {"pixel_values": ((pixels * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)}
 
@@ -142,7 +148,7 @@ def inputs_of(name: str, prompt: list[int], pictures: list[tuple[np.ndarray, tup
         return {"input_ids": ids, **features_of(name, pictures)}
     return {
         "input_ids": ids,
-        ("mm_" if name in qwen.QWEN_VL else "") + "token_type_ids": (ids == IMAGE_TOKEN).astype(np.int64),
+        ("" if name.startswith("gemma3") else "mm_") + "token_type_ids": (ids == IMAGE_TOKEN).astype(np.int64),
         **features_of(name, pictures),
     }
 
@@ -185,6 +191,11 @@ def make_seeing_tensors(name: str) -> dict[str, np.ndarray]:
     """Float32 weights. The norms of towers multiply by numbers around one."""
     if name in qwen.QWEN_VL:
         return qwen_vl_tensors(SEEING[name], seed_of(name))
+    if name in gemma4.GEMMA4_SEEING:
+        text = SEEING[name]["text_config"]
+        tensors = random_tensors(tensor_shapes(text), text, seed_of(name))
+        inside = {tensor.replace("model.", "model.language_model.", 1): array for tensor, array in tensors.items()}
+        return inside | gemma4.tower_tensors(SEEING[name], seed_of(name) + 1)
     tensors = random_tensors(shapes_of(name), SEEING[name]["text_config"], seed_of(name))
     for tensor, array in tensors.items():
         if ".layer_norm" in tensor or ".post_layernorm" in tensor:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.multimodal.processors import processor_of
+from tests.models.gemma4_checkpoints import GEMMA4_SEEING
 from tests.models.paged import golden_of
 from tests.models.pixtral_checkpoints import PIXTRAL
 from tests.models.qwen_vl_checkpoints import QWEN_VL, TIMES, VIDEO_GRID, VIDEO_TOKEN
@@ -27,6 +28,8 @@ def load(name, folder, num_shards=1):
 
 def size_of(name):
     """A bucket that all pictures of a prompt fit into."""
+    if name in GEMMA4_SEEING:
+        return 126
     return 128 if name in QWEN_VL or name in PIXTRAL else 4
 
 

@@ -19,7 +19,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.models.config import HfFields
-from jaxpaged.models.vision.interface import EncoderBatch, Vision, VisionConfig, fixed_pack, fixed_shapes
+from jaxpaged.models.vision.interface import ALL, EncoderBatch, Vision, VisionConfig, fixed_pack, fixed_shapes
 from jaxpaged.models.vision.parts import placed, vision_fields
 from jaxpaged.models.vision.siglip import Tower, sizes_from_hf, tower, tower_specs
 from jaxpaged.params.sharding import MODEL_AXES
@@ -48,6 +48,7 @@ def config_from_hf(hf: dict[str, Any]) -> VisionConfig | None:
         )
     return VisionConfig(
         family="gemma3",
+        both_ways=ALL,
         out_width=HfFields(hf.get("text_config") or {}).count("hidden_size", 2304),
         patches_per_embed=(patches // side) ** 2,
         embeds_per_item=num_embeds,
@@ -96,5 +97,4 @@ GEMMA3_VISION = Vision(
     shapes=fixed_shapes,
     pack=fixed_pack,
     encode=encode,
-    bidirectional=True,
 )

@@ -43,6 +43,7 @@ Picture = tuple[np.ndarray, Grid]
 Features = Sequence[Any]
 """`messages.MultiModalFeature`s of a prompt, of which only offset, runs and grid are read."""
 
+WINDOWS, ALL = "windows", "all"
 FIXED_SIZES = (1, 2, 4, 8)
 PATCH_SIZES = (256, 1024, 4096, 16_384)
 
@@ -56,6 +57,8 @@ class VisionConfig:
     besides the first (DeepStack). `patch` is the side of a patch in pixels, `patches_per_embed` how many become one
     embedding, and `frames` how many frames of a video a patch has; 1 for towers that see pictures only. `item_pixels`:
     (height, width, 3) of every item of a fixed tower, `embeds_per_item` what one gives; None and 0 for patch towers.
+    `both_ways`: the layers of the decoder in which the tokens of a run see each other both ways: none, those with a
+    window (`WINDOWS`), or `ALL` of them.
     `splits_items`: every device has all weights, and a part of the items (`mm_encoder_tp_mode=data`); else weights are
     split wherever heads and columns can be.
     """
@@ -76,6 +79,7 @@ class VisionConfig:
     item_pixels: tuple[int, int, int] | None = None
     embeds_per_item: int = 0
     splits_items: bool = False
+    both_ways: str = ""
 
     @property
     def is_fixed(self) -> bool:
@@ -158,7 +162,6 @@ class Vision:
     `rope_offsets(features, num_prompt_tokens)` -> (int32 [3, num_prompt_tokens], delta): what is added to each token's
         position to get its three rope positions, and to those of all tokens behind the prompt. Host code. None: plain
         positions.
-    `bidirectional`: whether the tokens of a run see each other both ways (visible ends).
     `processor`: of the checkpoint, once that is read: what makes pixels of pictures for this tower.
     """
 
@@ -168,7 +171,6 @@ class Vision:
     pack: Callable[[Any, Sequence[Picture], int], dict[str, np.ndarray]]
     encode: Callable[[Any, Any, EncoderBatch], jax.Array]
     rope_offsets: Callable[[Features, int], tuple[np.ndarray, int]] | None = None
-    bidirectional: bool = False
     processor: Processor | None = None
 
 
@@ -179,10 +181,12 @@ def encode_sizes(config: VisionConfig, largest: int) -> tuple[int, ...]:
     Pictures of a fixed tower are cut between items, so its buckets need no more than 8 of them.
     """
     if config.is_fixed:
-        largest = min(largest, FIXED_SIZES[-1])
+        largest, sizes = min(largest, FIXED_SIZES[-1]), FIXED_SIZES
     else:
-        largest = -(-largest // config.patches_per_embed) * config.patches_per_embed
-    return tuple(size for size in (FIXED_SIZES if config.is_fixed else PATCH_SIZES) if size < largest) + (largest,)
+        largest, *sizes = (
+            -(-size // config.patches_per_embed) * config.patches_per_embed for size in (largest, *PATCH_SIZES)
+        )
+    return tuple(size for size in sizes if size < largest) + (largest,)
 
 
 def batch_of(packed: Mapping[str, Any], table_CV: Any, mesh: Mesh | AbstractMesh | None = None) -> EncoderBatch:

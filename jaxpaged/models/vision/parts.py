@@ -3,6 +3,7 @@
 Letters: I items, H rows and W columns of pixels, C channels, V values of a pixel; P patches, X numbers of a vector.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.layers.norm import LayerNorm
 from jaxpaged.models.config import HfFields, short
-from jaxpaged.models.vision.interface import VisionConfig
+from jaxpaged.models.vision.interface import PIXELS, Picture, Shape, VisionConfig
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.params.spec import Spec
 
@@ -85,6 +86,34 @@ def patch_positions(merge: int, rows: int, columns: int) -> np.ndarray:
     inner_row, inner_column = np.divmod(np.arange(merge**2), merge)
     of_patches = row[:, None] * merge + inner_row, column[:, None] * merge + inner_column
     return np.stack(of_patches, axis=-1).reshape(-1, 2).astype(np.int32)
+
+
+POSITIONS, PICTURES = "positions", "pictures"
+"""Names of arrays of a batch: row and column of each patch, and the number of its picture."""
+
+
+def patch_shapes(config: VisionConfig, size: int) -> dict[str, Shape]:
+    """`Vision.shapes` of a tower whose patches see all of their picture."""
+    return {
+        PIXELS: ((size, 3 * config.patch**2), "uint8"),
+        POSITIONS: ((size, 2), "int32"),
+        PICTURES: ((size,), "int32"),
+    }
+
+
+def packed_patches(config: VisionConfig, merge: int, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
+    """`Vision.pack` of such a tower. Patches that only pad are pictures of one patch each."""
+    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in patch_shapes(config, size).items()}
+    end = number = 0
+    for pixels, (items, rows, columns) in pictures:
+        for item in np.split(pixels, items):
+            begin, end = end, end + len(item)
+            arrays[PIXELS][begin:end] = item
+            arrays[POSITIONS][begin:end] = patch_positions(merge, rows, columns)
+            arrays[PICTURES][begin:end] = number
+            number += 1
+    arrays[PICTURES][end:] = number + np.arange(size - end)
+    return arrays
 
 
 def on_devices(x_PX: jax.Array, mesh: Mesh | AbstractMesh | None) -> jax.Array:

@@ -26,20 +26,21 @@ from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, inverse_frequencies
 from jaxpaged.models.config import HfFields, short
 from jaxpaged.models.vision.attention import attend_patches
-from jaxpaged.models.vision.interface import PIXELS, EncoderBatch, Picture, Shape, Vision, VisionConfig
+from jaxpaged.models.vision.interface import EncoderBatch, Picture, Shape, Vision, VisionConfig
 from jaxpaged.models.vision.parts import (
+    PICTURES,
+    POSITIONS,
     Heads,
     linear_specs,
     numbers,
     on_devices,
-    patch_positions,
+    packed_patches,
+    patch_shapes,
     placed,
     vision_fields,
 )
 from jaxpaged.params.spec import Spec
 
-POSITIONS, PICTURES = "positions", "pictures"
-"""Names of arrays of a batch: row and column of each patch, and the number of its picture."""
 TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
 LLAVA = "llava"
 """The `model_type` of Pixtral 12B, as transformers has it."""
@@ -179,26 +180,12 @@ def norm_specs(name: str) -> Norm:
 def shapes(config: PixtralConfig, size: int, frames: int = 1) -> dict[str, Shape]:
     """`Vision.shapes`."""
     assert frames == 1, "this tower sees pictures only"
-    return {
-        PIXELS: ((size, 3 * config.patch**2), "uint8"),
-        POSITIONS: ((size, 2), "int32"),
-        PICTURES: ((size,), "int32"),
-    }
+    return patch_shapes(config, size)
 
 
 def pack(config: PixtralConfig, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
-    """`Vision.pack`. Patches that only pad are pictures of one patch each."""
-    arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes(config, size).items()}
-    end = number = 0
-    for pixels, (items, rows, columns) in pictures:
-        for item in np.split(pixels, items):
-            begin, end = end, end + len(item)
-            arrays[PIXELS][begin:end] = item
-            arrays[POSITIONS][begin:end] = patch_positions(config.merge, rows, columns)
-            arrays[PICTURES][begin:end] = number
-            number += 1
-    arrays[PICTURES][end:] = number + np.arange(size - end)
-    return arrays
+    """`Vision.pack`."""
+    return packed_patches(config, config.merge, pictures, size)
 
 
 def encode(params: Tower, config: PixtralConfig, batch: EncoderBatch) -> jax.Array:

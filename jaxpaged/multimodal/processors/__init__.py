@@ -12,11 +12,13 @@ from typing import Any
 from jaxpaged.errors import CheckpointError, ConfigError, RequestError, shown
 from jaxpaged.multimodal.processors.base import BadSetting, Processor
 from jaxpaged.multimodal.processors.gemma3 import Gemma3Processor
+from jaxpaged.multimodal.processors.gemma4 import Gemma4Processor
 from jaxpaged.multimodal.processors.pixtral import PixtralProcessor
 from jaxpaged.multimodal.processors.qwen_vl import OF_VIDEOS, QwenVLProcessor
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Processor]] = {
     "gemma3": Gemma3Processor,
+    "gemma4": Gemma4Processor,
     "llava": PixtralProcessor,
     "mistral3": PixtralProcessor,
     "qwen2_vl": QwenVLProcessor,

@@ -65,8 +65,8 @@ class EnginePrograms:
             layout = replace(layout, has_lora=True, lora_level=lora.num_levels)
         if (encoder := self.engine_spec.encoder) is None:
             return layout
-        has_offsets = encoder.vision.rope_offsets is not None
-        return replace(layout, has_visible_ends=encoder.vision.bidirectional, has_rope_offsets=has_offsets)
+        has_ends, has_offsets = bool(encoder.config.both_ways), encoder.vision.rope_offsets is not None
+        return replace(layout, has_visible_ends=has_ends, has_rope_offsets=has_offsets)
 
     @cached_property
     def encode_layouts(self) -> dict[ProgramKey, EncodeLayout]:

@@ -29,6 +29,7 @@ from jaxpaged.layers.ranks import lying_like, of_ranks
 from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.interface import Batch, Model
+from jaxpaged.models.vision.interface import WINDOWS
 from jaxpaged.params.sharding import partition_spec
 from jaxpaged.sampling.custom import CustomProcessors
 from jaxpaged.sampling.limits import LimitsMethod
@@ -258,7 +259,8 @@ class StepFunctions:
         if self.config.sees_both_ways:
             return lambda spec: positions_T + (spec.window or layout.num_tokens)  # ends of texts are before that
         end_T = jnp.maximum(parts.visible_ends_T, positions_T + 1)
-        return lambda spec: end_T
+        in_windows_only = self.config.vision is not None and self.config.vision.both_ways == WINDOWS
+        return lambda spec: None if in_windows_only and spec.window is None else end_T
 
     def logits(self, head: Any, sampled_SD: Any, lora_level: int | None = None) -> Any:
         """Float32 logits [S, V], each device's part of the vocabulary computed where that part of the head lies.
