@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as gm
+from pallas_kernels import lora_matmul as lm
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels import quantized_matmul as qm
 from pallas_kernels import top_k, top_k_top_p
 from pallas_kernels.few_rows_matmul.scaled import ScaledWeight
 from pallas_kernels.grouped_matmul import cases as grouped_cases
+from pallas_kernels.lora_matmul import cases as adapter_cases
 from pallas_kernels.mla_paged_attention import cases as latent_cases
 from pallas_kernels.quantized_matmul import cases as quantized_cases
 from pallas_kernels.shapes import ceil_div
@@ -143,6 +145,16 @@ def _grouped(case: Any, backend: str) -> Program | None:
     )
 
 
+def _adapters(case: Any, backend: str) -> Program | None:
+    T, S, r, I, O = len(case.slots), case.num_slots, case.num_ranks, case.num_inputs, case.num_outputs
+    x_TI, a_SrI, b_SrO, base_TO = (_struct(dims, case.dtype) for dims in ((T, I), (S, r, I), (S, r, O), (T, O)))
+    known = lm.backends(backend, x_TI, a_SrI)
+    if backend not in known or known[backend] is not None:
+        return None  # TPUs have no kernel
+    product = lambda *operands: lm.lora_matmul(*operands, dtype=case.dtype, backend=backend)
+    return Program(product, (x_TI, a_SrI, b_SrO, _struct((T,), "int32"), base_TO))
+
+
 def _latent(case: Any, backend: str) -> Program | None:
     T, R, N, C, P, S = case.num_tokens, len(case.rows), case.num_heads, case.latent_dim, case.rope_dim, case.block_size
     max_blocks = ceil_div(max(map(sum, case.rows)), S)
@@ -178,5 +190,6 @@ OPS = {
     "top_k": Op(_largest, largest_cases),
     "quantized_matmul": Op(_quantized, quantized_cases),
     "grouped_matmul": Op(_grouped, grouped_cases),
+    "lora_matmul": Op(_adapters, adapter_cases),
     "mla_paged_attention": Op(_latent, latent_cases),
 }

@@ -81,6 +81,12 @@ def _grouped(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
     return *filled_arrays(structs[:2]), jnp.asarray(case.sizes, jnp.int32)
 
 
+def _adapters(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
+    x_TI, a_SrI, b_SrO, _, base_TO = structs
+    x_TI, a_SrI, b_SrO, base_TO = filled_arrays((x_TI, a_SrI, b_SrO, base_TO))
+    return x_TI, a_SrI, b_SrO, jnp.asarray(case.slots, jnp.int32), base_TO
+
+
 def _latent(case: Any, structs: tuple[Any, ...]) -> tuple[Any, ...]:
     lengths = [sum(row) for row in case.rows]
     where = (np.cumsum([0] + [new for _, new in case.rows]), lengths, shuffled_blocks(lengths, case.block_size))
@@ -92,5 +98,6 @@ _FILL = {
     "top_k": _largest,
     "quantized_matmul": _quantized,
     "grouped_matmul": _grouped,
+    "lora_matmul": _adapters,
     "mla_paged_attention": _latent,
 }

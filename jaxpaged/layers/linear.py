@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
-from jaxpaged.layers.lora import BoundLora, grown_TO, own_product, own_ranks, stacked_product
+from jaxpaged.layers.lora import BoundLora, grown_TO
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.params.quantized import PackedArray, QuantizedArray, Stored, StoredArray
 from pallas_kernels.few_rows_matmul import (
@@ -45,6 +45,8 @@ from pallas_kernels.few_rows_matmul.reference import in_steps
 from pallas_kernels.few_rows_matmul.scaled import BITS, SCALES, ScaledWeight
 from pallas_kernels.int4_matmul import GROUP, int4_matmul
 from pallas_kernels.int4_matmul import backends as int4_backends
+from pallas_kernels.lora_matmul import choose_backend as choose_lora_matmul
+from pallas_kernels.lora_matmul import lora_matmul
 from pallas_kernels.quantized_matmul import QuantizedWeight, quantized_matmul
 from pallas_kernels.quantized_matmul import choose_backend as choose_stored
 
@@ -180,7 +182,8 @@ def adapted_product(x_TI: jax.Array, p: Linear, lora: BoundLora, dtype: Any) -> 
     without adapters.
     """
     if (split := lora.split) is None or (split.inputs is None and split.outputs is None):
-        return with_adapters(x_TI, product(x_TI, p.weight, dtype, p.backend), p, lora, dtype)
+        summed = jnp.float32 if p.backend == CPU else dtype  # as its kernels take and give sums
+        return with_adapters(x_TI, product(x_TI, p.weight, summed, p.backend), p, lora, dtype)
     whole, parts = PartitionSpec(), lora_parts(lora, split)
     if split.inputs is None:
         base_TO = product(x_TI, p.weight, dtype, p.backend)
@@ -209,13 +212,11 @@ def with_adapters(x_TI: jax.Array, base_TO: jax.Array, p: Linear, lora: BoundLor
     is_added = p.backend == GPU and lora.stacks.growth is None
     sum_TO = base_TO.astype(dtype) if is_added else grown_TO(base_TO, lora.stacks.growth, lora.slots)
     for part in lora.stacks.parts:
-        if lora.slots.are_few:
-            sum_TO += own_product(x_TI, part, lora.slots).astype(sum_TO.dtype)
-            continue
-        a_KI = part.a.reshape(-1, x_TI.shape[1])
-        u_TK = matrix_product(x_TI.astype(a_KI.dtype), a_KI, jnp.float32, p.backend)
-        sum_TO += stacked_product(own_ranks(u_TK, lora.slots.own_TS, part.b.dtype), part.b, sum_TO.dtype)
-    return sum_TO.astype(dtype)
+        a_SrI, b_SrO = (each.reshape(*each.shape[:2], -1) for each in (part.a, part.b))
+        x, kind = x_TI.astype(a_SrI.dtype), dtype if part is lora.stacks.parts[-1] else sum_TO.dtype
+        backend = choose_lora_matmul("auto", p.backend, x, a_SrI)
+        sum_TO = lora_matmul(x, a_SrI, b_SrO, lora.slots.place_T, sum_TO, dtype=kind, backend=backend)
+    return sum_TO
 
 
 def lora_parts(lora: BoundLora, split: Any) -> Any:

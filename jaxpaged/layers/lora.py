@@ -1,9 +1,10 @@
 """Low-rank adapters of linear layers (LoRA, arXiv 2106.09685), many on one base: what each slot adds to a product.
 
 An adapter of rank r adds B A x to W x. Slot s of the stacks has one adapter, and every token of a step has the slot of
-its request; slot 0 is no adapter and has no place in the stacks. All slots are multiplied at once, and what is not a
-token's own slot's is masked between the two products: shapes are fixed, whichever adapters are in a step. How large
-alpha is, is folded into B, and adapters of smaller ranks end with zeros.
+its request; slot 0 is no adapter and has no place in the stacks. Shapes are fixed, whichever adapters are in a step:
+`pallas_kernels.lora_matmul` multiplies each token with its own slot, or with all, and masks what is not its own between
+the two products. Experts and tables do the latter. How large alpha is, is folded into B, and adapters of smaller ranks
+end with zeros.
 
 Ranks are in parts: the first of all slots in one pair of arrays, the others in another. A program of steps in which all
 adapters are small takes the first part alone.
@@ -21,9 +22,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxpaged.params.sharding import Split
-
-MOST_ALONE = 4
-"""Tokens that are multiplied one by one with their own ranks: XLA:CPU is slow at products that differ by token."""
 
 
 @struct.dataclass
@@ -72,15 +70,10 @@ class LoraStacks:
 @struct.dataclass
 class TokenSlots:
     """Which slot each token of a step has: in float32 [T, S] 1 where it is the token's, so zeros for slot 0, and as a
-    place in the stacks, int32 [T], any for slot 0."""
+    place in the stacks, int32 [T], -1 for slot 0."""
 
     own_TS: jax.Array
     place_T: jax.Array
-
-    @property
-    def are_few(self) -> bool:
-        """Whether there are fewer tokens than slots: then each takes its own ranks from the stacks, and no others."""
-        return self.own_TS.shape[0] < self.own_TS.shape[1]
 
 
 @struct.dataclass
@@ -110,7 +103,7 @@ class BoundLora:
 def token_slots(slot_T: jax.Array, num_slots: int) -> TokenSlots:
     """Of int32 [T] with 0 for no adapter, and numbers from 1 on."""
     own_TS = slot_T[:, None] == jnp.arange(1, num_slots + 1)
-    own_TS, place_T = jax.lax.optimization_barrier((own_TS.astype(jnp.float32), jnp.maximum(slot_T - 1, 0)))
+    own_TS, place_T = jax.lax.optimization_barrier((own_TS.astype(jnp.float32), slot_T - 1))
     return TokenSlots(own_TS, place_T)
 
 
@@ -131,20 +124,6 @@ def product(equation: str, x: jax.Array, w: jax.Array, dtype: Any = jnp.float32)
     """Sums of `x`, in the type of `w`, taken in float32 and given in `dtype`."""
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     return jnp.einsum(equation, x.astype(w.dtype), w, preferred_element_type=dtype, precision=precision)
-
-
-def own_product(x_TI: jax.Array, part: LoraStack, slots: TokenSlots) -> jax.Array:
-    """Float32 [T, O]: what the ranks of each token's own slot add; see `TokenSlots.are_few`."""
-    is_adapted_T1 = jnp.sum(slots.own_TS, axis=1, keepdims=True)
-    a_SrI, b_SrO = (each.reshape(*each.shape[:2], -1) for each in (part.a, part.b))
-    if len(x_TI) > MOST_ALONE:
-        u_Tr = product("TI,TrI->Tr", x_TI, a_SrI[slots.place_T]) * is_adapted_T1
-        return product("Tr,TrO->TO", u_Tr, b_SrO[slots.place_T])
-    rows = []
-    for t in range(len(x_TI)):
-        u_r = product("I,rI->r", x_TI[t], a_SrI[slots.place_T[t]]) * is_adapted_T1[t]
-        rows.append(product("r,rO->O", u_r, b_SrO[slots.place_T[t]]))
-    return jnp.stack(rows)
 
 
 def stacked_product(u_TK: jax.Array, b: jax.Array, dtype: Any = jnp.float32) -> jax.Array:

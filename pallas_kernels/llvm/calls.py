@@ -17,6 +17,7 @@ _OPS = (
     "few_rows_matmul",
     "grouped_matmul",
     "int4_matmul",
+    "lora_matmul",
     "ragged_paged_attention",
     "rms_norm",
     "sort_by_group",

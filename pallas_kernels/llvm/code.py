@@ -23,7 +23,7 @@ from pallas_kernels.llvm.machine import Machine, ffi_version
 FOLDER = "cpu-kernels"
 PREFIX = "pallas_kernels"
 """Of what XLA calls our kernels."""
-USES = {"grouped_matmul": ("few_rows_matmul",)}
+USES = {"grouped_matmul": ("few_rows_matmul",), "lora_matmul": ("few_rows_matmul", "grouped_matmul")}
 """Ops whose kernels are made of what others have."""
 _DIGEST_BYTES = 32
 _ONE_AT_A_TIME = threading.Lock()

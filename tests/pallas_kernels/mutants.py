@@ -106,6 +106,32 @@ MUTANTS = (
         ("a token counts itself", "axis=1) - weight_SV", "axis=1)"),
     ),
     *_of(
+        "pallas_kernels/lora_matmul/reference.py",
+        "reference",
+        ("all slots act on every token", "jnp.where(jnp.repeat(is_own_TS, r, axis=1), u_TK, 0)", "u_TK"),
+        ("few tokens of no slot have the last one's", "jnp.where(has_slot_1, _product", "jnp.where(True, _product"),
+    ),
+    *_of(
+        "pallas_kernels/lora_matmul/gpu.py",
+        "gpu",
+        ("all slots act on every token", "(rank_k[None, :] < end_t[:, None])", "(rank_k[None, :] >= 0)"),
+        ("slots that nobody has are read", "mask=is_read_k[:, None] & in_o", "mask=(rank_k >= 0)[:, None] & in_o"),
+        ("the last slot's ranks are left out", "(jnp.max(slot_t) + 1) * num_ranks", "jnp.max(slot_t) * num_ranks"),
+        ("the base is forgotten", "add_piece, base_to)", "add_piece, 0 * base_to)"),
+    ),
+    *_of(
+        "pallas_kernels/lora_matmul/cpu/tokens.py",
+        "cpu",
+        ("neighbours have the first one's slot", 'b.icmp_signed("==", slot_of(token), slot_of(first))', "is_same"),
+        ("all have B of the first slot", "b.mul(slot, frame.extent(B, 1))", "whole(0)"),
+        ("tokens of a tile have what A makes of the first", "self.rows.index(row)", "0"),
+        (
+            "outputs beyond the last register are left out",
+            "(1, self.machine.lanes), (1, 1)):",
+            "(1, self.machine.lanes)):",
+        ),
+    ),
+    *_of(
         "pallas_kernels/quantized_matmul/reference.py",
         "reference",
         ("zeros are added", "values_FC - weight.zero_CF", "values_FC + weight.zero_CF"),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import few_rows_matmul, grouped_matmul, int4_matmul, rms_norm
+from pallas_kernels import few_rows_matmul, grouped_matmul, int4_matmul, lora_matmul, rms_norm
 
 FLOATS = ("bfloat16", "float16", "float32")
 ROWS = (1, 2, 7, 65, 200)
@@ -48,8 +48,23 @@ def grouped(num_rows):
         yield grouped_matmul.backends, call, operands, True
 
 
+def adapters(num_rows):
+    for x, base in itertools.product(FLOATS, FLOATS):
+        operands = array(x, num_rows, 64), array(x, 3, 5, 64)
+        call = lambda x, a, backend, base=base: lora_matmul.lora_matmul(
+            x,
+            a,
+            jnp.zeros((3, 5, 24), x.dtype),
+            jnp.zeros(len(x), jnp.int32),
+            jnp.zeros((len(x), 24), base),
+            dtype=base,
+            backend=backend,
+        )
+        yield lora_matmul.backends, call, operands, True
+
+
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("problems", [norms, few_rows, int4, grouped], ids=lambda problems: problems.__name__)
+@pytest.mark.parametrize("problems", [norms, few_rows, int4, grouped, adapters], ids=lambda problems: problems.__name__)
 def test_who_says_that_it_takes_operands_takes_them(problems, num_rows):
     for backends, call, operands, defined in problems(num_rows):
         for backend, reason in backends("cpu", *operands).items():

@@ -57,7 +57,7 @@ def test_each_block_of_the_cache_belongs_to_one_context(case, no_arrays):
 
 
 def test_costs_count_what_must_move_and_multiply():
-    masks, largest, quantized, grouped, latent = (OPS[op].cases.CASES[0] for op in OPS)
+    masks, largest, quantized, grouped, adapters, latent = (OPS[op].cases.CASES[0] for op in OPS)
     assert masks.num_bytes == 3 * 300 * 4
     assert (largest.num_bytes, largest.flops) == (3 * 32_000 * 4 + 3 * 256 * 8, 0)
     assert quantized.num_bytes == 96 * 256 + 96 * 4 + 5 * (256 + 96) * 2
@@ -68,6 +68,8 @@ def test_costs_count_what_must_move_and_multiply():
     assert grouped.flops == 2 * 61 * 96 * 256
     int8 = dataclasses.replace(grouped, weights="int8", group=64)
     assert int8.num_bytes == 4 * 96 * 256 + 4 * 4 * 96 * 4 + 61 * (256 + 96) * 2
+    assert adapters.num_bytes == 16 * (96 + 160) * 2 + 2 * (96 + 2 * 160) * 2
+    assert adapters.flops == 2 * 16 * (96 + 160)
     two = dataclasses.replace(latent, rows=((3, 2), (0, 1)), block_size=4)
     assert two.num_blocks == 3
     assert two.num_bytes == (6 + 2 * 3) * 160 * 2 + 3 * 16 * (160 + 128) * 2
