@@ -12,7 +12,7 @@ import jax
 from jaxpaged.messages import ProgramKey
 from jaxpaged.models.seeing import without_tower
 from jaxpaged.worker.programs.compiled import CompiledPrograms
-from jaxpaged.worker.programs.declare import BASE_KINDS
+from jaxpaged.worker.programs.declare import BASE_KINDS, DRAW_KINDS, ProgramKind
 from jaxpaged.worker.step.adapters import AdaptedParams
 
 
@@ -79,6 +79,14 @@ class Device:
             return self.head
         last = self.stacks[-1] if isinstance(self.stacks, tuple) else self.stacks
         return AdaptedParams(self.head, {path: last[path] for path in self.head_stacks})
+
+    def drawing(self, key: ProgramKey, program: ProgramKey) -> ProgramKey:
+        """The program that draws the tokens of a step: without the head's stacks, if `program` computed its layers
+        without, and it is compiled."""
+        if not self.head_stacks or program.kind not in BASE_KINDS:
+            return key
+        lighter = ProgramKey(DRAW_KINDS[ProgramKind(key.kind)], key.size)
+        return lighter if lighter in self.programs.builders and self.programs.is_ready(lighter) else key
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Call a program. Its numpy arguments are what the step moves to the device on purpose: a compiled program

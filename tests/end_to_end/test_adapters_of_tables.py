@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxpaged import LLM, LoRARequest, SamplingParams
+from jaxpaged.worker.programs.declare import BASE_KINDS
 from tests.models.adapted import GOLDEN, write_base, write_other
 from tests.models.checkpoints import prompt_of
 
@@ -46,9 +47,25 @@ def test_logits_are_those_of_peft_and_tokens_follow_from_them(name, tmp_path):
     llm = LLM(str(write_base(golden["checkpoint"], tmp_path / "base")), **OPTIONS, **ENGINES[name])
     try:
         check(llm, golden, prompt, adapter, LoRARequest("other", 2, write_other(tmp_path / "other", name)))
+        expected = generate(llm, [prompt], GREEDY, None)[0].outputs[0].token_ids
+        llm.collective_rpc(compile_lighter)
+        llm.collective_rpc(without_the_head)
+        assert generate(llm, [prompt], GREEDY, None)[0].outputs[0].token_ids == expected
         assert llm.llm_engine.executor_stats()["recompiles"] == 0
     finally:
         llm.shutdown()
+
+
+def compile_lighter(worker):
+    """The programs of steps without adapters."""
+    for key in worker.programs.builders:
+        if key.kind in BASE_KINDS:
+            worker.programs[key]
+
+
+def without_the_head(worker):
+    """Take the head's stacks from programs that draw: what calls one that needs them fails."""
+    worker.device.head_for = lambda key: worker.device.head
 
 
 def check(llm, golden, prompt, adapter, second):

@@ -16,8 +16,8 @@ behind whose name stands `_shared` reads once what rows share, where the ordinar
 others have one caller each, which the table names. `EnginePrograms` finds out which of these an engine has.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from functools import partial
 from typing import Any
@@ -80,6 +80,12 @@ class ProgramKind(StrEnum):
     DECODE_SMALL = "decode_small"
     DECODE_FULL_BASE = "decode_full_base"
     DECODE_FULL_SMALL = "decode_full_small"
+    SAMPLE_BASE = "sample_base"
+    SAMPLE_FULL_BASE = "sample_full_base"
+    SAMPLE_MASKED_BASE = "sample_masked_base"
+    VERIFY_BASE = "verify_base"
+    VERIFY_FULL_BASE = "verify_full_base"
+    VERIFY_MASKED_BASE = "verify_masked_base"
 
 
 Kind = ProgramKind
@@ -119,7 +125,17 @@ LORA_KINDS = {
 }
 """In an engine with adapters, the kinds for steps without any, and with small ones alone, by those for all."""
 
-BASE_KINDS = frozenset(base for base, _ in LORA_KINDS.values())
+DRAW_KINDS = {
+    Kind.SAMPLE: Kind.SAMPLE_BASE,
+    Kind.SAMPLE_FULL: Kind.SAMPLE_FULL_BASE,
+    Kind.SAMPLE_MASKED: Kind.SAMPLE_MASKED_BASE,
+    Kind.VERIFY: Kind.VERIFY_BASE,
+    Kind.VERIFY_FULL: Kind.VERIFY_FULL_BASE,
+    Kind.VERIFY_MASKED: Kind.VERIFY_MASKED_BASE,
+}
+"""Where adapters change the output head, the kinds that draw in steps without any, by those for all."""
+
+BASE_KINDS = frozenset((*(base for base, _ in LORA_KINDS.values()), *DRAW_KINDS.values()))
 """Those for steps without adapters, which take the parameters without stacks."""
 
 
@@ -214,6 +230,10 @@ def has_base_steps(engine: EngineSpec) -> bool:
     """Whether steps without adapters have programs of their own. Processes that compute together could choose
     differently, so they have none, and stages have none either."""
     return adapts(engine) and is_whole(engine) and not engine.has_other_processes
+
+
+def adapts_head(engine: EngineSpec) -> bool:
+    return has_base_steps(engine) and engine.lora is not None and engine.lora.head is not None
 
 
 def looks_up(engine: EngineSpec) -> bool:
@@ -337,7 +357,22 @@ def lighter(
     )
 
 
-PROGRAMS = (
+def without_slots(programs: Iterable[Program]) -> tuple[Program, ...]:
+    """Those of the programs that draw, for steps without adapters."""
+    return tuple(
+        replace(
+            program,
+            kind=DRAW_KINDS[program.kind],
+            signature=program.signature.replace("head", "base_head", 1),
+            where=both(adapts_head, program.where),
+            when=ON_DEMAND,
+        )
+        for program in programs
+        if program.kind in DRAW_KINDS
+    )
+
+
+PROGRAMS: tuple[Program, ...] = (
     # The device state of an engine that has computed nothing, for `Worker.new_state`.
     simple(Kind.ZEROS, Axis.STATE, zeros, "-> state", everywhere),
     # Forward passes, for the model runner. A stage takes the result of the one before.
@@ -405,3 +440,5 @@ PROGRAMS = (
     *lighter(Kind.DECODE, Axis.MULTI_STEPS, decode, STEPS, draws),
     *lighter(Kind.DECODE_FULL, Axis.FULL_MULTI_STEPS, decode, FULL_STEPS, draws),
 )
+# Those that draw in steps without an adapter, where adapters change the head: taken by the output stage.
+PROGRAMS += without_slots(PROGRAMS)

@@ -88,8 +88,9 @@ class Sampler:
             hidden, num_most = state.hidden, state.rows.drafts_RK.shape[1] + 1
         is_full = key.kind not in PLAIN_KINDS
         masks = () if masks_NW is None else (self._pack_masks(masks_NW, step, num_most, key.size),)
+        drawing = device.drawing(key, step.program)
         state.rows, tokens, kept, logprobs, *num_drafts = device.call(
-            key, device.head_for(key), hidden, state.rows, state.row_state if is_full else None, lines, *masks
+            drawing, device.head_for(drawing), hidden, state.rows, state.row_state if is_full else None, lines, *masks
         )
         if is_full:
             state.row_state = kept
