@@ -44,6 +44,7 @@ class CacheSpec(Protocol):
     needs_blocks: bool
     is_attended: bool
     window: int | None
+    chunk: int | None
     most_seen: int | None
     block_bytes: int
     row_bytes: int
@@ -332,6 +333,7 @@ class StateSpec:
     context_shards: ClassVar[int] = 1
     num_read_blocks: ClassVar[int] = 1
     window: ClassVar[None] = None
+    chunk: ClassVar[None] = None
     most_seen: ClassVar[None] = None
     is_split: ClassVar[bool] = True
     needs_blocks: ClassVar[bool] = False

@@ -83,6 +83,15 @@ class AttentionBatch:
     masked_T: jax.Array | None = None
     scales_row: int = struct.field(pytree_node=False, default=0)
 
+    @property
+    def num_tokens(self) -> jax.Array:
+        """Those that do not pad the step."""
+        return self.metadata.query_start_loc_R1[-1]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.context.mesh
+
     def rotates(self, kv: KVTensor) -> bool:
         """Whether `attend` takes queries and keys that are still to be rotated."""
         is_plain = self.masked_T is None and self.context.context_shards == 1

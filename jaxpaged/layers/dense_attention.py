@@ -11,16 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 
 @struct.dataclass
 class DenseBatch:
-    """What attention knows of whole texts, in place of `AttentionBatch`. A token sees those of its text up to itself:
-    of a layer with a window the last `window`, itself included; of one with chunks those in its own."""
+    """What a layer knows of whole texts, in place of `AttentionBatch` or `StateBatch`. A token sees those of its text
+    up to itself: of a layer with a window the last `window`, itself included; of one with chunks those in its own.
+    `mesh`: the devices that experts lie on."""
 
     segments_RC: jax.Array
+    mesh: Mesh = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False, default=None)
     chunk: int | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them: what pads a row is a text, too."""
+        return self.segments_RC.size
 
     def rotates(self, kv: Any) -> bool:
         """Queries and keys come rotated."""

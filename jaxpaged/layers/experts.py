@@ -113,10 +113,12 @@ def mixture_of_experts(
     num_tokens: jax.Array,
     mesh: Mesh,
     judged_TD: jax.Array | None = None,
+    in_turns: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad. Where
     experts have a placement, also how many tokens went to each of them, uint32 [E]. `judged_TD`: what the router reads,
-    where that is not `x_TD`."""
+    where that is not `x_TD`. If not `in_turns` a device computes all of its pairs at once, which can be
+    differentiated."""
     platform, ranks = mesh.devices.flat[0].platform, num_ranks(mesh)
 
     def on_device(
@@ -128,7 +130,7 @@ def mixture_of_experts(
         routed = x_TD, expert_TJ, weight_TJ, real_T1
         all_TD, all_TJ, all_weight_TJ, all_real_T1 = jax.tree.map(of_all_ranks, routed) if ranks > 1 else routed
         place_TJ = places_here(all_TJ, all_real_T1, p, ranks)
-        at_once = pairs_at_once(place_TJ.size, num_expert_devices(mesh))
+        at_once = pairs_at_once(place_TJ.size, num_expert_devices(mesh)) if in_turns else place_TJ.size
         sum_TD = routed_sum(all_TD, p, place_TJ, all_weight_TJ, activation, platform, config.weighs_inputs, at_once)
         if ranks > 1:
             sum_TD = jax.lax.psum_scatter(sum_TD.astype(x_TD.dtype), DATA_AXIS, scatter_dimension=0, tiled=True)
@@ -249,7 +251,7 @@ def routed_sum(
         gate_CQ, up_CQ = (product(x_CD, each) for each in (p.gate_proj, p.up_proj))
         return product(gated(gate_CQ, up_CQ, activation).astype(x_TD.dtype), down_proj)
 
-    y_PD = in_turns(of_pairs, order_P, place_P[order_P], num_here, at_once, x_TD.shape[1])
+    y_PD = of_all_pairs(of_pairs, order_P, place_P[order_P], num_here, at_once, x_TD.shape[1])
     rank_TJ = rank_P.reshape(place_TJ.shape)
     return sum_of_pairs(y_PD, rank_TJ, None if weighs_inputs else weight_TJ, platform)
 
@@ -263,7 +265,7 @@ def sum_of_pairs(y_PD: jax.Array, rank_TJ: jax.Array, weight_TJ: jax.Array | Non
     return jnp.sum(y_TJD if weight_TJ is None else y_TJD * weight_TJ[:, :, None], axis=1)
 
 
-def in_turns(
+def of_all_pairs(
     of_pairs: Callable[[jax.Array, jax.Array], jax.Array],
     order_P: jax.Array,
     place_P: jax.Array,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext, on_devices
 from jaxpaged.layers.context_parallel import heads_of_group, merged, share_here
+from jaxpaged.layers.dense_attention import DenseBatch, dense_attention
 from jaxpaged.params.sharding import CONTEXT_AXIS, num_model_shards
 from pallas_kernels import mla_paged_attention as mla
 from pallas_kernels.ragged_paged_attention import KVTensor
@@ -34,7 +35,7 @@ MOST_SUBLANES = 16
 
 
 def attend_latents(
-    batch: AttentionBatch,
+    batch: AttentionBatch | DenseBatch,
     q_TNC: jax.Array,
     q_rope_TNP: jax.Array,
     latent_TC: jax.Array,
@@ -46,8 +47,11 @@ def attend_latents(
     """Causal attention of T new tokens over all that their requests have cached, themselves included.
 
     Queries are those that meet latents (`mla_paged_attention`). Returns (weighed latents in out_TNC, the cache with
-    the new tokens).
+    the new tokens). Whole texts leave a cache as it is.
     """
+    if isinstance(batch, DenseBatch):
+        q_TNW, k_TW = jnp.concatenate([q_TNC, q_rope_TNP], axis=2), jnp.concatenate([latent_TC, rope_TP], axis=1)
+        return dense_attention(batch, q_TNW, k_TW[:, None], latent_TC[:, None], scale=scale), cache
     context, metadata = batch.context, batch.metadata
     assert metadata.visible_end_T is None, "latents are attended to causally"
     kernel, num_tokens = KERNELS[context.backend], len(q_TNC)

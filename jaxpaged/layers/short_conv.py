@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jaxpaged.layers.dense_attention import DenseBatch, positions_in
 from jaxpaged.layers.ranks import over_model_axes
 from jaxpaged.layers.state import StateBatch, StateMetadata, StateTensor
 from jaxpaged.params.sharding import MODEL_AXES
@@ -28,10 +29,13 @@ class Filter:
 
 
 def short_convolution(
-    x_TD: jax.Array, p: Filter, state: StateTensor, batch: StateBatch, deterministic: bool = False
+    x_TD: jax.Array, p: Filter, state: StateTensor, batch: StateBatch | DenseBatch, deterministic: bool = False
 ) -> tuple[jax.Array, StateTensor]:
     """([T, D] in the type of `x_TD`, the state behind these tokens): y of a token is the sum of its x and those of the
-    J tokens before it, each times a weight, in float32. Before a request's first token there are zeros."""
+    J tokens before it, each times a weight, in float32. Before a request's first token there are zeros. Whole texts
+    have no state and leave none."""
+    if isinstance(batch, DenseBatch):
+        return weighed_sum([x_TD, *earlier_of_texts(x_TD, batch, p.weight.shape[1] - 1)], p, deterministic), state
     by_channel, last = PartitionSpec(None, MODEL_AXES), PartitionSpec(None, None, MODEL_AXES)
     (ring,), (blocks,) = state.rows, state.blocks
 
@@ -61,15 +65,25 @@ def inputs_before(ring: jax.Array, blocks: jax.Array, metadata: StateMetadata) -
 
 def earlier_inputs(x_TD: jax.Array, before_RJD: jax.Array, metadata: StateMetadata) -> list[jax.Array]:
     """For each distance from 1 to J the input [T, D] so far before each token: of this step, or before it."""
-    num_tokens, num_seen = len(x_TD), before_RJD.shape[1]
+    num_seen = before_RJD.shape[1]
     flat = before_RJD.reshape(-1, before_RJD.shape[2])
     result = []
     for distance in range(1, num_seen + 1):
         place_T = jnp.clip(num_seen - distance + metadata.nth_T, 0, num_seen - 1)
-        shifted_TD = jnp.pad(x_TD, ((distance, 0), (0, 0)))[:num_tokens]
         before_TD = flat[metadata.seq_T * num_seen + place_T]
-        result.append(jnp.where(metadata.nth_T[:, None] >= distance, shifted_TD, before_TD))
+        result.append(jnp.where(metadata.nth_T[:, None] >= distance, shifted(x_TD, distance), before_TD))
     return result
+
+
+def earlier_of_texts(x_TD: jax.Array, batch: DenseBatch, num_seen: int) -> list[jax.Array]:
+    """The same within texts."""
+    nth_T1 = positions_in(batch.segments_RC).reshape(-1, 1)
+    return [jnp.where(nth_T1 >= distance, shifted(x_TD, distance), 0) for distance in range(1, num_seen + 1)]
+
+
+def shifted(x_TD: jax.Array, distance: int) -> jax.Array:
+    """Of each token what was so far before it in the step, and zeros."""
+    return jnp.pad(x_TD, ((distance, 0), (0, 0)))[: len(x_TD)]
 
 
 def weighed_sum(seen: list[jax.Array], p: Filter, deterministic: bool) -> jax.Array:

@@ -9,6 +9,7 @@ Letters: P places of a step behind which snapshots may be taken.
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxpaged.layers.attention import AttentionContext
 from pallas_kernels.token_places import NOWHERE, token_places
@@ -49,6 +50,15 @@ class StateBatch:
 
     metadata: StateMetadata
     context: AttentionContext = struct.field(pytree_node=False)
+
+    @property
+    def num_tokens(self) -> jax.Array:
+        """Those that do not pad the step."""
+        return self.metadata.query_start_loc_R1[-1]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.context.mesh
 
 
 def state_metadata(

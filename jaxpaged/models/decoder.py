@@ -18,6 +18,7 @@ from flax import struct
 from jaxpaged.errors import ConfigError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import HeadNorm, KVTensor, Rotation, attend_heads
+from jaxpaged.layers.dense_attention import DenseBatch
 from jaxpaged.layers.embedding import embed, vocabulary_logits
 from jaxpaged.layers.experts import Experts, mixture_of_experts
 from jaxpaged.layers.linear import Linear, apply_linear, with_backend
@@ -186,11 +187,18 @@ def feed_forward(
     experts are moved while the engine runs, also how many tokens went to each."""
     if isinstance(p, Mlp):
         return gated_mlp(x_TD, p, config.activation, added_TD), None
-    assert config.experts is not None, "a block of experts needs a router"
-    num_tokens = context.attention.metadata.query_start_loc_R1[-1]
-    mesh = context.attention.context.mesh
-    mixed_TD, load_E = mixture_of_experts(x_TD, p, config.experts.router, config.activation, num_tokens, mesh)
+    mixed_TD, load_E = mixed(p, config, x_TD, context)
     return mixed_TD if added_TD is None else added_TD + mixed_TD, load_E
+
+
+def mixed(
+    p: Experts, config: DecoderConfig, x_TD: jax.Array, context: LayerContext, judged_TD: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`mixture_of_experts` of a layer."""
+    assert config.experts is not None, "a block of experts needs a router"
+    batch, router, activation = context.attention, config.experts.router, config.activation
+    in_turns = not isinstance(batch, DenseBatch)
+    return mixture_of_experts(x_TD, p, router, activation, batch.num_tokens, batch.mesh, judged_TD, in_turns)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -5,8 +5,9 @@ definition, and one tree of parameters.
     params = llm.apply_model(lambda params: params)[0]
     logprobs_RC = dense.logprobs(params, tokens_RC, segments_RC)
 
-The layers are those of the engine. Attention is that of `layers/dense_attention.py`, and XLA multiplies, since kernels
-of our own have no gradients.
+The layers are those of the engine, on texts in place of a step (`layers/dense_attention.py`): attention, also over
+latents, is plain products, a convolution begins with each text, and each device computes all tokens of its experts at
+once. XLA multiplies, since kernels of our own have no gradients but those of experts.
 
 Letters: R rows, C tokens of a row, V words of the vocabulary.
 """
@@ -16,28 +17,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.layers.dense_attention import DenseBatch, positions_in
 from jaxpaged.layers.linear import XLA, Linear
 from jaxpaged.models.config import DecoderConfig
+from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.interface import Batch, Model
+from jaxpaged.params.sharding import num_ranks
 
 
 def dense_forward(
-    model: Model, params: Any, config: DecoderConfig, tokens_RC: jax.Array, segments_RC: jax.Array
+    model: Model, params: Any, config: DecoderConfig, mesh: Mesh, tokens_RC: jax.Array, segments_RC: jax.Array
 ) -> jax.Array:
     """Float32 logits [R, C, V] for what follows each token. `segments_RC`: int32, of each token the number of its text;
-    a row may hold several texts, which do not see each other. What pads a row is a text of its own.
+    a row may hold several texts, which do not see each other. What pads a row is a text of its own. `mesh`: where the
+    parameters lie. Those of a model that drafts may come along, and are not used.
 
-    Raises ConfigError for models with experts, latents or states, and for tokens that see those behind them.
+    Raises ConfigError for encoders, and for experts that several ranks have together.
     """
-    of_layers = attention_of(model, config)
+    check(config, mesh)
+    params = params.decoder if isinstance(params, DraftedParams) else params
+    of_layers = [(spec.window, spec.chunk) for spec in model.attention_specs(config, 1, 4, 1)]
     groups = tuple(dict.fromkeys(of_layers))
     batch = Batch(
         tokens_RC.reshape(-1),
         positions_in(segments_RC).reshape(-1),
-        tuple(DenseBatch(segments_RC, window, chunk) for window, chunk in groups),
+        tuple(DenseBatch(segments_RC, mesh, window, chunk) for window, chunk in groups),
         tuple((groups.index(each), i) for i, each in enumerate(of_layers)),
     )
     config = replace(config, matmul_backend=XLA)
@@ -46,17 +53,18 @@ def dense_forward(
     return logits_TV.reshape(*tokens_RC.shape, -1)
 
 
-def attention_of(model: Model, config: DecoderConfig) -> list[tuple[int | None, int | None]]:
-    """The window and the chunk of each layer. Raises ConfigError for a model that has more than plain attention."""
-    if model.draft is not None:
-        raise ConfigError("a model that drafts goes with this one, and dense_forward takes one. Leave it out.")
-    specs = model.attention_specs(config, 1, 4, 1)
-    if config.experts is not None or config.sees_both_ways or any(spec.page_heads is None for spec in specs):
+def check(config: DecoderConfig, mesh: Mesh) -> None:
+    """Raise ConfigError for what dense_forward does not take."""
+    if config.sees_both_ways:
         raise ConfigError(
-            f"{config.architecture} has experts, latents, states or attention to both sides; dense_forward takes "
-            "causal attention with keys and values, and layers without experts."
+            f"{config.architecture} is an encoder, whose tokens see those behind them; dense_forward takes models that "
+            "generate."
         )
-    return [(spec.window, spec.chunk) for spec in specs]
+    if config.experts is not None and num_ranks(mesh) > 1:
+        raise ConfigError(
+            f"{num_ranks(mesh)} data-parallel ranks have the experts together, and dense_forward takes those of one. "
+            "Spread them with tensor_parallel_size and enable_expert_parallel."
+        )
 
 
 def with_xla(params: Any) -> Any:
@@ -72,10 +80,11 @@ class DenseModel:
 
     model: Model
     config: DecoderConfig
+    mesh: Mesh
 
     def logits(self, params: Any, tokens_RC: jax.Array, segments_RC: jax.Array) -> jax.Array:
         """See `dense_forward`."""
-        return dense_forward(self.model, params, self.config, tokens_RC, segments_RC)
+        return dense_forward(self.model, params, self.config, self.mesh, tokens_RC, segments_RC)
 
     def logprobs(self, params: Any, tokens_RC: jax.Array, segments_RC: jax.Array) -> jax.Array:
         """Float32 [R, C]: the log probability of each token behind those of its text before it, at temperature 1; 0 for

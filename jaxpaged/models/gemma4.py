@@ -23,7 +23,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import KVTensor, attend
 from jaxpaged.layers.embedding import Table, embed
-from jaxpaged.layers.experts import Experts, RouterConfig, mixture_of_experts
+from jaxpaged.layers.experts import Experts, RouterConfig
 from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, normalised, rms_norm
@@ -50,6 +50,7 @@ from jaxpaged.models.decoder import (
     heads_of,
     kept_apart,
     linear,
+    mixed,
     norm,
     norm_of_heads,
     plain_mlp,
@@ -356,17 +357,8 @@ def feed_forward(
     dense_TD = gated_mlp(own(x_TD, p.pre_feedforward_layernorm), p.mlp, config.activation)
     if p.experts is None:
         return dense_TD, None
-    assert config.experts is not None
     judged_TD = normalised(x_TD, config.norm) * (p.experts.router_scale * config.hidden_size**-0.5)
-    mixed_TD, load_E = mixture_of_experts(
-        own(x_TD, p.experts.pre_norm),
-        p.experts.experts,
-        config.experts.router,
-        config.activation,
-        context.attention.metadata.query_start_loc_R1[-1],
-        context.attention.context.mesh,
-        judged_TD,
-    )
+    mixed_TD, load_E = mixed(p.experts.experts, config, own(x_TD, p.experts.pre_norm), context, judged_TD)
     return own(dense_TD, p.experts.post_norm_of_dense) + own(mixed_TD, p.experts.post_norm), load_E
 
 

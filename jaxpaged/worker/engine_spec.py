@@ -105,8 +105,10 @@ class EngineSpec:
         mesh: Mesh | AbstractMesh,
         stage: Stage | None = None,
     ):
-        """`stage`: the layers that there are on these devices; None: all. `whole` describes all of them."""
+        """`stage`: the layers that there are on these devices; None: all. `whole` describes all of them.
+        `decoder_model` is the model without what drafts for it."""
         self.config, self.model, self.mesh, self.stage = config, model, mesh, stage
+        self.decoder_model = model
         self.ec_transfer = config.multimodal.ec_transfer
         if decoder.vision is not None:
             check_together(config)

@@ -18,7 +18,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.config.cache_types import CACHE_TYPES
 from jaxpaged.config.sections import ParallelConfig
 from jaxpaged.distributed.mesh import check_slice, stage_meshes
-from jaxpaged.errors import ConfigError, ConflictError, UsageError
+from jaxpaged.errors import ConflictError, UsageError
 from jaxpaged.kv_cache_spec import KVCacheConfig
 from jaxpaged.kv_store.options import KVOffload
 from jaxpaged.messages import LoRAInfo, LoRARequest, ProgramKey, Progress
@@ -445,12 +445,9 @@ class Worker:
 
     def dense_model(self) -> "DenseModel":
         """The model for trainers; see `models/dense_forward.py`. Raises ConfigError."""
-        from jaxpaged.models import dense_forward  # only trainers need it
+        from jaxpaged.worker.dense_model import dense_model  # only trainers need it
 
-        if len(self.stages) > 1:
-            raise ConfigError("layers are dealt to stages, and dense_forward takes whole models.")
-        dense_forward.attention_of(self.engine_spec.model, self.engine_spec.decoder)
-        return dense_forward.DenseModel(self.engine_spec.model, self.engine_spec.decoder)
+        return dense_model(self.stages)
 
     def start_profile(self, folder: str | None) -> None:
         """See `Profiler.start`."""

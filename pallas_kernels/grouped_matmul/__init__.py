@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backends as choosing
+from pallas_kernels.grouped_matmul.gradients import with_gradients
 
 _OP, _BACKENDS = "grouped_matmul", ("reference", "tpu", "gpu", "cpu")
 _QUANTIZED = ("int8", "float8_e4m3fn", "float8_e5m2", "int4", "float4_e2m1fn")
@@ -55,8 +56,8 @@ def grouped_matmul(
 ) -> jax.Array:
     """out_TF in x's type, accumulated in float32: the first `group_sizes[0]` tokens times expert 0, and so on.
 
-    Sizes are int32 and add up to T at most; zeros for the tokens beyond. `interpret` is handed to Pallas.
-    Raises ValueError for other operands.
+    Sizes are int32 and add up to T at most; zeros for the tokens beyond. `interpret` is handed to Pallas. It can be
+    differentiated by tokens and by weights of a float type. Raises ValueError for other operands.
     """
     _check_weights(weights)
     E, _, D = weights.values_EFD.shape
@@ -65,7 +66,16 @@ def grouped_matmul(
     if group_sizes_E.shape != (E,) or group_sizes_E.dtype != jnp.int32:
         raise ValueError(f"group_sizes_E is {_spelled(group_sizes_E)}; accepted is int32[{E}], one for each expert.")
     module = choosing.require(_OP, _BACKENDS, backend, x_TD, weights)
-    return module.grouped_matmul(x_TD, weights, group_sizes_E, interpret=interpret)
+    if weights.scale_ECF is not None:
+        return module.grouped_matmul(x_TD, weights, group_sizes_E, interpret=interpret)
+
+    def multiply(x_TD: jax.Array, values_EFD: jax.Array, group_sizes_E: jax.Array) -> jax.Array:
+        weights = ExpertWeights(values_EFD)
+        takes = module.cannot_take(x_TD, weights) is None  # a gradient has the shapes the other way round
+        chosen = module if takes else choosing.require(_OP, _BACKENDS, "reference")
+        return chosen.grouped_matmul(x_TD, weights, group_sizes_E, interpret=interpret)
+
+    return with_gradients(multiply, x_TD, weights.values_EFD, group_sizes_E)
 
 
 def _check_weights(weights: ExpertWeights) -> None:

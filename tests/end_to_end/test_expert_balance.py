@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpaged import LLM
+from jaxpaged.errors import ConfigError
 from tests.end_to_end.test_architectures import generate, start
 from tests.end_to_end.test_attention_ranks import OPTIONS as OF_RANKS
 from tests.end_to_end.test_attention_ranks import answers, lengths_of_runs
@@ -51,6 +52,8 @@ def test_experts_move_while_requests_run_and_the_tokens_stay(tmp_path, caplog):
         stats = executor.worker.stats()
         assert stats["expert_rebalancings"] == len(told) >= 3 and stats["recompiles"] == 0
         assert stats["expert_layers_moved"] == executor.worker.engine_spec.decoder.num_layers
+        with pytest.raises(ConfigError, match="enable_eplb moves experts"):
+            executor.worker.dense_model()
         executor.worker.sleep(discard=True)
         executor.worker.wake_up("weights")
         executor.worker.wake_up("kv_cache")

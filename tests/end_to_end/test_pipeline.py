@@ -45,6 +45,8 @@ def test_stages_give_the_tokens_of_whole_models(tmp_path):
             llm.wake_up()
             assert answers(llm, prompt) == ([golden], 0)
         assert llm.stats().number("recompiles") == 0
+        with pytest.raises(ConfigError, match="pipeline_parallel_size is 2, and dense_forward takes whole models"):
+            llm.dense_model()
 
 
 @pytest.mark.slow

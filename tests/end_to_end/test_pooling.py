@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpaged import LLM, PoolingParams
-from jaxpaged.errors import RequestError
+from jaxpaged.errors import ConfigError, RequestError
 from tests.models.paged import GOLDEN
 from tests.models.pooling_checkpoints import prompts, write
 
@@ -63,6 +63,8 @@ def test_embeddings_are_those_of_transformers_alone_and_in_a_batch(name, pooling
         for output, vector in zip(cut, golden):
             np.testing.assert_allclose(output.outputs.embedding, normalized(vector[:8]), rtol=2e-4, atol=5e-5)
         assert llm.llm_engine.executor_stats()["recompiles"] == 0
+        with pytest.raises(ConfigError, match="the engine pools"):
+            llm.dense_model()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def test_positions_begin_with_each_text():
 
 
 def test_a_token_sees_its_window_or_its_chunk():
-    seen = lambda **limits: visible_tokens(DenseBatch(SEGMENTS_RC, **limits))[1].astype(int).tolist()
+    seen = lambda **limits: visible_tokens(DenseBatch(SEGMENTS_RC, make_mesh(1), **limits))[1].astype(int).tolist()
     assert seen(window=2)[4:] == [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 1]]
     assert seen(chunk=2)[1:] == [
         [0, 1, 0, 0, 0, 0],
@@ -39,7 +39,7 @@ def test_it_is_paged_attention_of_the_same_tokens(window):
     metadata = step_metadata(context, jnp.int32(4), starts, lengths, tables, **sizes)
     paged = AttentionBatch(metadata, context, window)
     wanted, _ = attend(paged, q_TNH, k_TKH, v_TKH, allocate_kv(context, 8, 4, 2, 8, jnp.float32), **settings)
-    dense = DenseBatch(SEGMENTS_RC, window)
+    dense = DenseBatch(SEGMENTS_RC, context.mesh, window)
     found, kv = attend(dense, q_TNH, k_TKH, v_TKH, None, **settings)
     np.testing.assert_allclose(found, wanted, atol=2e-6)
     again, _ = attend(dense, q_TNH, None, None, kv, **settings)

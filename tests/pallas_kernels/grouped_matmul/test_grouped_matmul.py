@@ -81,6 +81,33 @@ def test_tokens_are_multiplied_by_their_own_expert_and_padding_gives_zeros(backe
     assert not np.asarray(out_TF, np.float32)[sum(case.sizes) :].any()
 
 
+GRADIENTS = (
+    ("reference", Case("", "float32", (3, 0, 40, 1, 70), padding=5, num_inputs=24, num_outputs=17, dtype="float32")),
+    ("gpu", Case("", "bfloat16", (3, 0, 40), padding=5, num_inputs=64, num_outputs=17)),
+)
+
+
+@pytest.mark.parametrize(("backend", "case"), GRADIENTS, ids=[backend for backend, _ in GRADIENTS])
+def test_gradients_are_those_of_a_product_per_expert_and_padding_has_none(backend, case):
+    x_TD, weights, sizes_E = make_operands(case)
+    slope_TF = np.random.default_rng(1).normal(size=(len(x_TD), case.num_outputs)).astype(case.dtype)
+    product = functools.partial(gm.grouped_matmul, backend=backend, interpret=INTERPRET[backend])
+
+    def total(x_TD, values_EFD, sizes_E, slope_TF):
+        return jnp.sum((product(x_TD, gm.ExpertWeights(values_EFD), sizes_E) * slope_TF).astype(jnp.float32))
+
+    found = run_once(jax.grad(total, argnums=(0, 1)), x_TD, weights.values_EFD, sizes_E, slope_TF)
+    wanted = np.zeros(x_TD.shape), np.zeros(weights.values_EFD.shape)
+    ends = np.cumsum(sizes_E)
+    for expert, own in enumerate(map(slice, ends - sizes_E, ends)):
+        x, slope = (np.asarray(each[own], np.float64) for each in (x_TD, slope_TF))
+        if len(x):
+            wanted[0][own] = slope @ np.asarray(weights.values_EFD[expert], np.float64)
+            wanted[1][expert] = slope.T @ x
+    for each, right in zip(found, wanted, strict=True):
+        assert np.abs(np.asarray(each, np.float64) - right).max() <= 4 * tolerance(case.dtype, case.num_inputs)
+
+
 def test_kernels_take_weights_of_every_type():
     taken = {backend: {case.weights for name, case in PAIRS if name == backend} for backend in INTERPRET}
     assert taken["tpu"] == {"bfloat16", "float32", "int8", "float8_e4m3fn", "int4", "float4_e2m1fn"}
