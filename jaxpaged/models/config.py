@@ -248,6 +248,16 @@ class DecoderConfig:
         }
 
 
+MAX_COUNT, MAX_NUMBER = 2**31 - 1, 3e38
+"""The largest numbers that programs compute with: of int32, and of float32."""
+MOST = {"num_hidden_layers": 10_000}
+"""Fields of which less is far too much."""
+
+
+def is_positive(found: Any) -> bool:
+    return type(found) in (int, float) and 0 < found <= MAX_NUMBER
+
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 """The two kinds of layers that `layer_types` in config.json names."""
 
@@ -270,8 +280,10 @@ class HfFields:
         found = self.value(name, default)
         if found is None:
             raise CheckpointError(f"config.json lacks {name}. Is this the model's complete config.json?")
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            raise CheckpointError(f"config.json: {name} is {found!r}; it must be a positive whole number.")
+        most = MOST.get(name, MAX_COUNT)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
+            wanted = f"a positive whole number of at most {most:,}"
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be {wanted}.")
         return found
 
     def count_or_none(self, name: str, default: int | None = None) -> int | None:
@@ -282,8 +294,8 @@ class HfFields:
     def number(self, name: str, default: float) -> float:
         """A positive number."""
         found = self.value(name, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not found > 0:
-            raise CheckpointError(f"config.json: {name} is {found!r}; it must be a positive number.")
+        if not is_positive(found):
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be a positive number.")
         return float(found)
 
     def number_or_none(self, name: str, default: float | None = None) -> float | None:
@@ -294,9 +306,16 @@ class HfFields:
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of positive numbers, empty when missing."""
         found = self.value(name, [])
-        if not isinstance(found, list) or not all(type(number) in (int, float) and number > 0 for number in found):
+        if not isinstance(found, list) or not all(map(is_positive, found)):
             raise CheckpointError(f"config.json: {name} is {short(found)}; it must be a list of positive numbers.")
         return tuple(map(float, found))
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object, empty when missing."""
+        found = self.value(name, {})
+        if not isinstance(found, dict):
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be an object.")
+        return found
 
     def index(self, name: str, default: int) -> int:
         """A whole number of at least zero."""
@@ -306,13 +325,20 @@ class HfFields:
     def flag(self, name: str, default: bool) -> bool:
         found = self.value(name, default)
         if not isinstance(found, bool):
-            raise CheckpointError(f"config.json: {name} is {found!r}; it must be true or false.")
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be true or false.")
+        return found
+
+    def text(self, name: str) -> str:
+        """A text, empty when missing."""
+        found = self.value(name, "")
+        if not isinstance(found, str):
+            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be a text.")
         return found
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         found = self.value(name, default)
         if found not in choices:
-            raise CheckpointError(f"config.json: {name} is {found!r}; supported: {', '.join(choices)}.")
+            raise CheckpointError(f"config.json: {name} is {short(found)}; supported: {', '.join(choices)}.")
         return found
 
     def of_layers[T](self, name: str, choices: tuple[T, ...], default: list[T]) -> list[T]:

@@ -216,9 +216,9 @@ def full_sizes(fields: HfFields, windows: Sequence[int | None], kv_heads: int, k
     if k_is_v:
         of_all["num_key_value_heads"] = fields.count("num_global_key_value_heads", kv_heads)
     fields.read.add("num_global_key_value_heads")
-    of_layers = fields.value("per_layer_config", {})
+    of_layers = fields.mapping("per_layer_config")
     full = [str(i) for i, window in enumerate(windows) if window is None]
-    given = [of_layers[i] for i in full if i in of_layers] if isinstance(of_layers, dict) else [None]
+    given = [of_layers[i] for i in full if i in of_layers]
     if not of_layers:
         return of_all["head_dim"], of_all["num_key_value_heads"]
     is_alike = len(given) == len(full) == len(of_layers) and all(each == given[0] for each in given)
@@ -233,8 +233,8 @@ def full_sizes(fields: HfFields, windows: Sequence[int | None], kv_heads: int, k
 
 def rope_of(fields: HfFields, kind: str, head_dim: int) -> Any:
     """The rotation of layers of one kind."""
-    params = rope_fields(fields) or ROPES
-    return rope_from_params(fields, dict(params.get(kind) or ROPES[kind]), ROPES[kind]["rope_theta"], head_dim)
+    params = HfFields(rope_fields(fields)).mapping(kind) or ROPES[kind]
+    return rope_from_params(fields, params, ROPES[kind]["rope_theta"], head_dim)
 
 
 def experts_config(fields: HfFields, num_layers: int) -> ExpertsConfig | None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.experts import SIGMOID, Experts, RouterConfig
 from jaxpaged.models import llama
 from jaxpaged.models.config import DecoderConfig, ExpertsConfig, HfFields
@@ -41,10 +40,9 @@ def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
         given["partial_rotary_factor"] = sizes.count("rotary_dim") / sizes.count("head_dim")
     fields = HfFields(given)
     fields.expect(EXPECTED, of="MiniMax-M2")
-    if any(kind != 1 for kind in fields.value("attn_type_list", [])):
-        raise CheckpointError("config.json: attn_type_list has layers without full attention, which M2 does not have.")
     fields.read |= {*UNUSED, "rotary_dim"}
     num_layers = fields.count("num_hidden_layers")
+    fields.of_layers("attn_type_list", (1,), [1] * num_layers)  # all layers attend to everything
     experts = ExpertsConfig(
         num_experts=fields.count("num_local_experts", 256),
         width=fields.count("intermediate_size"),

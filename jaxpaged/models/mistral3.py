@@ -18,7 +18,7 @@ from jaxpaged.models.wrapped import text_part
 def config_from_hf(hf: dict[str, Any]) -> DecoderConfig:
     """Of the part of config.json that describes the language model, which must be a Mistral or a Ministral 3."""
     text = {name: value for name, value in text_part(hf).items() if name != "is_composition"}
-    read = READERS.get(text.get("model_type", "mistral"))
+    read = READERS.get(HfFields(text).text("model_type") or "mistral")
     if read is None:
         raise CheckpointError(
             f"config.json: model_type of text_config is {short(text['model_type'])}; of this architecture "

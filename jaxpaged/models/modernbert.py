@@ -51,7 +51,7 @@ def config_from_hf(hf: dict[str, Any]) -> EncoderConfig:
     nested = {FULL, SLIDING} & params.keys()
     ropes = {
         kind: rope_from_params(
-            fields, (params.get(kind) or {}) if nested else params, fields.number(*theta), common["head_dim"]
+            fields, HfFields(params).mapping(kind) if nested else params, fields.number(*theta), common["head_dim"]
         )
         for kind, theta in THETAS.items()
     }

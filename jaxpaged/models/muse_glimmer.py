@@ -19,7 +19,7 @@ from jaxpaged.layers.attention import KVTensor, attend
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.norm import normalised, rms_norm
 from jaxpaged.models import llama
-from jaxpaged.models.config import DecoderConfig, HfFields, layer_windows, short, without_rotation
+from jaxpaged.models.config import DecoderConfig, HfFields, is_positive, layer_windows, short, without_rotation
 from jaxpaged.models.decoder import (
     SANDWICH_NORMS,
     Attention,
@@ -65,7 +65,8 @@ def config_from_hf(hf: dict[str, Any]) -> MuseGlimmerConfig:
     is_full = [(num_layers - 1 - i) % EVERY == 0 for i in range(num_layers)]
     windows = layer_windows(fields, window, sliding=lambda i: not is_full[i])
     thetas = fields.value("layer_rope_theta") or [0 if full else 1 for full in is_full]
-    if not isinstance(thetas, list) or len(thetas) != num_layers or len({*thetas} - {0}) > 1:
+    is_list = isinstance(thetas, list) and all(theta == 0 or is_positive(theta) for theta in thetas)
+    if not is_list or len(thetas) != num_layers or len({*thetas} - {0}) > 1:
         raise CheckpointError(
             f"config.json: layer_rope_theta is {short(thetas)}; it must have {num_layers} entries, each 0, for a layer "
             "that does not rotate, or one and the same number."

@@ -46,6 +46,7 @@ from jaxpaged.models.seed_oss import SEED_OSS
 from jaxpaged.models.seeing import seeing_model
 from jaxpaged.models.smollm3 import SMOLLM3
 from jaxpaged.models.unsupported import architecture_error, tower_error
+from jaxpaged.models.wrapped import text_part
 from jaxpaged.params.encoded import encoded_specs
 from jaxpaged.params.schemes import reading
 
@@ -140,7 +141,7 @@ def plain_model_for(hf: dict[str, Any], language_model_only: bool, models: Mappi
     name = architecture_of(hf)
     model = models.get(generating_name(name)) or ENCODERS.get(name)
     if model is MODELS.get(generating_name(name)):  # and none of a plugin
-        model = WRAPPED.get((name, text_type(hf)), model)
+        model = WRAPPED.get((name, str(text_part(hf).get("model_type"))), model)
     if model is None or (model is PIXTRAL and not is_pixtral(hf)):
         raise architecture_error(name, hf, [*models, *ENCODERS])
     if task_of(name) == "classify":
@@ -154,12 +155,6 @@ def plain_model_for(hf: dict[str, Any], language_model_only: bool, models: Mappi
     if model.vision.config_from_hf(hf) is None:
         return replace(model, vision=None)
     return seeing_model(model)
-
-
-def text_type(hf: dict[str, Any]) -> Any:
-    """`model_type` of the part of config.json that describes a language model."""
-    part = hf.get("text_config")
-    return part.get("model_type") if isinstance(part, dict) else None
 
 
 def generating_name(name: str) -> str:

@@ -32,11 +32,8 @@ EXTENDING_TYPES = ("linear", "dynamic", "yarn")
 
 def rope_fields(fields: HfFields) -> dict[str, Any]:
     """`rope_scaling` (transformers 4) or `rope_parameters` (5); an empty dictionary when there is neither."""
-    scaling, parameters = fields.value("rope_scaling"), fields.value("rope_parameters")
-    for name, found in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if found is not None and not isinstance(found, dict):
-            raise CheckpointError(f"config.json: {name} is {short(found)}; it must be an object.")
-    return dict(scaling or parameters or {})
+    scaling, parameters = fields.mapping("rope_scaling"), fields.mapping("rope_parameters")
+    return dict(scaling or parameters)
 
 
 def with_rope(hf: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +58,9 @@ def two_ropes(
     `theta` is that of a config.json that says nothing, and `window_theta` that of window layers, if it is another.
     """
     params, theta = rope_fields(fields), fields.number("rope_theta", theta)
-    nested = {FULL, SLIDING} & params.keys()
-    of_full = (params.get(FULL) or {}) if nested else params
-    of_windows = (params.get(SLIDING) or {}) if nested else {}
+    own, nested = HfFields(params), {FULL, SLIDING} & params.keys()
+    of_full = own.mapping(FULL) if nested else params
+    of_windows = own.mapping(SLIDING) if nested else {}
     return (
         rope_from_params(fields, of_full, theta, head_dim),
         rope_from_params(fields, of_windows, window_theta or theta, head_dim),
@@ -74,10 +71,10 @@ def rope_from_params(
     fields: HfFields, params: dict[str, Any], theta: float, head_dim: int, aliases: dict[str, str] | None = None
 ) -> RopeConfig:
     """One RopeConfig from one dictionary of rope parameters; `theta` is used when it names none."""
-    rope_type = params.get("rope_type") or params.get("type") or "default"
+    own = HfFields(params)
+    rope_type = own.text("rope_type") or own.text("type") or "default"
     rope_type = (aliases or {}).get(rope_type, rope_type)
     check_keys(rope_type, params)
-    own = HfFields(params)
     max_position = fields.count("max_position_embeddings")
     original = fields.count_or_none("original_max_position_embeddings")
     original = original or own.count("original_max_position_embeddings", max_position)
@@ -169,6 +166,8 @@ def attention_factor(rope_type: str, factor: float, original: int, own: HfFields
     if factor <= 1.0:
         return 1.0
     if rope_type == "longrope":
+        if original == 1:
+            raise CheckpointError("config.json: original_max_position_embeddings is 1; longrope needs more.")
         return math.sqrt(1 + math.log(factor) / math.log(original))
     scale, all_dim = own.value("mscale"), own.value("mscale_all_dim")
     if scale and all_dim:  # zero means that there is none

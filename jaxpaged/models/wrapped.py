@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jaxpaged.errors import CheckpointError
-from jaxpaged.models.config import short
+from jaxpaged.models.config import HfFields
 
 OF_IMAGES = frozenset(
     """
@@ -22,9 +21,8 @@ OF_IMAGES = frozenset(
 
 def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     """The fields of the language model. Some stand beside its part, and win over those in it."""
-    if "text_config" not in hf:
+    if hf.get("text_config") is None:
         return hf
-    if not isinstance(hf["text_config"], dict):
-        raise CheckpointError(f"config.json: text_config is {short(hf['text_config'])}; it must be an object.")
+    text = HfFields(hf).mapping("text_config")
     beside = {name: value for name, value in hf.items() if name not in OF_IMAGES and value is not None}
-    return {**hf["text_config"], **beside}
+    return {**text, **beside}

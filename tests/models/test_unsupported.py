@@ -46,7 +46,6 @@ QUANTISED = {
     "MLX to 4 bits": {"group_size": 64, "bits": 4, "mode": "affine"},
     "something new": {"quant_method": "something new"},
     "an unnamed method": {"compression": [1]},
-    "unnamed": ["what"],
 }
 
 

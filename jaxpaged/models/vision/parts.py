@@ -13,11 +13,10 @@ import numpy as np
 from flax import struct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import ACTIVATIONS
 from jaxpaged.layers.norm import LayerNorm
-from jaxpaged.models.config import HfFields, short
+from jaxpaged.models.config import HfFields
 from jaxpaged.models.vision.interface import PIXELS, Picture, Shape, VisionConfig
 from jaxpaged.params.sharding import MODEL_AXES
 from jaxpaged.params.spec import Spec
@@ -43,12 +42,8 @@ class Heads:
 
 def vision_fields(hf: dict[str, Any]) -> HfFields | None:
     """The fields of `vision_config`, if there is one."""
-    vision = hf.get("vision_config")
-    if not vision:
-        return None
-    if not isinstance(vision, dict):
-        raise CheckpointError(f"config.json: vision_config is {short(vision)}; it must be an object.")
-    return HfFields(vision)
+    vision = HfFields(hf).mapping("vision_config")
+    return HfFields(vision) if vision else None
 
 
 def block(x_PX: jax.Array, p: Block, activation: str) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params.other_formats import quantised
 from jaxpaged.params.schemes import awq, compressed_tensors, floats4, fp8, gguf, gptq, modelopt
-from jaxpaged.params.schemes.fields import Fields
+from jaxpaged.params.schemes.fields import Fields, short
 from jaxpaged.params.schemes.scheme import Quantization
 
 READERS: dict[str, Callable[[Fields], Quantization]] = {
@@ -113,10 +113,12 @@ def quantization_of(given: Any, place: str = FIELDS[0]) -> Quantization | None:
 
     CheckpointError for what is not read, saying what would serve.
     """
-    if given is None or given == {}:
+    if not isinstance(given, dict | None):
+        raise CheckpointError(f"config.json: {place} is {short(given)}; it must be an object.")
+    if not given:
         return None
-    source = given.get(SOURCE, "config.json") if isinstance(given, dict) else "config.json"
-    given = {name: value for name, value in given.items() if name != SOURCE} if isinstance(given, dict) else {}
+    source = given.get(SOURCE, "config.json")
+    given = {name: value for name, value in given.items() if name != SOURCE}
     method = str(given.get("quant_method")).lower().replace("_", "-")
     if method in ("auto-round", "intel/auto-round") and "gptq" in str(given.get("packing_format")):
         method, given = "gptq", {name: value for name, value in given.items() if name != "packing_format"}
