@@ -344,6 +344,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     weight_spans: list[tuple[int, str]] | None = None  # see `CompletionOutput`; told when they have changed
     processed_logprobs: list[ProcessedLogprob] | None = None  # of the new tokens
     sampling_mask: list[list[int]] | None = None  # of the new tokens
+    old_kv_from: int | None = None  # see `CompletionOutput`; told with `weight_spans`
 
 
 class LoRAStats(msgspec.Struct, array_like=True):
@@ -535,7 +536,8 @@ class CompletionOutput(Result, gc=False):
     """One generated sequence. `stop_reason` is the stop string or stop token id that ended it, or None.
 
     `weight_spans`: which weights drew its tokens, as (number of the first token, name of the update); "" for those that
-    the engine loaded, and None where they drew all of it.
+    the engine loaded, and None where they drew all of it. `old_kv_from`: the number of the first token that was drawn
+    over keys and values of older weights (`pause_generation` with `clear_cache` False); None: there is none.
     `processed_logprobs`: with `logprobs_mode` raw_and_processed_logprobs, of each token if `logprobs` were asked for.
     `sampling_mask`: with `return_sampling_mask`, if the request had limits; None: it draws from the whole vocabulary,
     or does not draw.
@@ -551,6 +553,7 @@ class CompletionOutput(Result, gc=False):
     weight_spans: list[tuple[int, str]] | None = None
     processed_logprobs: list[ProcessedLogprob] | None = None
     sampling_mask: SamplingMask | None = None
+    old_kv_from: int | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

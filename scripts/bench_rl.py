@@ -109,26 +109,38 @@ def show_updates(llm: LLM, folder: Path, repeat: int) -> None:
 
 
 def show_pauses(llm: LLM, repeat: int, seconds: float) -> None:
-    """A step with an update before it and without one, and tokens a second with an update each second and without."""
+    """A step with an update before it and without one, and tokens a second with an update each second and without: with
+    keys and values computed again, or kept."""
     params = jax.tree.map(lambda leaf: leaf + 0, llm.apply_model(lambda params: params)[0])
     endless = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True, detokenize=False)
-    plain, paused = [], []
-    for _ in range(repeat):
-        ids = [f"pause{number}" for number in range(ROWS)]
-        for request_id, prompt in zip(ids, prompts()):
-            llm.llm_engine.add_request(request_id, prompt, endless)
-        for _ in range(20):
-            llm.llm_engine.step()
-        plain.append(time_of_next(llm))
-        begin = time.perf_counter()
+    engine = llm.llm_engine
+
+    def update_over_kept() -> None:
+        engine.pause_generation("keep", clear_cache=False)
         llm.update_weights(params)
-        time_of_next(llm)
-        paused.append(time.perf_counter() - begin)
-        llm.llm_engine.abort_request(ids)
-    next_ms, paused_ms = min(plain) * 1e3, min(paused) * 1e3
-    print(f"  next token of {ROWS} requests {next_ms:.1f} ms, with an update before it {paused_ms:.1f} ms")
-    rates = [tokens_per_second(llm, seconds, update) for update in (None, lambda: llm.update_weights(params))]
-    print(f"  {rates[0]:.0f} tokens/s, with an update a second {rates[1]:.0f} ({rates[1] / rates[0]:.3f})", flush=True)
+        engine.resume_generation()
+
+    ways = {"an update": lambda: llm.update_weights(params), "one over kept KV": update_over_kept}
+    plain, paused = [], {way: [] for way in ways}
+    for _ in range(repeat):
+        for way, update in ways.items():
+            ids = [f"pause{number}" for number in range(ROWS)]
+            for request_id, prompt in zip(ids, prompts()):
+                engine.add_request(request_id, prompt, endless)
+            for _ in range(20):
+                engine.step()
+            plain.append(time_of_next(llm))
+            begin = time.perf_counter()
+            update()
+            time_of_next(llm)
+            paused[way].append(time.perf_counter() - begin)
+            engine.abort_request(ids)
+    told = "".join(f", with {way} before it {min(times) * 1e3:.1f} ms" for way, times in paused.items())
+    print(f"  next token of {ROWS} requests {min(plain) * 1e3:.1f} ms{told}")
+    rate = tokens_per_second(llm, seconds, None)
+    rates = {way: tokens_per_second(llm, seconds, update) for way, update in ways.items()}
+    told = "".join(f", with {way} a second {each:.0f} ({each / rate:.3f})" for way, each in rates.items())
+    print(f"  {rate:.0f} tokens/s{told}", flush=True)
 
 
 def time_of_next(llm: LLM) -> float:

@@ -80,6 +80,7 @@ def take_tokens(requests: Mapping[str, Request], output: ModelRunnerOutput) -> t
             result.loaded = request.loaded
         if request.untold_spans is not None:
             result.weight_spans, request.untold_spans = request.untold_spans, None
+            result.old_kv_from = request.old_kv_from
         may_end = len(tokens) + len(new) >= request.max_total_tokens or not request.stop_ids.isdisjoint(new)
         if not (may_end or failed) and request.matcher is None:
             tokens += new

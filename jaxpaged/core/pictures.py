@@ -231,6 +231,10 @@ class Pictures:
             raise too_large(what, config)
         self.longest = max(self.longest, longest)
 
+    def are_held_by(self, request: Request) -> bool:
+        """Whether a request holds embeddings."""
+        return request in self._held
+
     def release(self, request: Request) -> None:
         """A request computes nothing any more, or begins anew."""
         self._taken.pop(request, None)

@@ -359,6 +359,7 @@ class Rank:
         self._release(request)
         request.num_computed_tokens = 0
         request.decode_limit = 0
+        request.has_old_kv = False
         request.num_preemptions += 1
         self._stats.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
@@ -368,6 +369,12 @@ class Rank:
         """Take the blocks of all requests, with no step in flight. They go on later in the same order."""
         for request in self.running[::-1]:
             self._preempt(request)
+
+    def preempt_seeing(self) -> None:
+        """The same of those that have not read all embeddings of their pictures."""
+        for request in self.running[::-1]:
+            if self.pictures is not None and self.pictures.are_held_by(request):
+                self._preempt(request)
 
     def remove(self, request: Request) -> None:
         """A request that runs or waits has ended. Its results in flight will be dropped."""

@@ -59,6 +59,7 @@ class Request:
         "eos_token_id",
         "finish_reason",
         "first_scored",
+        "has_old_kv",
         "loaded",
         "lora",
         "matcher",
@@ -72,6 +73,7 @@ class Request:
         "num_prompt_tokens",
         "num_skipped_blocks",
         "num_tokens_with_placeholders",
+        "old_kv_from",
         "page_hashes",
         "priority",
         "prompt_logprobs",
@@ -120,6 +122,9 @@ class Request:
         # Which weights draw its tokens, as `CompletionOutput` has it; and the same until clients were told.
         self.weight_spans: list[tuple[int, str]] = []
         self.untold_spans: list[tuple[int, str]] | None = None
+        self.old_kv_from: int | None = None  # as `CompletionOutput` has it
+        # Its blocks hold what older weights computed, too, so nobody else may ever find them.
+        self.has_old_kv = False
 
         self.eos_token_id = None if params.ignore_eos else message.eos_token_id
         self.stop_ids = frozenset(params.stop_token_ids or ())
@@ -230,6 +235,8 @@ class Request:
         spans = [each for each in self.weight_spans or [(0, "")] if each[0] < start]
         if spans or label is not None:
             self.weight_spans = self.untold_spans = [*spans, (start, label or "")]
+        if self.has_old_kv and self.old_kv_from is None:
+            self.old_kv_from = start
 
     def note_admission(self) -> None:
         """The request is scheduled for the first time."""
@@ -248,6 +255,7 @@ class Request:
             times=self.times if was_scheduled else None,
             loaded=self.loaded if was_scheduled else None,
             weight_spans=self.untold_spans,
+            old_kv_from=self.old_kv_from,
         )
 
     def __repr__(self) -> str:

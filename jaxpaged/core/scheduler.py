@@ -431,12 +431,18 @@ class Scheduler:
             self.adapters.slots.lose()
 
     def change_weights(self, version: str, label: str | None) -> None:
-        """Other weights compute from now on: cached content is lost, and never found again. No request holds blocks,
-        and no step is in flight. `label`: what clients know them by, None for those that the engine loaded."""
+        """Other weights compute from now on: cached content is lost, and never found again. No step is in flight.
+        Requests that hold blocks go on over the old keys and values in them, but for those that have pictures to read
+        yet. `label`: what clients know the weights by, None for those that the engine loaded."""
         self._weights_label = label
         num_before = 0 if self._stats.weights is None else self._stats.weights.num_updates
         self._stats.weights = WeightStats(label or "", num_before + (label is not None))
-        self.lose_slots()
+        for rank in self.ranks:
+            rank.preempt_seeing()
+        if not self.running:
+            self.lose_slots()
+        if self.transfers is not None:
+            self.transfers.saves.clear()  # their blocks may have other content by the time that there is room
         for rank in self.ranks:
             rank.lose_content()
             rank.kv_cache_manager.change_root(version, self.requests.values())

@@ -55,6 +55,21 @@ class EngineControl(Protocol):
         """Whether anything has to be woken before prompts can be completed."""
         return self.call(core_calls.IsSleeping())
 
+    def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory.
+
+        `clear_cache`: forget what was computed of prompts, so that requests that are kept compute it again. Otherwise
+        they go on over the keys and values that they have, even if the weights change meanwhile
+        (`CompletionOutput.old_kv_from`); nobody else finds these then.
+        """
+        self.sleep(0, mode)
+        if clear_cache:
+            self.reset_prefix_cache(reset_running_requests=True)
+
+    def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self.wake_up(["scheduling"])
+
     def start_weight_update(self, is_partial: bool = False) -> None:
         """Begin to send other weights; the engine serves those that it has until `finish_weight_update`. `is_partial`:
         parameters that are not sent stay. Raises UsageError for a quantised checkpoint, ConflictError."""
@@ -232,8 +247,7 @@ class AsyncEngineControl(Protocol):
         await self.call(core_calls.WakeUp(tags))
 
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """`sleep(0, mode)`: compute nothing until `resume_generation`, and keep all memory. `clear_cache`: forget what
-        was computed of prompts, so that requests that are kept compute it again."""
+        """See `EngineControl.pause_generation`."""
         await self.sleep(0, mode)
         if clear_cache:
             await self.reset_prefix_cache(reset_running_requests=True)

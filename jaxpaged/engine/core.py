@@ -431,14 +431,15 @@ class EngineCore(EngineCoreClient):
 
     @holding_interrupts
     def note_weight_update(self) -> None:
-        """If the weights are others than before, nothing that was computed with the old ones is ever used again:
-        running requests compute their tokens anew."""
+        """If the weights are others than before, nothing that was computed with the old ones is found again. Running
+        requests begin anew; where only scheduling is paused, they go on over the keys and values that they have."""
         version = self.executor.weights_version
         if version != self._weights_version:
             self._await_all()
             self._weights_version = version
             with self._books:
-                self._scheduler.preempt_all()
+                if self._sleep.level != 0:
+                    self._scheduler.preempt_all()
                 self._exchange_kv()
                 self._scheduler.change_weights(version, self.executor.weights_label)
             if self.embeds is not None:

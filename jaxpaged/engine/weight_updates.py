@@ -3,8 +3,9 @@
 The names and phases are vLLM's. All that comes is checked when it comes, and again as a whole when the update is
 finished; only then is the first weight replaced, between two steps. Until then, and when anything is wrong, the engine
 serves the weights that it has. Afterwards requests under way go on with the new ones: what was computed of them is
-computed again, so that no token is drawn from layers of two versions. What the prefix cache has of the old weights is
-found by nobody, here or in any tier, since every block's hash begins with the version of the weights.
+computed again, unless they are kept over a pause with their keys and values. No token is drawn from layers of two
+versions. What the prefix cache has of the old weights is found by nobody, here or in any tier, since every block's hash
+begins with the version of the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence

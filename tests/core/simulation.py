@@ -5,16 +5,17 @@ every slot of the encoder cache holds, too. An adapter changes what the first to
 
 A slot holds (KV group, hash of all tokens up to and including its own): what keys and values depend on, and recurrent
 states, of which a block has one slot. The next token is a hash of all tokens before it, so a token in the wrong place
-changes everything after it. Whatever the prefix cache has must be what a computation token by token would have left
-there.
+changes everything after it. So do the weights that computed each token, which may change (`Engine.change_weights`).
+Whatever the prefix cache has must be what a computation token by token, with the weights of now, would have left there.
 """
 
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 import msgspec
 import numpy as np
@@ -81,22 +82,23 @@ def needs_of(kinds: tuple[Kind, ...], num_tokens: int, max_step_tokens: int) -> 
     return [layout.max_blocks(num_tokens, max_step_tokens) or 1 for layout in pool_layouts(groups_of(kinds))]
 
 
-def extend_hash(state: int, token_id: int) -> int:
-    return zlib.crc32(token_id.to_bytes(4, "big"), state)
+def extend_hash(state: int, token_id: int, weights: int = 0) -> int:
+    state = zlib.crc32(token_id.to_bytes(4, "big"), state)
+    return zlib.crc32(weights.to_bytes(4, "big"), state) if weights else state
 
 
-def prefix_hashes(token_ids: list[int]) -> list[int]:
-    """For every token the hash of everything up to it."""
+def prefix_hashes(token_ids: list[int], weights: Iterable[int] = repeat(0)) -> list[int]:
+    """For every token the hash of everything up to it. `weights`: those that compute each token, at least."""
     hashes, state = [], 0
-    for token_id in token_ids:
-        state = extend_hash(state, token_id)
+    for token_id, version in zip(token_ids, weights):
+        state = extend_hash(state, token_id, version)
         hashes.append(state)
     return hashes
 
 
-def next_token(token_ids: list[int]) -> int:
+def next_token(token_ids: list[int], weights: Iterable[int] = repeat(0)) -> int:
     """What the model of this file says after `token_ids`."""
-    return prefix_hashes(token_ids)[-1] % VOCAB_SIZE
+    return prefix_hashes(token_ids, weights)[-1] % VOCAB_SIZE
 
 
 def seen(token_ids: list[int], features: Sequence[MultiModalFeature], digest: str = "") -> list[int]:
@@ -115,13 +117,16 @@ def embedding(key: bytes, i: int) -> int:
     return zlib.crc32(i.to_bytes(4, "big"), zlib.crc32(key))
 
 
-def expected_output(request: EngineCoreRequest, max_model_len: int) -> tuple[list[int], str, int | None]:
-    """(output tokens, finish reason, stop reason), one token after another."""
+def expected_output(
+    request: EngineCoreRequest, max_model_len: int, weights: int = 0, drawn: Sequence[int] | None = None
+) -> tuple[list[int], str, int | None]:
+    """(output tokens, finish reason, stop reason), one token after another. `drawn`: the tokens, None: those that these
+    weights draw."""
     digest = request.lora.digest if request.lora else ""
     params, tokens = request.sampling_params, seen(request.prompt_token_ids, request.mm_features, digest)
     output: list[int] = []
     while True:
-        token = next_token(tokens)
+        token = next_token(tokens, repeat(weights)) if drawn is None else drawn[len(output)]
         tokens.append(token)
         output.append(token)
         if token == request.eos_token_id and not params.ignore_eos:
@@ -153,6 +158,8 @@ class Row:
     pages: dict[int, list[int]] = field(default_factory=dict)  # of the encoder cache, by the index of the feature
     lora_slot: int = 0
     digest: str = ""  # of what was in its slot when it began
+    weights: list[int] = field(default_factory=list)  # that have computed its tokens
+    goes_on: bool = True  # else other weights compute from now on, and it must begin anew
 
     @property
     def ended(self) -> bool:
@@ -182,6 +189,8 @@ class SimulatedRunner:
         self.encoder = encoder
         self.encoded: dict[int, int] = {}  # slot of the encoder cache -> embedding
         self.num_encoded = 0
+        self.weights = 0  # the number of those that compute
+        self.drawn: dict[str, list[int]] = {}  # by request, all tokens since it came
         self.specs = [group.spec for group in groups]
         self.pool_of = {g: p for p, layout in enumerate(pool_layouts(groups)) for g in layout.group_idxs}
         self.max_num_seqs = max_num_seqs
@@ -247,12 +256,23 @@ class SimulatedRunner:
         accepted: dict[str, list[int]] = {}
         for request_id, most in zip(scheduled.request_ids, scheduled.max_sampled_tokens):
             if most > 1:
-                row, accepted[request_id] = self.rows[request_id], []
+                accepted[request_id] = []
                 for _ in range(self.stingy.randint(0, most - 1)):
-                    row.token_ids.append(next_token(row.token_ids))
-                    row.num_sampled += 1
-                    accepted[request_id].append(row.token_ids[-1])
+                    accepted[request_id].append(self._draw(request_id))
         return accepted
+
+    def _draw(self, name: str) -> int:
+        """The next token of a row, with the weights of now."""
+        row = self.rows[name]
+        row.token_ids.append(self._hashes(row)[-1] % VOCAB_SIZE)
+        row.num_sampled += 1
+        self.drawn.setdefault(name, []).append(row.token_ids[-1])
+        return row.token_ids[-1]
+
+    def _hashes(self, row: Row) -> list[int]:
+        """For every token the hash of everything up to it: of the next ones as they are computed now."""
+        assert row.goes_on, "tokens would be drawn over old keys and values"
+        return prefix_hashes(row.token_ids, chain(row.weights, repeat(self.weights)))
 
     def _write_rejected(self, scheduled: SchedulerOutput, accepted: dict[str, list[int]]) -> None:
         """The keys of the other drafts are written, too."""
@@ -303,6 +323,7 @@ class SimulatedRunner:
             assert all(feature.pixels is None for feature in new.mm_features)
             row = Row(tokens, tables, stop_ids, new.num_computed_tokens, len(tokens), begins=new.num_computed_tokens)
             row.features, row.lora_slot, row.digest = new.mm_features, new.lora_slot, digest
+            row.weights = [self.weights] * new.num_computed_tokens
             self.rows[new.request_id] = row
         assert len(self.rows) <= self.max_num_seqs
         assert all(self.lora_slots[row.lora_slot] == row.digest for row in self.rows.values())
@@ -316,7 +337,7 @@ class SimulatedRunner:
     def _check_reads(self, request_id: str, computed: int) -> None:
         """All that the first query of a request sees before itself must be there."""
         row = self.rows[request_id]
-        hashes = prefix_hashes(row.token_ids)
+        hashes = self._hashes(row)
         for group, (spec, table) in enumerate(zip(self.specs, row.tables)):
             window = getattr(spec, "window", None)
             positions = range(0 if window is None else max(computed - window + 1, 0), computed)
@@ -342,7 +363,7 @@ class SimulatedRunner:
         for name, place in zip(names, places):
             row = self.rows[name]
             assert place.stop <= len(row.token_ids), f"{name}: tokens scheduled that nobody has sampled"
-            hashes = prefix_hashes(row.token_ids)
+            hashes = self._hashes(row)
             if row.features:
                 self._check_embeddings(row, name, place)
             for group, position, slot in self._slots(name, place):
@@ -350,8 +371,9 @@ class SimulatedRunner:
                 written.add(slot)
                 self.memory[slot] = group, hashes[position]
             for token_id in row.token_ids[place.start : place.stop]:
-                row.state = extend_hash(row.state, token_id)
+                row.state = extend_hash(row.state, token_id, self.weights)
             row.num_computed = place.stop
+            row.weights = [*row.weights[: place.start], *repeat(self.weights, len(place))]
 
     def _slots(self, name: str, place: range) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
         """(KV group, position, slot) of all that is written there: states at the end of a block, if they are wanted."""
@@ -366,9 +388,7 @@ class SimulatedRunner:
     def _sample(self, name: str) -> int:
         row = self.rows[name]
         assert row.num_computed == len(row.token_ids), f"{name} samples before all is computed"
-        row.token_ids.append(next_token(row.token_ids))
-        row.num_sampled += 1
-        return row.token_ids[-1]
+        return self._draw(name)
 
     def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """A run of decode steps: single ones, in which a request has no part any more once a stop token is its last.
@@ -525,6 +545,7 @@ class Engine:
         self.requests: dict[str, EngineCoreRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineCoreOutput] = {}
+        self.weights: dict[str, int | None] = {}  # that draw a request's tokens; None: several do
 
     def add(self, request_id: str, prompt: list[int], arrival_time: float = 0.0, **options) -> None:
         """Queue a request; options of SamplingParams and of EngineCoreRequest alike."""
@@ -538,6 +559,8 @@ class Engine:
         request.lora = self.books[-1].lora  # the version that it got
         self.requests[request_id] = request
         self.tokens[request_id] = []
+        self.weights[request_id] = self.runner.weights
+        self.runner.drawn.pop(request_id, None)
         self.ends.pop(request_id, None)
 
     def load(self, info: LoRAInfo) -> None:
@@ -596,6 +619,31 @@ class Engine:
         self.runner.encoded.clear()
         self.runner.lora_slots = {0: ""}
 
+    def change_weights(self, *, keeps: bool) -> None:
+        """What `EngineCore.note_weight_update` does. `keeps`: requests go on over their old keys and values."""
+        while self.in_flight:
+            self.receive()
+        if not keeps:
+            self.scheduler.preempt_all()
+        self.exchange()
+        if not keeps:
+            self.runner.memory.clear()
+        self.runner.weights += 1
+        self.scheduler.change_weights(version := f"weights {self.runner.weights}", version)
+        self.scheduler.check_integrity()
+        kept = {request.request_id for request in self.scheduler.running}
+        assert keeps or not kept
+        for name, row in self.runner.rows.items():
+            row.goes_on = name in kept
+        self.weights |= dict.fromkeys(self.scheduler.requests)
+        self.runner.encoded.clear()
+        if not kept:
+            self.runner.lora_slots = {0: ""}
+        assert not any(block.cache_key for pool in self.scheduler.kv_cache_manager.pools for block in pool.blocks)
+
+    def exchange(self) -> None:
+        """What is said to a connector between steps."""
+
     def run(self, max_steps: int = 2000) -> None:
         """Step until all requests have ended and nothing is in flight, then check every answer."""
         while self.scheduler.has_unfinished_requests():
@@ -608,10 +656,15 @@ class Engine:
         self.check_idle()
 
     def check_answers(self) -> None:
-        """Whoever was not aborted has exactly the tokens of the model; the others have a beginning of them."""
+        """Whoever was not aborted has exactly the tokens of the model; the others have a beginning of them. Where
+        several weights drew them, they are what the runner drew, which has checked all that it read."""
         for request_id, end in self.ends.items():
-            tokens, finish_reason, stop_reason = expected_output(self.requests[request_id], self.max_model_len)
-            got = self.tokens[request_id]
+            request, weights, got = self.requests[request_id], self.weights[request_id], self.tokens[request_id]
+            drawn = self.runner.drawn.get(request_id, []) if weights is None else None
+            if drawn is not None and end.finish_reason in ("abort", "error"):
+                assert got == drawn[: len(got)], request_id
+                continue
+            tokens, finish_reason, stop_reason = expected_output(request, self.max_model_len, weights or 0, drawn)
             if end.finish_reason in ("abort", "error"):
                 assert got == tokens[: len(got)], request_id
             else:
@@ -625,7 +678,7 @@ class Engine:
         memory, hashes_of, unit = runner.memory, {}, manager.groups.unit
         for request in self.books:
             digest = request.lora.digest if request.lora else ""
-            hashes = prefix_hashes(seen(request.all_token_ids, request.mm_features, digest))
+            hashes = prefix_hashes(seen(request.all_token_ids, request.mm_features, digest), repeat(runner.weights))
             for i, key in enumerate(request.block_hashes):
                 hashes_of[key] = hashes[: (i + 1) * unit]
         for p, pool in enumerate(manager.pools):

@@ -149,6 +149,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_everything(self):
         self.engine.lose_everything()
 
+    @rule(keeps=st.booleans())
+    def change_weights(self, keeps):
+        self.engine.change_weights(keeps=keeps)
+
     @rule(data=st.data())
     def hold(self, data):
         """Somebody outside takes a part of what a request has; he keeps it when the request is gone."""

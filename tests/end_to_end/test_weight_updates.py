@@ -378,6 +378,41 @@ def test_requests_under_way_go_on_with_the_new_weights(folders, options):
     engine.shutdown()
 
 
+def test_requests_that_are_kept_go_on_over_their_keys_and_values(llm, folders, answers):
+    """Where the weights that change compute no keys and values, these are what would be computed again."""
+    engine, other = llm.llm_engine, tensors_of(folders[1])
+    longer = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False)
+
+    def told(weights, **pause):
+        """What a request says over an update, and how many tokens were computed behind that."""
+        engine.update_weights(folders[0], "first")
+        engine.add_request("early", PROMPT, longer)
+        while not (said := engine.step()) or len(said[0].outputs[0].token_ids) < 5:
+            pass
+        engine.pause_generation("keep", **pause)
+        engine.start_weight_update(is_partial=True)
+        engine.update_weights(weights)
+        engine.finish_weight_update("second")
+        engine.resume_generation()
+        last = engine.step_records()[0][-1].step_id
+        while engine.has_unfinished_requests():
+            said = engine.step() or said
+        [answer] = said[0].outputs
+        computed = sum(step.num_tokens for step in engine.step_records()[0] if step.step_id > last)
+        return answer, [line[token].logprob for line, token in zip(answer.logprobs, answer.token_ids)], computed
+
+    for weights, computes_kv in (({NORM: other[NORM]}, False), (other, True)):
+        kept, kept_logprobs, num_kept = told(weights, clear_cache=False)
+        anew, anew_logprobs, num_anew = told(weights)
+        start = kept.weight_spans[-1][0]
+        assert kept.weight_spans == [(0, "first"), (start, "second")] and kept.old_kv_from == start
+        assert anew.old_kv_from is None and anew.weight_spans == kept.weight_spans
+        assert num_anew - num_kept == len(PROMPT["prompt_token_ids"]) + start - 1
+        assert (anew_logprobs == pytest.approx(kept_logprobs, abs=1e-5)) != computes_kv
+    tokens, logprobs = said(llm)
+    assert tokens == answers[1][0] and logprobs == pytest.approx(answers[1][1], abs=1e-5), "nothing old is found"
+
+
 def test_what_is_rounded_when_it_is_loaded_is_rounded_when_it_arrives(folders):
     engines = [LLM(str(folder), **SIZES, quantization="int8") for folder in folders]
     engines[0].update_weights(tensors_of(folders[1]))

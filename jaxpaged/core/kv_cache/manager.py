@@ -130,7 +130,7 @@ class KVCacheManager:
 
     def hashes_filled(self, request: Request, num_new_tokens: int) -> list[bytes]:
         """Of the blocks that a request fills with its next, known tokens, and that others may find one step later."""
-        if not self.enable_prefix_caching or num_new_tokens < 2:
+        if not self.enable_prefix_caching or num_new_tokens < 2 or request.has_old_kv:
             return []
         self.hasher.extend(request)
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_new_tokens
@@ -269,7 +269,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, step_id: int) -> None:
         """Enter what is full, known, and computed by the steps up to `step_id` into the prefix cache."""
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.has_old_kv:
             return
         first, end = request.num_entered_tokens, request.num_cacheable_tokens
         if end - first < self.groups.unit:
@@ -354,7 +354,7 @@ class KVCacheManager:
                     group.pool.uncache(block)
 
     def lose_content(self) -> None:
-        """Forget all content, whoever holds its blocks. No request does, and no step is in flight."""
+        """Forget all content, whoever holds its blocks. No step is in flight."""
         for pool in self.pools:
             pool.lose_content()
         for hold in self.holds:
@@ -362,11 +362,12 @@ class KVCacheManager:
         self._unconfirmed.clear()
 
     def change_root(self, weights_version: str, requests: Iterable[Request]) -> None:
-        """Other weights compute from now on: what was computed is lost, and never found again. `requests` are all that
-        there are; none holds blocks, and no step is in flight."""
+        """Other weights compute from now on: what was computed is never found again. `requests` are all that there are;
+        those that hold blocks go on over what is in them. No step is in flight."""
         self.lose_content()
         for request in requests:
             request.forget_hashes()
+            request.has_old_kv = any(request.blocks)
         self.hasher.root = root_of(weights_version, self.first_root)
 
     def take_events(self) -> list[KVCacheEvent]:

@@ -159,8 +159,8 @@ class KVTransfers:
 
     def prompt_pieces(self, request: Request) -> tuple[int, list[Piece]]:
         """How many tokens of a prompt are whole pages, and the pieces that whoever goes on behind it needs, those too
-        that no blocks hold yet."""
-        if not request.reads_prefix_cache:
+        that no blocks hold yet. None where weights changed under way."""
+        if not request.reads_prefix_cache or request.has_old_kv:
             return 0, []
         pieces, num_tokens = self._pieces, self._pieces.align(request.num_prompt_tokens)
         needed = (

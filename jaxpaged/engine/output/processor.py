@@ -134,6 +134,7 @@ class OutputProcessor:
                 continue
             prompt, sequence = found
             goes_on = output.finish_reason is None and output.num_preemptions == sequence.num_preemptions
+            goes_on = goes_on and output.weight_spans is None
             if goes_on and prompt.only_grows and (not changed or prompt not in changed):
                 num_new = len(output.new_token_ids)
                 result = prompt.grow(sequence, output)
@@ -200,7 +201,7 @@ class OutputProcessor:
         if output.times is not None:
             sequence.times = output.times
         if output.weight_spans is not None:
-            sequence.weight_spans = output.weight_spans
+            sequence.weight_spans, sequence.old_kv_from = output.weight_spans, output.old_kv_from
         self._record_tokens(sequence, output, num_before, now)
         if output.pooled is not None:
             sequence.first_token_time = sequence.last_token_time = now

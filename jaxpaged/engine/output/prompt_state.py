@@ -35,6 +35,7 @@ class SequenceState:
         self.num_preemptions = 0
         self.times: tuple[float, float] | None = None  # when the core queued it and first scheduled it
         self.weight_spans: list[tuple[int, str]] | None = None
+        self.old_kv_from: int | None = None
         self.first_token_time: float | None = None  # or of the vector
         self.last_token_time = request.arrival_time
         self.detokenizer = make_detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else None
@@ -113,12 +114,12 @@ class SequenceState:
 
     def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
         logprobs, end = self._logprobs, (self.finish_reason, self.stop_reason, self.weight_spans)
-        mask = None if self._masks is None else SamplingMask(self._masks[start:])
+        more = (None if self._masks is None else SamplingMask(self._masks[start:]), self.old_kv_from)
         if logprobs is None:
-            return CompletionOutput(self.index, text, token_ids, None, None, *end, None, mask)
+            return CompletionOutput(self.index, text, token_ids, None, None, *end, None, *more)
         processed = logprobs.processed[start:] or None
         positions = logprobs.positions[start:]
-        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, positions, *end, processed, mask)
+        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, positions, *end, processed, *more)
 
 
 class PromptState:

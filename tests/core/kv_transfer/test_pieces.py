@@ -95,14 +95,24 @@ class Sharing(Engine):
         scheduled = self.scheduler.schedule(self.max_steps)
         self.scheduler.check_integrity()
         metadata = scheduled.kv_connector_metadata or self.scheduler.build_connector_meta() or KVConnectorMetadata()
-        for each in metadata.before_step:
-            (self.write if isinstance(each, KVWrite) else self.save)(each)
-        self.unwritten = [fetch.load_id for fetch in metadata.fetches]
-        self.loads |= {fetch.load_id: fetch.pieces for fetch in metadata.fetches}
+        self.carry(metadata)
         self.in_flight.append((scheduled, self.runner.execute(scheduled)))
         for save in metadata.after_step:
             self.save(save)
         return scheduled
+
+    def carry(self, metadata):
+        """What is done ahead of a step, and begun."""
+        for each in metadata.before_step:
+            (self.write if isinstance(each, KVWrite) else self.save)(each)
+        self.unwritten += [fetch.load_id for fetch in metadata.fetches]
+        self.loads |= {fetch.load_id: fetch.pieces for fetch in metadata.fetches}
+
+    def exchange(self):
+        metadata = self.scheduler.build_connector_meta() or KVConnectorMetadata()
+        self.carry(metadata)
+        for save in metadata.after_step:
+            self.save(save)
 
     def check_cache(self):
         pass
@@ -118,7 +128,8 @@ class Sharing(Engine):
             self.add(f"{number}", prompt, **{"max_tokens": 3, **ENDLESS, **options})
             while f"{number}" not in self.ends:
                 self.step()
-            assert self.tokens[f"{number}"] == expected_output(self.requests[f"{number}"], self.max_model_len)[0]
+            request, weights = self.requests[f"{number}"], self.weights[f"{number}"]
+            assert self.tokens[f"{number}"] == expected_output(request, self.max_model_len, weights)[0]
             found.append(self.books[-1].num_cached_tokens)
         return found
 
@@ -305,6 +316,48 @@ def test_weights_that_were_replaced_have_other_pages():
     assert not request.page_hashes
     engine.answers([prompt_of(70)])
     assert engine.num_copies == 2 * len(before) and engine.books[-1].num_cached_tokens == 0
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60), st.integers(0, 6)), min_size=2, max_size=5),
+    st.lists(st.sampled_from([None, True, True, False]), min_size=20, max_size=20),
+    st.lists(st.sampled_from(SIZES), min_size=2, max_size=2),
+    st.sampled_from([(None,), (None, 9), (None, STATES)]),
+    st.booleans(),
+)
+def test_what_requests_keep_of_old_weights_reaches_no_store(prompts, changes, sizes, windows, is_small):
+    """Two engines with one store take updates, over which requests keep their keys and values or not. What either
+    stores of some weights is what both compute with these from the first token on."""
+    store = {}
+    for size in sizes:
+        size = max(size, PAGE) if STATES in windows else size
+        engine = Sharing(store, size, windows, **({"num_blocks": 320 // size + 8} if is_small else {}))
+        pending = list(enumerate(prompts))
+        for keeps in changes:
+            for number, (kind, length, num_steps) in pending[:1]:
+                prompt = [*prompt_of(16), *prompt_of(120, kind)][:length]
+                engine.add(f"{number}", prompt, max_tokens=30, **ENDLESS)
+                for _ in range(num_steps):
+                    engine.step()
+            pending = pending[1:]
+            if keeps is not None:
+                engine.change_weights(keeps=keeps)
+            engine.step()
+        engine.run()
+
+
+def test_a_prompt_whose_weights_changed_is_not_lent():
+    engine = Sharing({}, 8, (None,))
+    engine.add("a", prompt_of(64), max_tokens=9, **ENDLESS)
+    while len(engine.tokens["a"]) < 2:
+        engine.step()
+    (request,) = engine.books
+    assert engine.half.prompt_pieces(request)[0] == 64
+    engine.change_weights(keeps=True)
+    assert engine.half.prompt_pieces(request) == (0, [])
+    engine.run()
+    assert engine.half.prompt_pieces(request) == (0, [])
 
 
 def test_what_a_request_computed_that_failed_is_kept_in_no_page_of_its_blocks():

@@ -114,6 +114,10 @@ class AdapterMachine(RuleBasedStateMachine):
     def sleep(self):
         self.engine.lose_everything()
 
+    @rule(keeps=st.booleans())
+    def change_weights(self, keeps):
+        self.engine.change_weights(keeps=keeps)
+
     @invariant()
     def everything_is_accounted_for(self):
         if hasattr(self, "engine"):
