@@ -57,6 +57,7 @@ VALUES = {
     "kv_transfer_params": {"remote_port": 7},
     "loaded": {"host": 32},
     "weight_spans": [(0, ""), (3, "step 1")],
+    "old_kv_from": 3,
 }
 
 
