@@ -6,6 +6,7 @@ is not known here.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -270,8 +271,12 @@ class AsyncEngineControl(Protocol):
         await self.call(core_calls.AbandonWeightUpdate())
 
     async def finish_weight_update(self, version: str = "") -> WeightInfo:
-        """Compute with the weights that were sent; see `EngineControl.finish_weight_update`."""
-        return await self.call(core_calls.FinishWeightUpdate(version))
+        """Compute with the weights that were sent; see `EngineControl.finish_weight_update`.
+
+        Of several cores none does while one refuses. Raises EngineError where one is lost in the middle: it comes back
+        with the weights that it loaded, and all need the update once more.
+        """
+        return await self.call(core_calls.FinishWeightUpdate(version or secrets.token_hex(16)))
 
     async def get_weight_info(self) -> WeightInfo:
         """Which weights compute now, and whether others come."""

@@ -53,6 +53,10 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
         """What one of several cores is asked when all of them are."""
         return self
 
+    def check(self) -> "CoreCall[None] | None":
+        """What all of several cores are asked first: while one of them raises, none is asked the call itself."""
+        return None
+
     def merged(self, results: Sequence[R]) -> R:
         """What several cores say together, of what each of them said; by default that all say the same."""
         return results[0]
@@ -288,6 +292,12 @@ class AbandonWeightUpdate(CoreCall[None]):
     desk = "weights"
 
 
+class CheckWeightUpdate(CoreCall[None]):
+    """See `WeightUpdates.check_weight_update`."""
+
+    desk = "weights"
+
+
 class FinishWeightUpdate(CoreCall[WeightInfo]):
     """Of several cores each has them when all have answered."""
 
@@ -295,6 +305,9 @@ class FinishWeightUpdate(CoreCall[WeightInfo]):
     changes_books = True
 
     version: str = ""
+
+    def check(self) -> CoreCall[None]:
+        return CheckWeightUpdate()
 
     def merged(self, results: Sequence[WeightInfo]) -> WeightInfo:
         return least_updated(results)
@@ -348,6 +361,7 @@ CALLS: dict[str, type[CoreCall[Any]]] = {
         AbandonWeightUpdate,
         BlockMap,
         CallExtension,
+        CheckWeightUpdate,
         ExecutorStats,
         FinishWeightUpdate,
         GetWeightInfo,

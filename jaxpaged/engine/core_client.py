@@ -16,6 +16,7 @@ from jaxpaged.engine.admission import AdmissionWindow
 from jaxpaged.engine.core_calls import (
     AddLora,
     CoreCall,
+    FinishWeightUpdate,
     PinLora,
     RemoveLora,
     ResetPrefixCache,
@@ -276,22 +277,34 @@ class CoreClients:
         return self.all[self._balancer.choose(token_ids, cache_salt, loads)]
 
     async def call[R](self, call: CoreCall[R]) -> R:
-        """What the core answers, or all of them together (`CoreCall.merged`). The others have answered by the time that
-        an error of one is raised; a core that is gone does not keep them from telling how they are."""
+        """What the core answers, or all of them together (`CoreCall.merged`), once all have agreed to it
+        (`CoreCall.check`). The others have answered by the time that an error of one is raised; a core that is gone
+        does not keep them from telling how they are. Raises EngineError where only some could do what all agreed to."""
         if len(self.all) == 1:
             return await self.all[0].call(call)
-        if isinstance(call, ResetPrefixCache | Sleep):
+        if isinstance(call, ResetPrefixCache | Sleep | FinishWeightUpdate):
             for core in self.all:
                 self._balancer.forget(core.number)
         self.open()
         asked = [core for core in self.all if core.link.is_ready] if call.only_tells else []
         asked = asked or [core for core in self.all if not core.link.is_dead] or list(self.all)
+        if (check := call.check()) is not None:
+            await self._ask(asked, check)
+        return await self._ask(asked, call)
+
+    async def _ask[R](self, asked: Sequence[CoreClient], call: CoreCall[R]) -> R:
         results = await asyncio.gather(
             *(core.call(call.for_core(core.number)) for core in asked), return_exceptions=True
         )
-        errors = [result for result in results if isinstance(result, BaseException)]
         told = [result for result in results if not isinstance(result, BaseException)]
-        for error in errors:
+        for core, error in zip(asked, results):
+            if not isinstance(error, BaseException):
+                continue
+            if told and call.check() is not None:
+                raise EngineError(
+                    f"{len(told)} of {len(asked)} engine cores have done {call.name()}, and core {core.number} has "
+                    f"not: {error} Begin it once more for all of them."
+                ) from error
             if not (told and call.only_tells and isinstance(error, EngineError)):
                 raise error
         return call.merged(told)

@@ -48,11 +48,15 @@ class WeightUpdates:
         self._executor.workers.abandon_weight_update()
         self._is_updating, self._num_bytes = False, 0
 
+    def check_weight_update(self) -> None:
+        """Raise CheckpointError or ConflictError where `finish_weight_update` would, which changes nothing then."""
+        self._executor.workers.check_weight_update()
+
     def finish_weight_update(self, version: str) -> WeightInfo:
         """Compute with the weights that came. `version`: what outputs call them; "" for a name made here. Raises
         CheckpointError when some are missing, ConflictError; then the old ones stay. CapacityError when memory was too
         little: then the weights sleep, and waking loads the checkpoint's."""
-        self._executor.workers.check_weight_update()
+        self.check_weight_update()
         self._settle()
         self._is_updating = False  # from here on it is gone, whatever becomes of it
         try:

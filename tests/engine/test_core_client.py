@@ -12,7 +12,15 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine import core_client
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_calls import CALLS
-from jaxpaged.errors import CapacityError, ConfigError, ConflictError, EngineRestartError, RequestError, UsageError
+from jaxpaged.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    EngineError,
+    EngineRestartError,
+    RequestError,
+    UsageError,
+)
 from tests.engine import fake_core
 from tests.engine.fake_core import answer, core_in_thread, llm_in_thread
 from tests.engine.test_async_llm import PROMPT, outputs_of, params, tokens_of, until
@@ -154,10 +162,34 @@ def test_steps_blocks_and_snapshots_are_those_of_both(llm):
     asyncio.run(main())
 
 
+async def versions_of(llm):
+    return [(await core.call(CALLS["get_weight_info"]())).version for core in llm._cores.all]
+
+
+def test_weights_change_on_all_cores_or_on_none(llm):
+    async def main():
+        await both_ready(llm)
+        before = await versions_of(llm)
+        await llm.start_weight_update()
+        await llm.update_weights(["all"])
+        await llm._cores.all[1].call(CALLS["abandon_weight_update"]())
+        with pytest.raises(ConflictError, match="no update"):
+            await llm.finish_weight_update("new")
+        assert (
+            await versions_of(llm) == before and (await llm._cores.all[0].call(CALLS["get_weight_info"]())).is_updating
+        )
+        await llm.start_weight_update()
+        await llm.update_weights(["all"])
+        info = await llm.finish_weight_update()
+        assert info.version and await versions_of(llm) == [info.version] * 2, "of one name, though none was given"
+
+    asyncio.run(main())
+
+
 def test_every_call_says_what_several_answer():
     """A call whose answers differ, and that merges none, would tell those of the first core."""
     same_of_all = {"keep_lease", "start_profile", "stop_profile", "wait_for_programs", "add_lora", "restore_loras"}
-    same_of_all |= {"start_weight_update", "update_weights", "abandon_weight_update"}
+    same_of_all |= {"start_weight_update", "update_weights", "abandon_weight_update", "check_weight_update"}
     merging = {name for name, call in CALLS.items() if "merged" in vars(call)}
     assert merging == CALLS.keys() - same_of_all
 
@@ -232,6 +264,35 @@ def test_a_core_that_is_gone_for_good_is_told_while_the_other_serves():
         await llm.executor_stats()
 
     with two_processes(max_restarts=0) as llm:
+        asyncio.run(main(llm))
+
+
+@pytest.mark.slow
+def test_a_core_that_dies_while_weights_are_switched_is_told_and_needs_them_once_more():
+    async def update(llm):
+        await llm.start_weight_update()
+        await llm.update_weights(["all"])
+        return await llm.finish_weight_update("new")
+
+    async def main(llm):
+        await both_ready(llm)
+        dying = llm._cores.all[1]
+        pid, call = (await dying.call(CALLS["executor_stats"]()))["pid"], dying.call
+
+        async def dies(asked):
+            if asked.name() == "finish_weight_update":
+                os.kill(pid, signal.SIGKILL)
+            return await call(asked)
+
+        dying.call = dies
+        with pytest.raises(EngineError, match="1 of 2 engine cores have done finish_weight_update, and core 1 has not"):
+            await update(llm)
+        dying.call = call
+        await both_ready(llm)
+        assert await versions_of(llm) == ["new", ""] and await llm.get_weight_version() == ""
+        assert (await update(llm)).version == "new" and await versions_of(llm) == ["new", "new"]
+
+    with two_processes() as llm:
         asyncio.run(main(llm))
 
 
