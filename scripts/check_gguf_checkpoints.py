@@ -25,7 +25,7 @@ OTHERS = {
     "phi3": "llama.cpp has no windows for Phi-3",
     "exaone4": "llama.cpp has windows in EXAONE 4 of 64 layers only",
     "deepseek_v2": "llama.cpp expects latents of queries but in models of V2-Lite's 27 layers",
-    "gpt_oss": "llama.cpp rounds where yarn begins and ends",
+    "mimo_v2": "llama.cpp's windows of MiMo-V2 are one token shorter than the publisher's",
 }
 """Checkpoints of which llama.cpp computes something else."""
 

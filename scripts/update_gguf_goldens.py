@@ -130,6 +130,8 @@ def record_tokenizers() -> None:
             write_vocabulary(path, {**pieces, "model": "llama", "bos_token_id": 1, "eos_token_id": 2})
             name = "prefix" if prefix else "plain"
             made["sentencepiece"][name], made["of_sentencepiece"][name] = pieces, tokens_of(path)
+        write_vocabulary(path, {**with_merges(pieces), "bos_token_id": 1, "eos_token_id": 2})
+        made["of_merges"] = tokens_of(path)
     text = json.dumps(made, ensure_ascii=False)
     (GOLDEN / "gguf_tokenizers.json").write_text(text + "\n", encoding="utf-8")
     print(f"{len(text)} bytes of tokenizers")
@@ -178,6 +180,15 @@ def sentencepieces(folder: Path, corpus: list[str], prefix: bool) -> dict[str, A
     scores = [model.get_score(i) for i in ids]
     facts = {"tokens": tokens, "token_type": kinds, "scores": scores, "add_space_prefix": prefix}
     return {**facts, "unknown_token_id": model.unk_id()}
+
+
+def with_merges(pieces: dict[str, Any]) -> dict[str, Any]:
+    """The same vocabulary as Gemma 4 has it: pairs that are joined, in order, in place of scores that count."""
+    known = {token for token, kind in zip(pieces["tokens"], pieces["token_type"]) if kind in (1, 4)}
+    best_first = [token for _, token in sorted(zip(pieces["scores"], pieces["tokens"]), key=lambda each: -each[0])]
+    halves = ((token[:cut], token[cut:]) for token in best_first if token in known for cut in range(1, len(token)))
+    merges = [f"{left} {right}" for left, right in halves if left in known and right in known]
+    return {**pieces, "model": "gemma4", "merges": merges}
 
 
 def write_vocabulary(path: Path, facts: dict[str, Any]) -> None:

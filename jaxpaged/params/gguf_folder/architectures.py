@@ -9,6 +9,7 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder import dense_fields as dense
 from jaxpaged.params.gguf_folder import expert_fields as experts
+from jaxpaged.params.gguf_folder import hybrid_fields as hybrid
 from jaxpaged.params.gguf_folder import latent_fields as latents
 from jaxpaged.params.gguf_folder import tensor_names as names
 from jaxpaged.params.gguf_folder.facts import Facts
@@ -200,6 +201,22 @@ ARCHITECTURES = {
         dense.apertus_fields,
         completed=dense.with_xielu,
     ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        names.GEMMA4_LAYER,
+        hybrid.gemma4_fields,
+        names.GEMMA4_OUTSIDE,
+        is_stacked=True,
+    ),
+    "mimo2": Architecture(
+        "MiMoV2FlashForCausalLM",
+        "mimo_v2_flash",
+        {**DENSE, **names.DEEPSEEK_EXPERTS, "attn_sinks.weight": "self_attn.attention_sink_bias"},
+        hybrid.mimo2_fields,
+        has_own_sizes=True,
+    ),
+    "hy_v3": Architecture("HYV3ForCausalLM", "hy_v3", {**DENSE, **names.HY3_EXPERTS}, experts.hy3_fields),
     "arcee": Architecture(
         "ArceeForCausalLM",
         "arcee",

@@ -14,6 +14,7 @@ END_TOKENS = tuple(
     "<|observation|>".split()
 )
 """Control tokens that end an answer, whatever else the file says of the end."""
+KEY_HEADS = "attention.head_count_kv"
 OF_HARMONY, END_OF_MESSAGE = ("<|return|>", "<|call|>"), "<|end|>"
 """Where GPT-OSS ends an answer, of which it has several messages."""
 
@@ -21,7 +22,9 @@ OF_HARMONY, END_OF_MESSAGE = ("<|return|>", "<|call|>"), "<|end|>"
 def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, Any]) -> dict[str, Any]:
     """config.json. `modules` says how matrices are stored (`schemes/gguf.py`). Raises CheckpointError."""
     own, heads = facts.own_count, facts.own_count("attention.head_count")
-    head_dim = head_size(facts)
+    head_dim, given = head_size(facts), architecture.fields(facts)
+    of_layers = {"intermediate_size": ("feed_forward_length",), "num_key_value_heads": (KEY_HEADS, heads)}
+    facts.read |= {facts.own_name(name) for name, *_ in of_layers.values()}
     if not architecture.has_own_sizes and own("attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{facts.path}: keys and values have other sizes, which is not read from GGUF files.")
     return {
@@ -30,16 +33,15 @@ def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, A
         "torch_dtype": dtype_of(facts),
         "vocab_size": facts.tensor("token_embd.weight").shape[0],
         "hidden_size": own("embedding_length"),
-        "intermediate_size": own("feed_forward_length"),
         "num_hidden_layers": facts.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": own("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "rms_norm_eps": facts.own_number("attention.layer_norm_rms_epsilon", 1e-5),
         "max_position_embeddings": own("context_length"),
         "tie_word_embeddings": "output.weight" not in facts.tensors,
         **rope_fields(facts, architecture),
-        **architecture.fields(facts),
+        **{ours: own(*theirs) for ours, theirs in of_layers.items() if ours not in given},
+        **given,
         **token_ids(facts),
         "quantization_config": {"quant_method": "gguf", "modules": modules},
     }

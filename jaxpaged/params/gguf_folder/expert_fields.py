@@ -151,6 +151,29 @@ def ernie_moe_fields(facts: Facts) -> dict[str, Any]:
     }
 
 
+def kinds_of_blocks(facts: Facts) -> list[str]:
+    """Of each layer, whether it has experts: those that have a router."""
+    has_router = (f"blk.{i}.ffn_gate_inp.weight" in facts.tensors for i in range(facts.num_layers))
+    return ["sparse" if has else "dense" for has in has_router]
+
+
+def hy3_fields(facts: Facts) -> dict[str, Any]:
+    expect_gate(facts, SIGMOID)
+    facts.read.add(facts.own_name("leading_dense_block_count"))
+    if not facts.flag(norm := facts.own_name("expert_weights_norm"), True):
+        raise facts.error(norm, False, "true, as of every Hy3")
+    width = facts.own_count("expert_feed_forward_length")
+    shared = facts.own_count("expert_shared_feed_forward_length", width * num_shared(facts, width))
+    return {
+        "num_experts": facts.own_count("expert_count"),
+        "num_experts_per_tok": facts.own_count("expert_used_count"),
+        "moe_intermediate_size": width,
+        "num_shared_experts": shared // width,
+        "mlp_layer_types": kinds_of_blocks(facts),
+        "router_scaling_factor": facts.own_number("expert_weights_scale", 1.0) or 1.0,
+    }
+
+
 def lfm2_moe_fields(facts: Facts) -> dict[str, Any]:
     expect_gate(facts, SIGMOID)
     fields = lfm2_fields(facts)

@@ -90,6 +90,16 @@ class Facts:
             return int(different[0])
         return self.count(full, default)
 
+    def own_counts(self, name: str) -> list[int]:
+        """A whole number for each layer: a list of them, or one and the same."""
+        full = self.own_name(name)
+        if not isinstance(self.all.get(full), np.ndarray):
+            return [self.count(full)] * self.num_layers
+        found = self.numbers(full)[: self.num_layers]
+        if len(found) < self.num_layers or not all(type(count) is int and count > 0 for count in found):
+            raise self.error(full, found, f"{self.num_layers} whole numbers of at least 1")
+        return found
+
     def own_number(self, name: str, default: float | None = None) -> Any:
         return self.number(self.own_name(name), default)
 

@@ -22,7 +22,6 @@ from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
 from jaxpaged.params.gguf_folder.tensor_names import OF_KEYS, OF_VALUES
 from jaxpaged.params.schemes.gguf import rows_in_file
 
-LAYER = re.compile(r"blk\.(\d{1,5})\.([\w.]+)\.(weight|bias)")
 LAYER_NUMBER = re.compile(r"blk\.(\d{1,5})\.")
 WHOLE = re.compile(r"([\w.]+)\.(weight|bias)")
 ROPE = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight")
@@ -81,12 +80,14 @@ def is_further(tensor: GgufTensor, facts: Facts) -> bool:
 def checkpoint_names(tensor: GgufTensor, facts: Facts, architecture: Architecture) -> tuple[str, str, tuple[str, ...]]:
     """("weight" or "bias", the file's name inside of a layer, the checkpoint's name), with braces for numbers of
     experts; several names of matrices one after the other. CheckpointError for a tensor that no such model has."""
-    start, own, known = "", WHOLE.fullmatch(tensor.name), architecture.outside
-    if found := LAYER.fullmatch(tensor.name):
-        start, own, known = f"model.layers.{found[1]}.", WHOLE.fullmatch(f"{found[2]}.{found[3]}"), architecture.layer
-    if own and (whole := known.get(own[0])):
+    start, name, known = "", tensor.name, architecture.outside
+    if found := LAYER_NUMBER.match(name):
+        start, name, known = f"model.layers.{found[1]}.", name[found.end() :], architecture.layer
+    if whole := known.get(name):
         assert isinstance(whole, str)
-        return own[2], own[1], (f"{start}{whole}",)
+        stem, _, kind = name.rpartition(".")
+        return kind, stem, (f"{start}{whole}",)
+    own = WHOLE.fullmatch(name)
     if own and (stems := known.get(own[1])):
         stems = (stems,) if isinstance(stems, str) else stems
         return own[2], own[1], tuple(f"{start}{stem}.{own[2]}" for stem in stems)

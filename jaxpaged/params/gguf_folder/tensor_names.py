@@ -38,6 +38,8 @@ OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "out
 """Of tensors that are in no layer."""
 CORRECTION = "exp_probs_b.bias"
 """What is added to scores where experts are chosen."""
+BARE_CORRECTION = "exp_probs_b"
+"""The same in files of architectures whose converter gives it no ending."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,6 +62,31 @@ QWEN_EXPERTS = {**of_experts(), **of_shared("shared_expert"), "ffn_gate_inp_shex
 MIXTRAL_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"))
 MINIMAX_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"), correction="e_score_correction_bias")
 DEEPSEEK_EXPERTS = {**of_experts(correction="gate.e_score_correction_bias"), **of_shared("shared_experts")}
+HY3_EXPERTS = {**of_experts(router="router.gate", correction="expert_bias"), **of_shared("shared_mlp")}
+HY3_EXPERTS[BARE_CORRECTION] = HY3_EXPERTS[CORRECTION]
+GEMMA4_LAYER = {
+    **ATTENTION,
+    **MLP,
+    **SANDWICH_NORMS,
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": ("experts.{}.gate_proj", "experts.{}.up_proj"),
+    "ffn_down_exps": "experts.{}.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+GEMMA4_OUTSIDE = {
+    **OUTSIDE,
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 ERNIE_EXPERTS = {**of_experts(correction="moe_statics.e_score_correction_bias"), **of_shared("shared_experts")}
 LATENT = {
     **PRE_NORMS,

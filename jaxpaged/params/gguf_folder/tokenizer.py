@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file -> tokenizer.json and tokenizer_config.json, which load as those of any model.
 
-Two kinds are read: "gpt2", byte-level pairs that are joined in order, and "llama", sentencepiece's pieces with scores,
-whose joins are found: two pieces that are a third one, the best first.
+Three kinds are read: "gpt2", byte-level pairs that are joined in order, "llama", sentencepiece's pieces with scores,
+whose joins are found: two pieces that are a third one, the best first, and "gemma4", such pieces whose joins are said.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,9 @@ from jaxpaged.params.gguf_folder.pre_tokenizers import PRE_TOKENIZERS, PreTokeni
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
 SPACE = "▁"
+SAID = "gemma4"
+PIECES = ("llama", SAID)
+"""Kinds of tokenizers that know spaces by a letter of their own, and other bytes by tokens."""
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """What tokenizer_config.json calls a token -> what a GGUF file calls its id."""
 TEMPLATE = "tokenizer.chat_template"
@@ -38,14 +41,15 @@ def tokenizer_files(facts: Facts) -> dict[str, Any]:
     model = facts.text("tokenizer.ggml.model", "")
     if model == "gpt2":
         made, begins = byte_level(facts, tokens)
-    elif model == "llama":
-        made, begins = sentencepiece(facts, tokens, kinds, named.get("unk_token")), True
+    elif model in PIECES:
+        merges = joins_said(facts) if model == SAID else joins(facts, tokens, kinds)
+        made, begins = sentencepiece(facts, tokens, kinds, merges, named.get("unk_token")), True
     else:
         raise CheckpointError(
-            f"{facts.path} has a tokenizer of the kind {model!r}; 'gpt2' and 'llama' are read. Name the folder of the "
-            "model's own with the option tokenizer, or serve the safetensors version."
+            f"{facts.path} has a tokenizer of the kind {model!r}; gpt2, {', '.join(PIECES)} are read. Name the folder "
+            "of the model's own with the option tokenizer, or serve the safetensors version."
         )
-    spaced = model == "llama" and not has_prefix(facts)
+    spaced = model in PIECES and not has_prefix(facts)
     added = [
         added_token(i, token, kind, normalized=spaced and SPACE in token)
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
@@ -88,12 +92,7 @@ def added_token(token_id: int, token: str, kind: int, normalized: bool) -> dict[
 
 def byte_level(facts: Facts, tokens: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """(the parts of tokenizer.json, whether texts begin with a token unless the file says otherwise)."""
-    merges = [merge.split(" ") for merge in facts.texts("tokenizer.ggml.merges")]
-    if wrong := next((merge for merge in merges if len(merge) != 2), None):
-        raise CheckpointError(
-            f"{facts.path}: the tokenizer joins {' '.join(wrong)[:80]!r}, which are not two pieces. Download the file "
-            "again."
-        )
+    merges = joins_said(facts)
     found = pre_tokenizer(facts)
     splits = [
         {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in found.patterns
@@ -108,6 +107,17 @@ def byte_level(facts: Facts, tokens: Sequence[str]) -> tuple[dict[str, Any], boo
         "decoder": bytes_,
     }
     return made, found.begins
+
+
+def joins_said(facts: Facts) -> list[list[str]]:
+    """Two pieces each, in the order in which they are joined."""
+    merges = [merge.split(" ") for merge in facts.texts("tokenizer.ggml.merges")]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise CheckpointError(
+            f"{facts.path}: the tokenizer joins {' '.join(wrong)[:80]!r}, which are not two pieces. Download the file "
+            "again."
+        )
+    return merges
 
 
 def pre_tokenizer(facts: Facts) -> PreTokenizer:
@@ -126,13 +136,10 @@ def has_prefix(facts: Facts) -> bool:
     return facts.flag("tokenizer.ggml.add_space_prefix", True)
 
 
-def sentencepiece(facts: Facts, tokens: Sequence[str], kinds: Sequence[int], unknown: str | None) -> dict[str, Any]:
+def sentencepiece(
+    facts: Facts, tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[Sequence[str]], unknown: str | None
+) -> dict[str, Any]:
     """The parts of tokenizer.json."""
-    scores = facts.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise CheckpointError(
-            f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores. Download the file again."
-        )
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -143,7 +150,7 @@ def sentencepiece(facts: Facts, tokens: Sequence[str], kinds: Sequence[int], unk
     if has_prefix(facts):
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, spaces]}
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = bpe(tokens, joins(tokens, kinds, scores))
+    model = bpe(tokens, merges)
     model |= {"unk_token": unknown, "fuse_unk": True, "byte_fallback": BYTE in kinds}
     return {
         "normalizer": normalizer,
@@ -153,8 +160,13 @@ def sentencepiece(facts: Facts, tokens: Sequence[str], kinds: Sequence[int], unk
     }
 
 
-def joins(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def joins(facts: Facts, tokens: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """Two pieces each that are a third, those of the best ones first. Bytes and control tokens are no pieces."""
+    scores = facts.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CheckpointError(
+            f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores. Download the file again."
+        )
     pieces = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)}
     order = sorted(range(len(tokens)), key=lambda i: -scores[i])
     found = []

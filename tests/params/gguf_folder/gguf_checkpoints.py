@@ -52,9 +52,12 @@ ARCHITECTURES = {
     "Mistral4ForCausalLM": "mistral4",
     "Ministral3ForCausalLM": "mistral3",
     "Llama4ForCausalLM": "llama4",
+    "HYV3ForCausalLM": "hy_v3",
+    "MiMoV2FlashForCausalLM": "mimo2",
+    "Gemma4ForCausalLM": "gemma4",
 }
 TURNED = {"mistral3", "llama", "granite", "smollm3", "arcee"}
-NAMED_AFTER_ATTENTION = {"gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
+NAMED_AFTER_ATTENTION = {"gemma2", "gemma3", "gemma4", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
 """Architectures whose norm behind attention is called so, whatever it is of."""
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -86,6 +89,18 @@ NAMES = {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.router.gate": "ffn_gate_inp",
+    **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
     "feed_forward.router": "ffn_gate_inp",
     **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
@@ -147,7 +162,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "arcee": {"attention_bias": False, "mlp_bias": False},
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
-    "gpt_oss": {"swiglu_limit": 7.0},
+    "gpt_oss": {"swiglu_limit": 7.0, "rope_scaling": {**CONFIGS["gpt_oss"]["rope_scaling"], "beta_slow": 1.0}},
+    "mimo_v2": {"routed_scaling_factor": 1.0},
 }
 """Name of a checkpoint -> what a GGUF file of it can say, where it cannot say what the checkpoint does."""
 
@@ -251,6 +267,15 @@ def of_one_kind(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     if arch in ("lfm2", "lfm2moe"):
         kv_heads, kinds = hf["num_key_value_heads"], hf["layer_types"]
         own["attention.head_count_kv"] = [kv_heads if kind == "full_attention" else 0 for kind in kinds]
+    if arch == "hy_v3":
+        own |= {
+            "expert_gating_func": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": hf["router_scaling_factor"],
+        }
+        own["expert_shared_feed_forward_length"] = hf["moe_intermediate_size"] * hf["num_shared_experts"]
+    if arch in ("mimo2", "gemma4"):
+        own |= facts_of_kinds(arch, hf)
     if "kv_lora_rank" in hf:
         own |= latent_facts(hf)
     if arch == "mistral3":
@@ -265,6 +290,44 @@ def of_one_kind(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
         ]
         own["attention.sliding_window_pattern"] = [int(kind == "sliding_attention") for kind in kinds]
     return own
+
+
+def facts_of_kinds(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Of models whose layers with a window have other heads."""
+    has_window = [int(kind == "sliding_attention") for kind in hf["layer_types"]]
+    heads, ropes = hf["num_key_value_heads"], hf["rope_parameters"]
+    own: dict[str, Any] = {
+        "attention.sliding_window_pattern": has_window,
+        "rope.freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }
+    if arch == "mimo2":
+        return own | {
+            "attention.sliding_window": hf["sliding_window"] - 1,
+            "attention.head_count_kv": [2 * heads if has else heads for has in has_window],
+            "attention.value_length": hf["v_head_dim"],
+            "attention.value_scale": hf["attention_value_scale"],
+            "rope.dimension_count": int(hf["head_dim"] * ropes["full_attention"]["partial_rotary_factor"]),
+        }
+    first_shared = len(has_window) - hf["num_kv_shared_layers"]
+    columns = [
+        hf["intermediate_size"] * (1 + (hf["use_double_wide_mlp"] and i >= first_shared))
+        for i in range(len(has_window))
+    ]
+    own |= {
+        "attention.key_length": hf["global_head_dim"],
+        "attention.value_length": hf["global_head_dim"],
+        "attention.key_length_swa": hf["head_dim"],
+        "attention.value_length_swa": hf["head_dim"],
+        "rope.dimension_count": hf["global_head_dim"],
+        "rope.dimension_count_swa": hf["head_dim"],
+        "attention.shared_kv_layers": hf["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": hf["hidden_size_per_layer_input"],
+        "feed_forward_length": columns,
+        "attention.head_count_kv": [
+            heads if has else hf.get("num_global_key_value_heads", heads) for has in has_window
+        ],
+    }
+    return own | ({"expert_used_count": hf["top_k_experts"]} if "num_experts" in hf else {})
 
 
 def latent_facts(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +383,8 @@ def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
         stem, end = full.rsplit(".", 1)
         layer = ""
         if stem.startswith("model.layers."):
-            _, _, number, stem = stem.split(".", 3)
+            _, _, number, stem = f"{stem}.".split(".", 3)
+            stem = stem.removesuffix(".")
             layer = f"blk.{number}."
         if stem.endswith("kv_b_proj"):
             made |= {f"{layer}{name}.weight": own for name, own in of_latents(tensor, hf).items()}
@@ -336,7 +400,7 @@ def tensors_of(hf: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict
         heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name)
         if arch in TURNED and heads:
             tensor = turned(tensor, hf.get(heads, hf["num_attention_heads"]))
-        if "gemma" in arch and name.endswith("norm"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm"):
             tensor = tensor + np.float32(1)
         tensor = tensor[:, 0] if name == "shortconv.conv" else tensor
         made[f"{layer}{name}.{end}"] = tensor[0] if name == "ffn_gate_inp_shexp" else tensor
@@ -353,6 +417,12 @@ def of_latents(tensor: np.ndarray, hf: Mapping[str, Any]) -> dict[str, np.ndarra
 
 def whole_tensors(stem: str, end: str, tensor: np.ndarray, arch: str) -> dict[str, np.ndarray]:
     """Tensors whose names have no ending in the checkpoint, as they are in the file; none for others."""
+    if end == "expert_bias" and arch == "hy_v3":
+        return {"exp_probs_b": tensor}
+    if end == "layer_scalar":
+        return {"layer_output_scale.weight": tensor}
+    if stem == "router" and end != "weight":
+        return {"ffn_gate_inp.scale" if end == "scale" else "ffn_down_exps.scale": tensor}
     if end in ("e_score_correction_bias", "expert_bias"):
         return {"exp_probs_b.bias": tensor.reshape(-1)}
     if end in ("sinks", "attention_sink_bias"):
@@ -361,7 +431,7 @@ def whole_tensors(stem: str, end: str, tensor: np.ndarray, arch: str) -> dict[st
         return {"ffn_gate_exps.bias": tensor[:, ::2], "ffn_up_exps.bias": tensor[:, 1::2]}
     if end == "down_proj_bias":
         return {"ffn_down_exps.bias": tensor}
-    if arch == "mistral4" and end in ("gate_up_proj", "down_proj"):
+    if arch in ("mistral4", "gemma4") and end in ("gate_up_proj", "down_proj"):
         return {f"ffn_{end.removesuffix('_proj')}_exps.weight": tensor}
     if arch == "llama4" and end == "gate_up_proj":
         gate, up = np.split(tensor.swapaxes(1, 2), 2, axis=1)
@@ -378,6 +448,10 @@ def rope_tensors(hf: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Factors of single frequencies."""
     scaling = scaling_of(hf)
     kind = scaling.get("rope_type") or scaling.get("type")
+    if kind == "proportional":
+        pairs = hf["global_head_dim"] // 2
+        turning = int(pairs * scaling["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * turning + [1e30] * (pairs - turning), np.float32)}
     if kind == "longrope":
         return {
             f"rope_factors_{which}.weight": np.array(scaling[f"{which}_factor"], np.float32)

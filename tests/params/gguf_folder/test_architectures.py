@@ -62,6 +62,10 @@ NAMES = [
     "ministral3",
     "mistral4",
     "llama4",
+    "hy_v3",
+    "mimo_v2",
+    "gemma4",
+    "gemma4_moe",
 ]
 OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
 """Fields that say the same of the checkpoint and of the file in other words, or nothing that is computed with."""

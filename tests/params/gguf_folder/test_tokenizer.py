@@ -10,7 +10,7 @@ import tokenizers
 from jaxpaged.params.formats.gguf.reader import GgufHeader
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.pre_tokenizers import PRE_TOKENIZERS
-from jaxpaged.params.gguf_folder.tokenizer import tokenizer_files
+from jaxpaged.params.gguf_folder.tokenizer import joins, tokenizer_files
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/formats/gguf_tokenizers.json").read_text(encoding="utf-8"))
 BYTE_LEVEL = {**GOLDEN["byte_level"], "model": "gpt2", "bos_token_id": 0, "eos_token_id": 1}
@@ -45,6 +45,18 @@ def test_pieces_with_scores_are_joined_as_llama_cpp_does(name):
         plain = [token for token in expected if token not in (1, 2)]
         if "<s>" not in text:
             assert tokenizer.decode(plain, skip_special_tokens=False) == text
+
+
+def test_pieces_whose_joins_are_said_are_joined_as_llama_cpp_does():
+    pieces = GOLDEN["sentencepiece"]["plain"]
+    named = {f"tokenizer.ggml.{name}": pieces[name] for name in ("tokens", "token_type")}
+    scores = {"tokenizer.ggml.scores": np.array(pieces["scores"])}
+    facts = Facts(GgufHeader({"general.architecture": "gemma4", **named, **scores}, {}, (Path("model.gguf"),)))
+    merges = [" ".join(pair) for pair in joins(facts, pieces["tokens"], pieces["token_type"])]
+    zeros = [0.0] * len(pieces["scores"])
+    tokenizer = tokenizer_of({**pieces, **SENTENCEPIECE, "model": "gemma4", "scores": zeros, "merges": merges})
+    for text, expected in zip(GOLDEN["texts"], GOLDEN["of_merges"], strict=True):
+        assert tokenizer.encode(text).ids == expected, text
 
 
 @pytest.mark.parametrize("way", PRE_TOKENIZERS)
