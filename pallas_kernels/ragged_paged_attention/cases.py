@@ -87,6 +87,7 @@ SHARED_CASES = (
     Case(
         "rows that share beginnings, window, soft cap and sinks",
         _TREE,
+        num_kv_heads=4,
         shared=_HELD,
         window=290,  # which begins in everybody's first block: null blocks would not be shared
         soft_cap=1.5,
@@ -95,6 +96,7 @@ SHARED_CASES = (
     Case(
         "decodes that share a beginning, multi-head",
         ((310, 1), (290, 1), (200, 1), (33, 1)),
+        num_kv_heads=8,
         group_size=1,
         shared=((1, 0, 18), (2, 1, 9)),
     ),

@@ -39,7 +39,7 @@ ON_GPU = {
     "llama": ["decode:8", "decode:64", "decode_full:8", "forward:8", "forward:64", "forward_shared:64", *DRAWS],
     "lfm2": ["decode:8", "forward:64"],
 }
-ON_TPU = {"llama": ["forward:64", "sample_full:64"]}
+ON_TPU = {"llama": ["decode:64", "forward:64", "sample_full:64"]}
 AOT_GPU = [
     pytest.mark.aot_gpu,
     pytest.mark.skipif(gpu_targets.why_not() is not None, reason=str(gpu_targets.why_not())),

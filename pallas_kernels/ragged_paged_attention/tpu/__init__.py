@@ -20,7 +20,8 @@ Requires: bfloat16 or float32 queries; a cache of these or of int8, float8_e4m3f
 (`tiles.py`).
 
 Padding: tokens beyond the last row's write nowhere; their output is zero. Head dims are padded to 64 or to multiples of
-128 lanes, query heads per kv head of a decode to 8.
+128 lanes. Query heads of a decode lie in tiles of 8 rows: those of one kv head are padded to whole tiles, unless those
+of several fill one together (1, 2 and 4 query heads each). Each of these kv heads then multiplies the queries of all.
 
 Numerics: scores, softmax state and accumulators are float32; probabilities enter the second product in the cache's
 type; of a cache of 8 bits both products are in the queries' type, and scales multiply scores and probabilities in
@@ -35,7 +36,8 @@ Scales of tokens take 1 KiB per block and head, up to 128 slots: use large block
 into pages once a step.
 
 This module knows nothing of meshes and of who owns which block. Letters beside the package's: D lanes of an operand,
-W lanes of a slot, X query rows of one kv head, Y tokens padded to whole tiles, Z decode segments.
+W lanes of a slot, E tiles of a decode's query rows and X rows of one, Y tokens padded to whole tiles, Z decode
+segments.
 """
 
 import dataclasses
@@ -141,20 +143,20 @@ class TpuBackend:
         sinks_KG = None if sinks_N is None else LOG2_E * sinks_N.astype(jnp.float32).reshape(K, N // K)
         rule, decodes_only = ScoreRule(scale, soft_cap), metadata.decodes_only
         layer = _Layer(problem, plan, rule, window, sinks_KG, kv_BKSW, scales, settings, decodes_only)
-        q_TKGD = pad_lanes(q_TNH, problem.lanes.operand).reshape(T, K, N // K, problem.lanes.operand)
+        # Without the barrier XLA computes queries once for each shape that they have below.
+        q_TND = lax.optimization_barrier(pad_lanes(q_TNH, problem.lanes.operand))
         if undivided:
-            return layer.attend_part(q_TKGD).reshape(T, N, H + 2), (kv_BKSW,), scales
-        begun = (None, None) if plan.spans is None else layer.attend_spans(q_TKGD)
-        q_ZKXD, q_KGYD = layer.in_order(q_TKGD)
-        decoded_ZKGD = layer.decode(q_ZKXD, begun[0])
-        is_decode_T = (plan.decode_segment_T >= 0)[:, None, None, None]
+            return layer.attend_part(q_TND), (kv_BKSW,), scales
+        begun = (None, None) if plan.spans is None else layer.attend_spans(q_TND)
+        q_ZEXD, q_KGYD = layer.in_order(q_TND)
+        decoded_ZND = layer.decode(q_ZEXD, begun[0])
         if layer.decodes_only:
-            out_TKGD = jnp.where(is_decode_T, _resized(decoded_ZKGD, T), 0)
+            out_TND = _resized(decoded_ZND, T)
         else:
-            decoded_TKGD = decoded_ZKGD.at[plan.decode_segment_T].get(mode="clip")
-            prefilled_TKGD = layer.prefill(q_KGYD, begun[1])[:, :, :T].transpose(2, 0, 1, 3)
-            out_TKGD = jnp.where(is_decode_T, decoded_TKGD, prefilled_TKGD)
-        return out_TKGD[..., problem.lanes.outputs].reshape(T, N, H), (kv_BKSW,), scales
+            decoded_TND = decoded_ZND.at[plan.decode_segment_T].get(mode="clip")
+            is_decode_T = (plan.decode_segment_T >= 0)[:, None, None]
+            out_TND = jnp.where(is_decode_T, decoded_TND, _by_line(layer.prefill(q_KGYD, begun[1]))[:T])
+        return out_TND[..., problem.lanes.outputs], (kv_BKSW,), scales
 
     def _new_slots(
         self, k_TKH: jax.Array, v_TKH: jax.Array, dtype: Any, scales: tuple[jax.Array, ...], block_writes: work.Writes
@@ -185,59 +187,70 @@ class _Layer:
     settings: dict[str, Any]
     decodes_only: bool
 
-    def in_order(self, x_TKG: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Lines of tokens in the order of the rows that decode, x_ZKX, and in tiles of those with several new tokens,
+    def in_order(self, x_TN: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Lines of tokens in the order of the rows that decode, x_ZEX, and in tiles of those with several new tokens,
         x_KGY; None where all decode."""
-        tokens_Z, T = self.plan.decode_token_Z, len(x_TKG)
-        if self.decodes_only:  # segment i is token i
-            return _pad_axis(_resized(x_TKG, len(tokens_Z)), 2, self.problem.decode_rows), None
-        tiled_KGY = _pad_axis(x_TKG.transpose(1, 2, 0, 3), 2, round_up(T, self.plan.query_tile))
-        return _pad_axis(x_TKG.at[tokens_Z].get(mode="clip"), 2, self.problem.decode_rows), tiled_KGY
+        tokens_Z = self.plan.decode_token_Z
+        of_rows = _resized(x_TN, len(tokens_Z)) if self.decodes_only else x_TN.at[tokens_Z].get(mode="clip")
+        G = self.problem.group_size * self.problem.heads_per_tile(self.decode_heads)
+        x_ZEX = _pad_axis(of_rows.reshape(len(tokens_Z), -1, G, x_TN.shape[-1]), 2, self.problem.decode_rows)
+        return x_ZEX, None if self.decodes_only else self._tiled(x_TN)  # where all decode, segment i is token i
 
-    def attend_spans(self, q_TKGD: jax.Array) -> tuple[Begun, Begun | None]:
+    def _tiled(self, x_TN: jax.Array) -> jax.Array:
+        """x_KGY: lines by head, and padded to whole tiles of tokens."""
+        x_NY = _pad_axis(x_TN.swapaxes(0, 1), 1, round_up(len(x_TN), self.plan.query_tile))
+        return x_NY.reshape(self.problem.num_kv_heads, self.problem.group_size, *x_NY.shape[1:])
+
+    def attend_spans(self, q_TND: jax.Array) -> tuple[Begun, Begun | None]:
         """Attention to the spans that rows share, in both orders. In a step in which none do it costs nothing, and says
         nothing: nobody reads it then."""
-        spans, (T, K, G, D), problem = self.plan.spans, q_TKGD.shape, self.problem
-        decoding = (len(self.plan.decode_token_Z), K, problem.decode_rows)
-        prefilling = (K, G, round_up(T, self.plan.query_tile))
+        spans, D = self.plan.spans, q_TND.shape[-1]
 
         def attend() -> tuple[Begun, Begun | None]:
-            q_KGYD = q_TKGD.at[spans.token_Y].get(mode="clip").transpose(1, 2, 0, 3)
+            q_KGYD = self._tiled(q_TND.at[spans.token_Y].get(mode="clip"))
             operands, shape = self._in_tiles(spans.segments, q_KGYD, spans.position_YL, spans.end_YL)
             begun_KGY = spans_attention(operands, shape, **self.settings)
-            begun_TKG = jax.tree.map(lambda x: x.transpose(2, 0, 1, 3).at[spans.place_T].get(mode="clip"), begun_KGY)
-            shares_T = spans.shares_T[:, None, None, None]
-            alone_KGL = LOWEST if self.sinks_KG is None else self.sinks_KG[..., None]
-            out = self.in_order(jnp.where(shares_T, begun_TKG.out, 0))
-            top = self.in_order(jnp.where(shares_T, begun_TKG.top, alone_KGL))
+            begun_TN = jax.tree.map(lambda x: _by_line(x).at[spans.place_T].get(mode="clip"), begun_KGY)
+            shares_T = spans.shares_T[:, None, None]
+            alone_NL = LOWEST if self.sinks_KG is None else self.sinks_KG.reshape(-1, 1)
+            out = self.in_order(jnp.where(shares_T, begun_TN.out, 0))
+            top = self.in_order(jnp.where(shares_T, begun_TN.top, alone_NL))
             return Begun(out[0], top[0]), None if self.decodes_only else Begun(out[1], top[1])
 
+        orders = jax.eval_shape(self.in_order, q_TND)
+
         def skip() -> tuple[Begun, Begun | None]:
-            empty = lambda shape: Begun(*(lax.empty((*shape, lanes), jnp.float32) for lanes in (D, NUM_LANES)))
-            return empty(decoding), None if self.decodes_only else empty(prefilling)
+            empty = lambda x: Begun(*(lax.empty((*x.shape[:-1], lanes), jnp.float32) for lanes in (D, NUM_LANES)))
+            return empty(orders[0]), None if self.decodes_only else empty(orders[1])
 
         return lax.cond(spans.segments.item_end_J[-1] > 0, attend, skip)
 
-    def attend_part(self, q_TKGD: jax.Array) -> jax.Array:
-        """What of each query's context is held here, [T, K, G, H + 2]: as if it were one slot, whose value is what all
+    def attend_part(self, q_TND: jax.Array) -> jax.Array:
+        """What of each query's context is held here, [T, N, H + 2]: as if it were one slot, whose value is what all
         add up to and whose score is their weight."""
-        T, plan = len(q_TKGD), self.plan
-        q_KGYD = _pad_axis(q_TKGD.transpose(1, 2, 0, 3), 2, round_up(T, plan.query_tile))
-        part_KGY = spans_attention(*self._in_tiles(plan.segments, q_KGYD, plan.position_YL), **self.settings)
-        part_TKG = jax.tree.map(lambda x: x[:, :, :T].transpose(2, 0, 1, 3), part_KGY)
-        top_TKG1 = part_TKG.top[..., :1]
-        outs = part_TKG.out[..., self.problem.lanes.outputs], jnp.ones_like(top_TKG1), top_TKG1 / LOG2_E
+        operands, shape = self._in_tiles(self.plan.segments, self._tiled(q_TND), self.plan.position_YL)
+        part_KGY = spans_attention(operands, shape, **self.settings)
+        part_TN = jax.tree.map(lambda x: _by_line(x)[: len(q_TND)], part_KGY)
+        top_TN1 = part_TN.top[..., :1]
+        outs = part_TN.out[..., self.problem.lanes.outputs], jnp.ones_like(top_TN1), top_TN1 / LOG2_E
         return jnp.concatenate(outs, axis=-1)
 
-    def decode(self, q_ZKXD: jax.Array, begun_ZKX: Begun | None) -> jax.Array:
-        """out_ZKGD of the rows that decode."""
-        problem, plan = self.problem, self.plan
-        rows = work.rows_per_block(len(plan.decode_token_Z))
-        heads = tiles.decode_heads(problem, rows)
+    @property
+    def decode_heads(self) -> int:
+        """kv heads that the decode kernel holds at once."""
+        heads = tiles.decode_heads(self.problem, work.rows_per_block(len(self.plan.decode_token_Z)))
+        assert heads is not None, self.problem
+        return heads
+
+    def decode(self, q_ZEXD: jax.Array, begun_ZEX: Begun | None) -> jax.Array:
+        """out_ZND of the rows that decode, zeros behind them."""
+        problem, heads, (Z, _, X, D) = self.problem, self.decode_heads, q_ZEXD.shape
         fetch = self._fetch(tiles.decode_items(problem, heads), heads, DECODE_ITEM_SLOTS)
-        operands = self._operands(plan.decode, q_ZKXD, problem.decode_rows, begun=begun_ZKX)
-        shape = DecodeShape(fetch, problem.lanes, self.rule, rows)
-        return decode_attention(operands, shape, **self.settings)[:, :, : problem.group_size]
+        together = problem.heads_per_tile(heads)
+        operands = self._operands(self.plan.decode, q_ZEXD, X, together, begun=begun_ZEX)
+        shape = DecodeShape(fetch, problem.lanes, self.rule, work.rows_per_block(Z), together)
+        out_ZEXD = decode_attention(operands, shape, **self.settings)
+        return out_ZEXD[:, :, : together * problem.group_size].reshape(Z, -1, D)
 
     def prefill(self, q_KGYD: jax.Array, begun_KGY: Begun | None) -> jax.Array:
         """out_KGYD of the rows with several new tokens, zeros for the others."""
@@ -249,7 +262,7 @@ class _Layer:
         problem, tile = self.problem, self.plan.query_tile
         fetch = self._fetch(1, tiles.prefill_heads(problem, tile), CHUNK_SLOTS)
         groups = tiles.tile_groups(problem.group_size, tile)
-        operands = self._operands(segments, q_KGYD, problem.group_size, *more, **named)
+        operands = self._operands(segments, q_KGYD, problem.group_size, 1, *more, **named)
         part_rows = tiles.part_rows(groups * tile)
         return operands, PrefillShape(fetch, problem.lanes, self.rule, self.window, tile, groups, part_rows)
 
@@ -258,15 +271,19 @@ class _Layer:
         segments: Segments,
         q: jax.Array,
         sink_rows: int,
+        heads_per_tile: int,
         position_YL: jax.Array | None = None,
         end_YL: jax.Array | None = None,
         begun: Begun | None = None,
     ) -> Operands:
-        kind = kind_of(self.scales)
+        kind, sinks_KX = kind_of(self.scales), None
+        if self.sinks_KG is not None:
+            sinks_EX = _pad_axis(self.sinks_KG.reshape(-1, heads_per_tile * self.problem.group_size), 1, sink_rows)
+            sinks_KX = jnp.repeat(sinks_EX, heads_per_tile, axis=0)
         return Operands(
             segments=segments,
             q=q,
-            sinks=None if self.sinks_KG is None else over_lanes(_pad_axis(self.sinks_KG, 1, sink_rows)),
+            sinks=None if sinks_KX is None else over_lanes(sinks_KX),
             position_YL=position_YL,
             end_YL=end_YL,
             begun=begun,
@@ -286,6 +303,11 @@ class _Layer:
             pages_per_row=self.plan.pages_per_row,
             token_scales=kind_of(self.scales) == "token",
         )
+
+
+def _by_line(x_KGY: jax.Array) -> jax.Array:
+    """x_YN."""
+    return x_KGY.reshape(-1, *x_KGY.shape[2:]).swapaxes(0, 1)
 
 
 def _resized(x: jax.Array, size: int) -> jax.Array:

@@ -88,11 +88,13 @@ def kernel_cost(
 
 
 def _begun_cost(plan: work.Plan, problem: tiles.Problem) -> Cost:
-    """Results are written in tiles, put in the order of tokens, then in that of decodes, padded to what these multiply,
+    """Results are written in tiles, put in the order of tokens, then in that of decodes, in their tiles of query rows,
     and again in tiles if there are prompts; and read."""
     tiled, tokens, decodes = len(plan.spans.token_Y), len(plan.spans.place_T), len(plan.decode_token_Z)
     passes = 4 if int(plan.prefill.item_end_J[-1]) else 2
-    lines = (passes * tiled + tokens) * problem.group_size + 2 * decodes * problem.decode_rows
+    heads = tiles.decode_heads(problem, work.rows_per_block(decodes)) or 1
+    rows = problem.decode_rows // problem.heads_per_tile(heads)
+    lines = (passes * tiled + tokens) * problem.group_size + 2 * decodes * rows
     return Cost(lines * problem.num_kv_heads * (problem.lanes.operand + NUM_LANES) * 4, 0)
 
 

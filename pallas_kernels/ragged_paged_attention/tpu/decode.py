@@ -1,8 +1,8 @@
 """The decode kernel: one new query per request, several pieces of any requests' contexts at a time.
 
 This module knows nothing of where queries come from and of writing to the cache. Letters beside the package's:
-Z requests that decode, X query rows of one kv head (its G query heads, padded to sublanes), P slots of an item, D lanes
-of an operand, n items times heads.
+Z requests that decode, E tiles of query rows, X rows of a tile (the G query heads of one kv head, padded to sublanes,
+or those of several), P slots of an item, D lanes of an operand, n items times heads.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -33,27 +34,29 @@ from pallas_kernels.ragged_paged_attention.tpu.tile_state import Softmax, merged
 
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
-    """Everything static."""
+    """Everything static. `heads_per_tile`: kv heads whose queries share a tile."""
 
     fetch: FetchShape
     lanes: Lanes
     rule: ScoreRule
     rows_per_block: int
+    heads_per_tile: int
 
 
 def decode_attention(operands: Operands, shape: DecodeShape, *, vmem_limit_bytes: int, interpret: Any) -> jax.Array:
-    """out_ZKXD in q's dtype: attention of each segment's query, q_ZKXD, over its piece of context, from the cache, and
-    over what was begun."""
-    Z, K, X, D = operands.q.shape
+    """out_ZEXD in q's dtype: attention of each segment's query, q_ZEXD, over its piece of context, from the cache, and
+    over what was begun. Zeros where no segment is."""
+    Z, E, X, D = operands.q.shape
     rows, heads = shape.rows_per_block, shape.fetch.num_heads
-    block, place = (rows, heads, X, D), lambda h, j, *_: (j, h, 0, 0)
+    tiles = heads // shape.heads_per_tile
+    block, place = (rows, tiles, X, D), lambda h, j, *_: (j, h, 0, 0)
     leaves, treedef = jax.tree.flatten(operands)
     call = pl.pallas_call(
         functools.partial(_kernel, shape, treedef),
         out_shape=jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=operands.num_scalars,
-            grid=(K // heads, Z // rows),
+            grid=(E // tiles, Z // rows),
             in_specs=operands.specs(block, place, heads),
             out_specs=pl.BlockSpec(block, place),
             scratch_shapes=[
@@ -77,6 +80,7 @@ def _kernel(shape: DecodeShape, treedef: Any, *refs: Any) -> None:
     grid_block = pl.program_id(1)
     fetcher = Fetcher(shape.fetch, operands, pl.program_id(0) * shape.fetch.num_heads, scratch)
     pl.when(grid_block == 0)(fetcher.begin)
+    out_ref[...] = jnp.zeros_like(out_ref)
     fetcher.run_steps(grid_block, functools.partial(_attend_items, shape, fetcher, _State(*state_refs), out_ref))
 
 
@@ -120,13 +124,30 @@ def _attend_items(
     parts = _softmaxes(shape, fetcher, items, queries, step)
     softmax = state.load()
     for item, query, part in zip(items, queries, parts):
-        old = (jnp.where(item.is_first, x, y) for x, y in zip(_nothing(fetcher.operands, item, query), softmax))
+        old = (jnp.where(item.is_first, x, y) for x, y in zip(_nothing(shape, fetcher.operands, item, query), softmax))
         softmax = tuple(jnp.where(item.in_use, x, y) for x, y in zip(merged(tuple(old), part), softmax))
-        out_ref[query] = (softmax[2] / softmax[1].sum(axis=-1, keepdims=True)).astype(out_ref.dtype)
+        out_KXD = softmax[2] / softmax[1].sum(axis=-1, keepdims=True)
+        out_ref[query] = _own_rows(out_KXD, shape.heads_per_tile).astype(out_ref.dtype)
     state.store(softmax)
 
 
-def _nothing(operands: Operands, item: Item, query: jax.Array) -> Softmax:
+def _of_heads(x_EX: jax.Array, heads_per_tile: int) -> jax.Array:
+    """x_KX: for each kv head the tile of queries that it meets."""
+    E, *rest = x_EX.shape
+    return jnp.broadcast_to(x_EX[:, None], (E, heads_per_tile, *rest)).reshape(E * heads_per_tile, *rest)
+
+
+def _own_rows(x_KXD: jax.Array, heads_per_tile: int) -> jax.Array:
+    """x_EXD: of each tile the rows of every kv head that are its own queries."""
+    K, X, D = x_KXD.shape
+    x_EpXD = x_KXD.reshape(K // heads_per_tile, heads_per_tile, X, D)
+    row, own = lax.broadcasted_iota(jnp.int32, (1, X, D), 1), x_EpXD[:, 0]
+    for p in range(1, heads_per_tile):
+        own = jnp.where(row < p * (X // heads_per_tile), own, x_EpXD[:, p])
+    return own
+
+
+def _nothing(shape: DecodeShape, operands: Operands, item: Item, query: jax.Array) -> Softmax:
     """What a segment begins with. A sink is a weight with no value; what shared spans have left has sinks in it."""
     sinks, begun = operands.sinks, operands.begun
     top, total = (LOWEST, 0.0) if sinks is None else (sinks[...], 1 / NUM_LANES)
@@ -134,7 +155,8 @@ def _nothing(operands: Operands, item: Item, query: jax.Array) -> Softmax:
         return top, total, 0.0
     is_begun = operands.segments.begun_Z[item.segment] > 0
     either = lambda x, y: jnp.where(is_begun, x, y)
-    return either(begun.top[query], top), either(1 / NUM_LANES, total), either(begun.out[query], 0.0)
+    begun_top, begun_out = (_of_heads(ref[query], shape.heads_per_tile) for ref in (begun.top, begun.out))
+    return either(begun_top, top), either(1 / NUM_LANES, total), either(begun_out, 0.0)
 
 
 def _scales(shape: DecodeShape, fetcher: Fetcher, step: jax.Array) -> tuple[Any, Any]:
@@ -154,7 +176,7 @@ def _softmaxes(
 ) -> list[Softmax]:
     """That of each item by itself."""
     heads, P = shape.fetch.num_heads, shape.fetch.item_slots
-    q_nXD = jnp.concatenate([fetcher.operands.q[query] for query in queries])
+    q_nXD = jnp.concatenate([_of_heads(fetcher.operands.q[query], shape.heads_per_tile) for query in queries])
     n, X, D = q_nXD.shape
     blocks_ref, scales = fetcher.blocks(step), _scales(shape, fetcher, step)
     k_nPD, v_nPD = (

@@ -27,7 +27,7 @@ LEAST_TOKENS = 4
 """Steps of fewer tokens share nothing, so their programs have nothing for it."""
 SLOTS_OF_A_STEP, SLOTS_OF_A_TOKEN = 4096, 64
 """What sharing costs a step whatever it saves, in slots that single queries read: launching one more kernel takes as
-long as reading 16 MB, 4 KiB a slot, and what it leaves of each token is written and read again, 200 KiB a token."""
+long as reading 16 MB, 4 KiB a slot, and what it leaves of each token is written and read again, 160 KiB a token."""
 
 
 @jax.tree_util.register_dataclass

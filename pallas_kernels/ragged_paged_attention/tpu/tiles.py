@@ -12,6 +12,8 @@ VMEM_LIMIT_BYTES = 56 * 2**20
 """What a kernel may take. A TPU7x core has 64 MiB, v5e and v6e have 128."""
 VMEM_GOAL_BYTES = 40 * 2**20
 """What the sizes below are chosen for: the compiler needs some more for temporaries."""
+SUBLANES = 8
+"""Query rows of a tile of registers, and of queries in memory."""
 PARTS_AT_ONCE = 32
 """Items times heads in a step of the decode kernel: independent products, enough to hide the latency of each."""
 MAX_DECODE_ITEMS = 8
@@ -38,8 +40,14 @@ class Problem:
 
     @property
     def decode_rows(self) -> int:
-        """Query rows of one kv head in the decode kernel: whole sublanes."""
-        return round_up(self.group_size, 8)
+        """Query rows that one kv head meets in the decode kernel: whole sublanes."""
+        return round_up(self.group_size, SUBLANES)
+
+    def heads_per_tile(self, heads: int) -> int:
+        """kv heads whose queries fill the sublanes together, where the decode kernel holds so many heads: each meets
+        the queries of all of them and keeps its own, so queries lie as tokens have them. 1: they are padded."""
+        together = SUBLANES // self.group_size if SUBLANES % self.group_size == 0 else 1
+        return together if heads % together == 0 else 1
 
 
 def decode_items(problem: Problem, heads: int) -> int:
@@ -73,8 +81,9 @@ def decode_bytes(problem: Problem, heads: int, rows: int) -> int:
     D, X, P = problem.lanes.operand, problem.decode_rows, item_slots_of(problem.block_size, DECODE_ITEM_SLOTS)
     parts = decode_items(problem, heads) * heads
     blocks = 2 * parts * P * problem.lanes.slot * _size(problem.kv_dtype)
-    queries_and_outputs = 4 * rows * heads * X * D * _size(problem.q_dtype)
-    begun = 2 * rows * heads * X * (D + NUM_LANES) * 4
+    query_rows = rows * heads // problem.heads_per_tile(heads) * X
+    queries_and_outputs = 4 * query_rows * D * _size(problem.q_dtype)
+    begun = 2 * query_rows * (D + NUM_LANES) * 4
     return blocks + queries_and_outputs + begun + (parts + heads) * X * (2 * D + 2 * NUM_LANES + 3 * P) * 4
 
 

@@ -43,7 +43,7 @@ def test_what_rows_share_is_read_once_for_each_tile_of_queries_and_not_at_all_fo
     alone = kernel_cost(rows, PROBLEM, None)
     once = kernel_cost(rows, PROBLEM, None, spans_of(rows, 2048, 128))
     assert once["decode"] == Cost(48 * (128 * SLOT + QUERY), 48 * 2 * 256 * PAIR)
-    begun = (2 * 64 + 48) * 4 + 2 * 64 * 8  # rows of each kv head: two tiles of queries, and two blocks of decodes
+    begun = (2 * 64 + 48) * 4 + 2 * 64 * 4  # rows of each kv head: two tiles of queries, and two blocks of decodes
     assert once["spans"].num_bytes == 2 * 2048 * SLOT + 48 * QUERY + begun * 2 * (128 + 128) * 4
     assert once["write"] == alone["write"] and sum(once.values(), Cost(0, 0)).num_bytes * 4 < alone["decode"].num_bytes
     assert not spans_of(rows[:3], 2048, 128).any(), "three rows: less saved than another kernel costs"

@@ -22,7 +22,13 @@ CASE = Case("for mutants", ((300, 1), (20, 40), (37, 1), (5, 3)), group_size=3)
 SINKS = Case("for mutants", ((20, 20), (37, 1)), sinks=True)
 HALVES = Case("for mutants", ((20, 40),), group_size=16)
 WINDOW = Case("for mutants", ((300, 1), (300, 20)), window=30)
-SHARED = Case("for mutants", ((150, 1), (140, 20), (100, 1)), window=146, shared=((1, 0, 8), (2, 0, 4)))
+SHARED = Case(
+    "for mutants",
+    ((150, 1), (140, 20), (100, 1)),
+    group_size=4,
+    window=146,
+    shared=((1, 0, 8), (2, 0, 4)),
+)
 BOTH_WAYS = Case(
     "for mutants",
     ((20, 40), (37, 1), (140, 30)),
@@ -100,6 +106,7 @@ MUTANTS = {
         "position_1P > own_X1 - self.window",
         "position_1P >= own_X1 - self.window",
     ),
+    "of queries in one tile heads keep their neighbours'": (SHARED, "decode", "row < p *", "row >= p *"),
     "decodes forget spans": (SHARED, "decode", "begun_Z[item.segment] > 0", "begun_Z[item.segment] < 0"),
     "prompts forget spans": (SHARED, "prefill", "begun_J[tile] > 0", "begun_J[tile] < 0"),
     "what rows share is read by each of them too": (SHARED, "plan", "jnp.maximum(begin_Z, own_Z)", "begin_Z"),
