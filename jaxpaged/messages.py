@@ -79,7 +79,7 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tr
 
 class LoRAInfo(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """An adapter that was read. `digest` is the SHA-256 of its files in hexadecimal: two versions under one name have
-    two of them."""
+    two of them. `changes_tower`: embeddings of pictures are its own."""
 
     lora_name: str
     lora_int_id: int
@@ -88,6 +88,7 @@ class LoRAInfo(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True)
     rank: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
+    changes_tower: bool = False
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -145,11 +146,13 @@ class NewRequestData(msgspec.Struct):
 class EncoderInput(msgspec.Struct):
     """A picture that a step's encode programs compute before its forward pass.
 
-    Embedding i goes to page `page_ids[i // page_size]` of the encoder cache, place `i % page_size`.
+    Embedding i goes to page `page_ids[i // page_size]` of the encoder cache, place `i % page_size`. `lora_slot`: of the
+    adapter that makes them its own; 0: none does.
     """
 
     feature: MultiModalFeature  # with pixels
     page_ids: list[int]
+    lora_slot: int = 0
 
 
 class StepPrograms(NamedTuple):

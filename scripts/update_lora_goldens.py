@@ -61,6 +61,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "classifier": ("qwen2_classify", {"target_modules": ["q_proj", "down_proj"], "task_type": "SEQ_CLS"}),
     "head_of_roberta": ("xlm_roberta_score", {"target_modules": ["query", "output.dense"], "task_type": "SEQ_CLS"}),
     "head_of_modernbert": ("modernbert_classify", {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),
+    "tower": (
+        "qwen2_5_vl",
+        {"target_modules": r".*(attn\.qkv|attn\.proj|blocks\.\d\.mlp\.down_proj|merger\.mlp\.[02]|q_proj)"},
+    ),
+    "tower_dora": ("gemma3_seeing", {"target_modules": ["out_proj", "fc1", "q_proj"], "use_dora": True}),
 }
 """Name -> the checkpoint of tests/models, and fields of LoraConfig."""
 
@@ -97,6 +102,7 @@ def own_environment(folder: Path) -> Path:
 
 def record(name: str, checkpoint: str, fields: dict[str, Any]) -> None:
     """One case: the adapter's folder, and logits in float32."""
+    import numpy as np
     import torch
     import transformers
     from peft import LoraConfig, get_peft_model
@@ -105,18 +111,24 @@ def record(name: str, checkpoint: str, fields: dict[str, Any]) -> None:
     from tests.models import checkpoints
     from tests.models import encoder_checkpoints as encoders
     from tests.models import pooling_checkpoints as pooling
+    from tests.models import seeing_checkpoints as seeing
 
-    classifies = fields.get("task_type") == "SEQ_CLS"
+    classifies, sees = fields.get("task_type") == "SEQ_CLS", checkpoint in seeing.SEEING
     kind = "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM"
+    kind = "AutoModelForImageTextToText" if sees else kind
     of_encoder = checkpoint in encoders.CHECKPOINTS
-    prompt = (
-        [0, *range(7, 24), 2]
-        if of_encoder
-        else checkpoints.prompt_of(pooling.CHECKPOINTS[checkpoint][0] if classifies else checkpoint)
-    )
+    if sees:
+        numbers, pictures = seeing.pictures_of_prompts()[0], seeing.pictures_of(checkpoint)
+        inputs = seeing.inputs_of(checkpoint, seeing.prompts_of(checkpoint)[0], [pictures[n] for n in numbers])
+    else:
+        of_text = [0, *range(7, 24), 2] if of_encoder else None
+        name_of_text = pooling.CHECKPOINTS[checkpoint][0] if classifies and not of_encoder else checkpoint
+        inputs = {"input_ids": np.array([of_text or checkpoints.prompt_of(name_of_text)])}
+    inputs = {key: torch.from_numpy(array) for key, array in inputs.items()}
     torch.manual_seed(len(name))
     with tempfile.TemporaryDirectory() as folder:
         write = encoders.write if of_encoder else pooling.write if classifies else checkpoints.write_checkpoint
+        write = seeing.write_seeing_checkpoint if sees else write
         path = write(checkpoint, Path(folder))
         base = getattr(transformers, kind).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
         fields = {"task_type": "CAUSAL_LM", **fields}
@@ -129,9 +141,9 @@ def record(name: str, checkpoint: str, fields: dict[str, Any]) -> None:
             elif ".modules_to_save." in key:
                 parameter.data += torch.randn_like(parameter) * SPREAD
         with torch.no_grad():
-            logits = model(torch.tensor([prompt])).logits[0]
+            logits = model(**inputs).logits[0]
             with model.disable_adapter():
-                plain = model(torch.tensor([prompt])).logits[0]
+                plain = model(**inputs).logits[0]
         save(model, GOLDEN / name, has_copies=name in WITH_COPIES)
     text = json.dumps(described(checkpoint, logits, classifies)) + "\n"
     (GOLDEN / name / "logits.json").write_text(text, encoding="utf-8")
@@ -162,6 +174,7 @@ def described(checkpoint: str, logits: Any, classifies: bool) -> dict[str, Any]:
         "top": {
             str(position): {"ids": top.indices[position].tolist(), "logits": rounded(top.values[position], 5)}
             for position in RECORDED_POSITIONS
+            if position < len(logits)
         },
         "sums": rounded(logits.double().sum(-1), 4),
     }

@@ -36,6 +36,9 @@ class LoRAConfig:
         "embed_tokens and lm_head may be named beside",
         several=True,
     )
+    enable_tower_connector_lora: bool = option(
+        False, "adapters may adapt what makes embeddings of pictures, too: the tower, and what follows it"
+    )
 
     def __post_init__(self) -> None:
         if self.max_lora_rank not in RANKS:
@@ -45,6 +48,8 @@ class LoRAConfig:
                 f"max_cpu_loras {self.max_cpu_loras} is below max_loras {self.max_loras}, but what is on the devices "
                 "comes from the host's memory; give as many at least."
             )
+        if self.enable_tower_connector_lora and not self.enable_lora:
+            raise ConfigError("enable_tower_connector_lora is given without enable_lora. Set both, or neither.")
 
     @property
     def num_on_host(self) -> int:

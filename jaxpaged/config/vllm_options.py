@@ -319,7 +319,6 @@ ADAPTERS = (
     pointless("long_lora_scaling_factors", None, (*LIST, int, float), many=True),
     pointless("fully_sharded_loras", False, bool),
     pointless("enable_lora_bias", False, bool),
-    pointless("enable_tower_connector_lora", False, bool),
     pointless("specialize_active_lora", False, bool),
     pointless("enable_mixed_moe_lora_format", False, bool),
     pointless("enable_moe_shared_loras", False, bool),

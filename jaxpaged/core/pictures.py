@@ -158,9 +158,10 @@ class Pictures:
             return
         for request in set(self._taken).difference(requests):
             self._put_back(request)
+        users = {self._held[request][index]: request for request, own in self._taken.items() for index in own}
         for picture, feature in self._encoded.items():
             picture.step_id = scheduled.step_id
-            scheduled.encoder_inputs.append(EncoderInput(feature, picture.page_ids))
+            scheduled.encoder_inputs.append(EncoderInput(feature, picture.page_ids, users[picture].tower_slot))
         for request, indices in self._taken.items():
             pages = [(request.request_id, index, self._held[request][index].page_ids) for index in indices]
             scheduled.encoder_pages += pages

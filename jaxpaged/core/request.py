@@ -215,6 +215,16 @@ class Request:
             return "length", None
         return None
 
+    @property
+    def lora_slot(self) -> int:
+        """Of its adapter on the devices; 0 without one."""
+        return 0 if self.adapter is None else self.adapter.slot
+
+    @property
+    def tower_slot(self) -> int:
+        """The same for the encoder of its pictures, which most adapters leave as it is."""
+        return self.lora_slot if self.lora is not None and self.lora.changes_tower else 0
+
     def to_new_request_data(self) -> NewRequestData:
         """The runner's data of a request that is admitted, or admitted again after preemption."""
         return NewRequestData(
@@ -225,7 +235,7 @@ class Request:
             block_ids=tuple([block.block_id for block in table] for table in self.blocks),
             sampling_params=self.sampling_params,
             is_private=self.cache_salt is not None,
-            lora_slot=0 if self.adapter is None else self.adapter.slot,
+            lora_slot=self.lora_slot,
             mm_features=[msgspec.structs.replace(feature, pixels=None, embeds=None) for feature in self.mm_features],
         )
 

@@ -7,11 +7,13 @@ it, and the request waits; no client sees that. This module knows neither socket
 
 from collections.abc import Collection, Sequence, Set
 
+import msgspec
 import numpy as np
 
 from jaxpaged.engine.embeds_desk import EmbedsDesk
 from jaxpaged.messages import EngineCoreRequest
 from jaxpaged.multimodal.byte_lru import ByteLRU
+from jaxpaged.multimodal.identity import adapted_key
 
 
 class ProcessedItems(ByteLRU[bytes, np.ndarray]):
@@ -44,7 +46,7 @@ class PixelDesk:
                 feature.pixels = self.items.get(feature.key)
             else:
                 self.items.put(feature.key, feature.pixels)
-        if not lacks(request):
+        if is_complete(request):
             return True
         self.waiting[request.request_id] = request
         return False
@@ -62,7 +64,7 @@ class PixelDesk:
             for feature in request.mm_features:
                 if feature.key == key and feature.pixels is None:
                     feature.pixels = pixels
-            if not lacks(request):
+            if is_complete(request):
                 complete.append(self.waiting.pop(request.request_id))
         return complete
 
@@ -70,6 +72,19 @@ class PixelDesk:
         """Of these requests those that waited, and wait no more."""
         removed = [each for each in request_ids if self.waiting.pop(each, None) is not None]
         return removed if self._embeds is None else [*removed, *self._embeds.remove(request_ids)]
+
+
+def is_complete(request: EngineCoreRequest) -> bool:
+    """Whether it lacks no pixels. Then its pictures get the keys of what its adapter makes of them, if that is its own:
+    pixels are all requests', and embeddings are not."""
+    if lacks(request):
+        return False
+    if (lora := request.lora) is not None and lora.changes_tower:
+        of_pixels = request.mm_features
+        request.mm_features = [
+            msgspec.structs.replace(each, key=adapted_key(each.key, lora.digest)) for each in of_pixels
+        ]
+    return True
 
 
 def lacks(request: EngineCoreRequest) -> list[bytes]:

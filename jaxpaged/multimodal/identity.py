@@ -39,6 +39,11 @@ def options_on(options: Mapping[str, Any], background: Sequence[int]) -> dict[st
     return dict(options) if tuple(background) == WHITE else {**options, "background": list(background)}
 
 
+def adapted_key(key: bytes, digest: str) -> bytes:
+    """The key of a picture whose embeddings an adapter makes its own, of the picture's and the adapter's digest."""
+    return hashlib.sha256(encode_cbor([key, ["lora", digest]])).digest()
+
+
 def picture_key(model: str, modality: str, options: Mapping[str, Any], layout: PictureLayout, source: bytes) -> bytes:
     """SHA-256 over canonical CBOR: 32 bytes.
 

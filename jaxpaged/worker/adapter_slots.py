@@ -120,6 +120,7 @@ class AdapterSlots:
             rank=adapter.rank,
             num_tensors=adapter.num_tensors,
             num_bytes=adapter.num_bytes,
+            changes_tower=any(spec.changes_tower(adapter.weights) for spec in self._specs),
         )
         lines = tuple(spec.pack(adapter.weights, adapter.replaced) for spec in self._specs)
         changes_layers = any(spec.changes_layers(adapter.weights) for spec in self._specs)
@@ -219,8 +220,8 @@ def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> Non
         raise CheckpointError(
             f"{path}: the adapter changes {len(others)} matrices of which the engine keeps no adapters, the first of "
             f"them {others[0].removeprefix('.')}. Where lora_target_modules leaves a module out, name it there; tables "
-            "have adapters where they are named, as in --lora-target-modules all-linear embed_tokens lm_head. Adapters "
-            "of vision towers are not served: merge such a one into its model (jaxpaged merge)."
+            "have adapters where they are named, as in --lora-target-modules all-linear embed_tokens lm_head, and what "
+            "encodes pictures with --enable-tower-connector-lora."
         )
 
 

@@ -4,13 +4,14 @@ Paranoid file. Every program donates the state that it changes and returns it an
 returns; only programs from the table are ever called. This module does not know what they compute.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jaxpaged.messages import ProgramKey
-from jaxpaged.models.seeing import without_tower
+from jaxpaged.models.seeing import tower_of, without_tower
 from jaxpaged.worker.programs.compiled import CompiledPrograms
 from jaxpaged.worker.programs.declare import BASE_KINDS, DRAW_KINDS, ProgramKind
 from jaxpaged.worker.step.adapters import AdaptedParams
@@ -48,7 +49,8 @@ class StepCounts:
 @dataclass
 class Device:
     """`params`, `head` and `state` are None while they sleep. `table_CV`: of an engine that sees, what the values of
-    pixels become. `stacks`: of one with adapters; `head_stacks`: which of them are those of the head."""
+    pixels become. `stacks`: of one with adapters; `head_stacks`: which of them are those of the head, and
+    `tower_stacks` of the tower, by its own paths."""
 
     programs: CompiledPrograms
     params: Any
@@ -58,11 +60,20 @@ class Device:
     table_CV: Any = None
     stacks: Any = None
     head_stacks: tuple[str, ...] = ()
+    tower_stacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def token_params(self) -> Any:
         """The parameters of programs of tokens: all but the tower's, and the stacks of adapters."""
         return self.base_params if self.stacks is None else with_stacks(self.base_params, self.stacks)
+
+    @property
+    def tower_params(self) -> Any:
+        """Those of the tower, with its own stacks where adapters adapt it."""
+        tower = tower_of(self.params)
+        if not self.tower_stacks:
+            return tower
+        return AdaptedParams(tower, {own: self.stacks[path] for own, path in self.tower_stacks.items()})
 
     @property
     def base_params(self) -> Any:

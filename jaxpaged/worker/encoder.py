@@ -15,12 +15,11 @@ import msgspec
 import numpy as np
 
 from jaxpaged.messages import EncoderInput, ModelRunnerOutput, ProgramKey, SchedulerOutput
-from jaxpaged.models.seeing import tower_of
 from jaxpaged.models.vision.interface import Picture
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.request_rows import RequestRows
-from jaxpaged.worker.step.encoding import EncodeLayout, PicturePart, batches_of, by_modality
+from jaxpaged.worker.step.encoding import LORA_SLOT, EncodeLayout, PicturePart, batches_of, encoded_together
 from jaxpaged.worker.visual_rows import slots_of
 
 NOT_NUMBERS = (
@@ -66,7 +65,7 @@ class Encoder:
     ) -> list["FiniteReading"]:
         """Dispatch the batches of a step."""
         programs = iter(keys)
-        return [reading for _, part in by_modality(inputs) for reading in self._encode(device, programs, part)]
+        return [reading for _, part in encoded_together(inputs) for reading in self._encode(device, programs, part)]
 
     def _encode(
         self, device: Device, keys: Iterator[ProgramKey], inputs: Sequence[EncoderInput]
@@ -87,8 +86,7 @@ class Encoder:
         batches = batches_of(sizes, self.spec, bucket_for)
         for key, (_, parts) in zip(own, batches, strict=True):
             packed, state = self._pack(self.layouts[key], parts, inputs, slots), device.state
-            tower = tower_of(device.params)
-            state.encoded, finite_E = device.call(key, tower, device.table_CV, state.encoded, packed)
+            state.encoded, finite_E = device.call(key, device.tower_params, device.table_CV, state.encoded, packed)
             counts = [(pictures[part.index], config.num_embeds(part.stop - part.start)) for part in parts]
             encoded.append(FiniteReading(counts, start_copy(finite_E)))
         return encoded
@@ -110,6 +108,8 @@ class Encoder:
             grid = (stop - start, rows, columns) if config.is_fixed else feature.grid
             pictures.append((feature.pixels[start:stop], grid))
         arrays = self.spec.vision.pack(config, pictures, layout.size)
+        if layout.has_lora:
+            arrays[LORA_SLOT] = np.array([inputs[0].lora_slot], np.int32)
         num_slots, _ = self.spec.cache_shape
         return layout.pack(np.concatenate(own_slots), arrays, no_slot=num_slots)
 

@@ -73,6 +73,17 @@ def check_together(config: EngineConfig) -> None:
             )
 
 
+def check_tower(config: EngineConfig, encoder: EncoderSpec | None) -> None:
+    """Raise ConfigError where adapters are to adapt a tower, and cannot."""
+    if encoder is None or not encoder.sizes:
+        why = "no pictures are encoded here. Leave it out"
+    elif encoder.config.splits_items:
+        why = "mm_encoder_tp_mode is 'data', which splits pictures over devices, not weights. Leave one out"
+    else:
+        return
+    raise ConfigError(f"enable_tower_connector_lora is given, but {why}.")
+
+
 def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platform: str) -> EncoderSpec:
     """The encoder of a model that has a tower. Raises ConfigError for options that contradict the model."""
     vision, options = model.vision, config.multimodal

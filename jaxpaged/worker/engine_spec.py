@@ -49,7 +49,7 @@ from jaxpaged.sampling_params.features import features_of
 from jaxpaged.worker.cache.head_scales import HeadScales
 from jaxpaged.worker.cache.kinds import kind_of
 from jaxpaged.worker.context_split import split_contexts
-from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, encoder_spec
+from jaxpaged.worker.encoder_spec import EncoderSpec, check_together, check_tower, encoder_spec
 from jaxpaged.worker.kv_blocks import Demand, Division
 from jaxpaged.worker.kv_transfer.forms import form_of
 from jaxpaged.worker.lora_stacks import LoraSpec, check_modules, lora_spec, of_stage, scores_of
@@ -405,7 +405,10 @@ class EngineSpec:
         if not options.enable_lora:
             return None
         targets, modules = targets_of(self.whole_specs), options.lora_target_modules or None
-        check_modules(targets, modules)
+        with_tower = options.enable_tower_connector_lora
+        if with_tower:
+            check_tower(self.config, self.encoder)
+        check_modules(targets, modules, with_tower)
         if self.stage is not None:
             targets = of_stage(targets, targets_of(self.specs))
         return lora_spec(
@@ -417,6 +420,7 @@ class EngineSpec:
             max_rank=options.max_lora_rank,
             dtype=self.dtype if options.lora_dtype == "auto" else jnp.dtype(options.lora_dtype),
             modules=modules,
+            with_tower=with_tower,
             prefix=".decoder" if self.draft is not None else "",
             scores=scores_of(self.specs, self.decoder.dim_sizes(), modules) if self.is_last else {},
         )

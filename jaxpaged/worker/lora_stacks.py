@@ -32,6 +32,7 @@ from jaxpaged.params.adapters.targets import (
     LINEAR,
     OF_SCORES,
     ROUTER,
+    TOWER,
     Target,
 )
 from jaxpaged.params.placing import cut
@@ -51,6 +52,11 @@ ALL_LINEAR = "all-linear"
 """What PEFT calls all of these."""
 SMALL_RANK = 16
 """Ranks of the first part of stacks: adapters of at most so many pay for no more."""
+
+OF_EMBEDS = frozenset("muD")
+"""Letters of a tower's layers behind the one in which patches become embeddings."""
+OF_TOWER = ".vision"
+"""What the parameters of a tower are called among all (`models/seeing.py`)."""
 
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What a parameter is called that lies in place of several (`models/joined.py`)."""
@@ -80,17 +86,24 @@ class Stacked:
         return tuple(self.sizes[letter] for letter in target.outputs)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every device has all of it, whatever its axes are."""
+        return self.targets[0].spec.whole
+
+    @property
     def in_axes(self) -> PartitionSpec:
-        return partition_spec(self.targets[0].inputs)
+        return PartitionSpec(*[None] * len(self.inputs)) if self.is_whole else partition_spec(self.targets[0].inputs)
 
     @property
     def out_axes(self) -> PartitionSpec:
+        if self.is_whole:
+            return PartitionSpec(*[None] * len(self.outputs))
         first, *others = partition_spec(self.targets[0].outputs)
         return PartitionSpec(first, *([None] if len(self.targets) > 1 else []), *others)
 
     def split(self, mesh: Mesh | AbstractMesh) -> Split | None:
         """Over which axes the layer is split; None: there is one device."""
-        if mesh.size == 1:
+        if mesh.size == 1 or self.is_whole:
             return None
         first = self.targets[0]
         return Split(mesh, MESH_AXES_OF.get(first.outputs[0]), MESH_AXES_OF.get(first.inputs[0]))
@@ -105,6 +118,11 @@ class Stacked:
     def is_table(self) -> bool:
         """Whether rows of it are looked up."""
         return self.targets[0].kind == EMBEDDING
+
+    @property
+    def reads_embeds(self) -> bool:
+        """Whether a layer of a tower computes rows of embeddings, and not of patches."""
+        return any(not OF_EMBEDS.isdisjoint((*target.outputs, *target.inputs)) for target in self.targets)
 
     @property
     def growing(self) -> tuple[tuple[int, ...], PartitionSpec]:
@@ -205,23 +223,24 @@ def scores_of(specs: Any, sizes: Mapping[str, int], modules: Sequence[str] | Non
     return {path: tuple(sizes[letter] for letter in spec.dims) for path, spec in leaves if OF_SCORES.match(path)}
 
 
-def is_wanted(target: Target, modules: Sequence[str] | None) -> bool:
+def is_wanted(target: Target, modules: Sequence[str] | None, with_tower: bool = False) -> bool:
     """Whether a target has stacks: those of linear layers, or of these modules alone. Embeddings of tokens and the
-    output head have some where they are named."""
+    output head have some where they are named, a tower where `with_tower` says so."""
     named = modules or (ALL_LINEAR,)
     is_named = target.module.rpartition(".")[2] in named or target.attribute in named
     if OF_SCORES.match(target.path):  # each adapter has all of these as a whole
         return False
     if target.kind == HEAD or (target.kind == EMBEDDING and EMBED_TOKENS.search(target.path)):
         return is_named
-    if target.kind not in KINDS or not target.outputs:  # a vector is no linear layer
+    is_layer = target.kind in KINDS or (with_tower and target.kind == TOWER)
+    if not is_layer or not target.outputs:  # a vector is no linear layer
         return False
     return is_named or ALL_LINEAR in named
 
 
-def check_modules(targets: Mapping[str, Target], modules: Sequence[str] | None) -> None:
+def check_modules(targets: Mapping[str, Target], modules: Sequence[str] | None, with_tower: bool) -> None:
     """Raise ConfigError when no target of a model is among `modules`."""
-    if not any(is_wanted(target, modules) for target in targets.values()):
+    if not any(is_wanted(target, modules, with_tower) for target in targets.values()):
         known = ", ".join(sorted({target.attribute for target in targets.values()}))
         raise ConfigError(f"lora_target_modules are {modules}, and no module of the model is one. There are {known}.")
 
@@ -317,6 +336,20 @@ class LoraSpec:
     def head(self) -> str | None:
         """Whose stacks are those of the output head, if some are."""
         return next((path for path, linear in self.linears.items() if linear.targets[0].kind == HEAD), None)
+
+    @cached_property
+    def tower(self) -> Mapping[str, str]:
+        """Of the encoder of pictures the paths in its own parameters -> those in all (`models.seeing.tower_of`)."""
+        own = [path for path, linear in self.linears.items() if linear.targets[0].kind == TOWER]
+        return {path.partition(OF_TOWER)[2]: path for path in own}
+
+    def tower_stacks(self, stacks: Mapping[str, Any]) -> dict[str, Any]:
+        """Its stacks, of all, by its own paths."""
+        return {own: stacks[path] for own, path in self.tower.items()}
+
+    def changes_tower(self, weights: Mapping[str, AdapterWeights]) -> bool:
+        targets = (target for path in self.tower.values() for target in self.linears[path].targets)
+        return any(target.path in weights for target in targets)
 
     @property
     def of_lines(self) -> tuple[str, ...]:
@@ -445,12 +478,13 @@ def lora_spec(
     max_rank: int,
     dtype: Any,
     modules: Sequence[str] | None = None,
+    with_tower: bool = False,
     prefix: str = "",
     scores: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> LoraSpec:
     """The stacks for some of a model's targets. `params`: shapes of the parameters as programs take them, in which
     weights may be joined, and whose targets are below `prefix`. `sizes`: letter -> size in the checkpoint."""
-    wanted = {path: target for path, target in targets.items() if is_wanted(target, modules)}
+    wanted = {path: target for path, target in targets.items() if is_wanted(target, modules, with_tower)}
     there = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     placed, linears = sizes_on(mesh, sizes), dict[str, Stacked]()
     joined = {part: name for name, parts in JOINED.items() for part in parts}

@@ -267,7 +267,7 @@ class Worker:
         has_files = folder is not None and load.load_format != "dummy"
         read = reader_of(self.engine_spec, folder if has_files else None, load.download_dir)
         adapters = AdapterSlots(specs, read, self.balancer)
-        self.device.head_stacks = specs[-1].of_lines
+        self.device.head_stacks, self.device.tower_stacks = specs[-1].of_lines, specs[-1].tower
         adapters.begin_anew(self.device)
         return adapters
 

@@ -12,7 +12,7 @@ from jaxpaged.models.registry import model_for
 from jaxpaged.params.adapters.base import BaseWeights
 from jaxpaged.params.adapters.reading import read_adapter
 from jaxpaged.params.adapters.targets import targets_of
-from tests.models import checkpoints, encoder_checkpoints, pooling_checkpoints
+from tests.models import checkpoints, encoder_checkpoints, pooling_checkpoints, seeing_checkpoints
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "lora"
 """What scripts/update_lora_goldens.py records."""
@@ -30,6 +30,8 @@ def write_base(name, folder):
     """The checkpoint that an adapter of the goldens was trained for."""
     if name in encoder_checkpoints.CHECKPOINTS:
         return encoder_checkpoints.write(name, folder)
+    if name in seeing_checkpoints.SEEING:
+        return seeing_checkpoints.write_seeing_checkpoint(name, folder)
     write = pooling_checkpoints.write if name in pooling_checkpoints.CHECKPOINTS else checkpoints.write_checkpoint
     return write(name, folder)
 

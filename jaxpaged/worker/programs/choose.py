@@ -17,7 +17,7 @@ from jaxpaged.sampling_params.features import Extra
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.programs.declare import DECODE_KINDS, ENCODE_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
-from jaxpaged.worker.step.encoding import batches_of, by_modality
+from jaxpaged.worker.step.encoding import batches_of, encoded_together
 
 DECODES_THAT_PAY = 128
 """Steps of one bucket in which all only decode, before a multi-step program is wanted for them where compiling takes
@@ -154,7 +154,7 @@ class ProgramChoice:
     def _encode(self, inputs: Sequence[EncoderInput]) -> tuple[ProgramKey, ...]:
         """The programs of batches of pictures, and of moments of videos."""
         needed = [each for each in inputs if not each.feature.is_encoded]
-        parts = by_modality(needed)
+        parts = encoded_together(needed)
         return tuple(key for modality, part in parts for key in self._encode_by(ENCODE_KINDS[modality], part))
 
     def _encode_by(self, kind: ProgramKind, inputs: Sequence[EncoderInput]) -> list[ProgramKey]:

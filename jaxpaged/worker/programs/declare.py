@@ -307,7 +307,7 @@ def copy_key(kind: ProgramKind, pool_idx: int, size: int) -> ProgramKey:
 
 zeros = lambda f, state: partial(zeros_like, f.attention.mesh, state)
 forward = lambda f, layout: partial(f.forward, layout)
-encode = lambda f, layout: partial(encoding.encode, f.encoder, f.attention.mesh, layout)
+encode = lambda f, layout: partial(encoding.encode, f.encoder, f.lora, f.attention.mesh, layout)
 forward_of_stage = lambda f, layout: partial(f.forward_of_stage, layout)
 sample = lambda f, size: partial(f.sample, size)
 check = lambda f, _: partial(verify, f)

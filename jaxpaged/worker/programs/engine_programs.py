@@ -73,11 +73,12 @@ class EnginePrograms:
         """The same of encode programs, in an engine that sees."""
         if (encoder := self.engine_spec.encoder) is None:
             return {}
+        has_lora = self.engine_spec.lora is not None and bool(self.engine_spec.lora.tower)
         kinds = {ProgramKind.ENCODE: 1}
         if encoder.takes_videos:
             kinds[ProgramKind.ENCODE_VIDEO] = encoder.config.frames
         return {
-            ProgramKey(kind, size): encode_layout(encoder, size, frames)
+            ProgramKey(kind, size): encode_layout(encoder, size, frames, has_lora)
             for kind, frames in kinds.items()
             for size in encoder.sizes
         }

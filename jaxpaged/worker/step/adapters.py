@@ -51,6 +51,23 @@ def bound_params(adapted: AdaptedParams, spec: LoraSpec, slot_T: jax.Array, leve
     return jax.tree_util.tree_map_with_path(of_node, adapted.params, is_leaf=is_whole)
 
 
+def bound_tower(adapted: AdaptedParams, spec: LoraSpec, slot: jax.Array, num_patches: int, num_embeds: int) -> Any:
+    """The parameters of a tower, whose linear layers add what the adapter in a slot makes of all of a batch."""
+    own_slot = lambda stack: jax.lax.dynamic_slice_in_dim(stack, jnp.maximum(slot - 1, 0), 1)
+    of_patches, of_embeds = (token_slots(jnp.full(n, slot > 0, jnp.int32), 1) for n in (num_patches, num_embeds))
+
+    def of_node(path: Any, node: Any) -> Any:
+        if (name := jax.tree_util.keystr(path)) not in spec.tower:
+            return node
+        linear = spec.linears[spec.tower[name]]
+        slots = of_embeds if linear.reads_embeds else of_patches
+        return node.replace(
+            lora=BoundLora(jax.tree.map(own_slot, adapted.stacks[name]), slots, linear.split(spec.mesh))
+        )
+
+    return jax.tree_util.tree_map_with_path(of_node, adapted.params, is_leaf=lambda node: isinstance(node, Linear))
+
+
 def bound(adapted: AdaptedParams, spec: LoraSpec, name: str, slots: TokenSlots, level: int) -> BoundLora:
     """The stacks of a path with the slots of tokens."""
     stacks = adapted.stacks[name]

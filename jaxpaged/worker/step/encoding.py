@@ -11,6 +11,7 @@ encoder cache.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,12 @@ import numpy as np
 from jaxpaged.messages import EncoderInput
 from jaxpaged.models.vision.interface import Shape, batch_of
 from jaxpaged.worker.encoder_spec import EncoderSpec
+from jaxpaged.worker.lora_stacks import LoraSpec
+from jaxpaged.worker.step.adapters import bound_tower
 from jaxpaged.worker.step.packed import slices_of
 
+LORA_SLOT = "lora_slot"
+"""The name of the slot of a batch's adapter among its arrays."""
 WORD = 4
 """Bytes of what a batch is packed into, int32."""
 MODALITIES = ("image", "video")
@@ -47,6 +52,11 @@ class EncodeLayout:
     size: int
     num_embeds: int
     shapes: tuple[tuple[str, Shape], ...]
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether a batch has the slot of an adapter, which all of it has."""
+        return any(name == LORA_SLOT for name, _ in self.shapes)
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
@@ -80,20 +90,33 @@ def unpacked(words: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(words, kind).reshape(-1)[: int(np.prod(shape))].reshape(shape).astype(dtype)
 
 
-def encode_layout(encoder: EncoderSpec, size: int, frames: int = 1) -> EncodeLayout:
-    """Of the bucket of so many items or patches, which have so many frames."""
+def encode_layout(encoder: EncoderSpec, size: int, frames: int = 1, has_lora: bool = False) -> EncodeLayout:
+    """Of the bucket of so many items or patches, which have so many frames. `has_lora`: adapters adapt the tower."""
     shapes = encoder.vision.shapes(encoder.config, size, frames)
+    if has_lora:
+        shapes = {**shapes, LORA_SLOT: ((1,), "int32")}
     return EncodeLayout(size, encoder.config.num_embeds(size), tuple(shapes.items()))
 
 
 def encode(
-    encoder: EncoderSpec, mesh: Any, layout: EncodeLayout, params: Any, table_CV: Any, encoded_SX: Any, packed: Any
+    encoder: EncoderSpec,
+    lora: LoraSpec | None,
+    mesh: Any,
+    layout: EncodeLayout,
+    params: Any,
+    table_CV: Any,
+    encoded_SX: Any,
+    packed: Any,
 ) -> tuple[Any, Any]:
     """The embeddings of a batch -> (encoded_SX with them, which of the [E] embeddings are finite numbers).
 
     Zeros stand in place of the others, so that whatever a step computes for other requests stays numbers.
     """
     slots_E, arrays = layout.split(packed)
+    if layout.has_lora:
+        assert lora is not None, "an engine with adapters of the tower has a slot in each batch"
+        num_patches = layout.size * (encoder.config.patches_per_item or 1)
+        params = bound_tower(params, lora, arrays.pop(LORA_SLOT)[0], num_patches, layout.num_embeds)
     batch = batch_of(arrays, table_CV, mesh if encoder.config.splits_items else None)
     embeds_EX = encoder.vision.encode(params, encoder.config, batch)
     finite_E = jnp.isfinite(embeds_EX).all(axis=1)
@@ -111,11 +134,11 @@ def scatter(encoded_SX: Any, slots_E: Any, embeds_EX: Any) -> Any:
     return encoded_SX.at[slots_E].set(embeds_EX, mode="drop")
 
 
-def by_modality(inputs: Sequence[EncoderInput]) -> list[tuple[str, list[EncoderInput]]]:
+def encoded_together(inputs: Sequence[EncoderInput]) -> list[tuple[str, list[EncoderInput]]]:
     """Pictures, then moments of videos, as far as there are any: those with several frames have programs of their
-    own."""
-    parts = {modality: [each for each in inputs if each.feature.modality == modality] for modality in MODALITIES}
-    return [(modality, part) for modality, part in parts.items() if part]
+    own. What has another adapter is another part."""
+    kind_of = lambda each: (MODALITIES.index(each.feature.modality), each.lora_slot)
+    return [(MODALITIES[kind], list(part)) for (kind, _), part in groupby(sorted(inputs, key=kind_of), kind_of)]
 
 
 def batches_of(sizes: Sequence[int], spec: EncoderSpec, bucket_for: Callable[[int], int]) -> Batches:

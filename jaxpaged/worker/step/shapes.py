@@ -70,6 +70,8 @@ class Shapes:
             self.state += (self.row_state, self.hidden)
         if encoder is not None:
             self.tower = tower_of(params)
+            if functions.lora is not None and functions.lora.tower:
+                self.tower = AdaptedParams(self.tower, functions.lora.tower_stacks(functions.lora.shapes))
             self.encoded = self._array(encoder.cache_shape, jnp.dtype(functions.config.dtype))
             self.state += (self.encoded,)
 
