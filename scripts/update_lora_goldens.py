@@ -61,6 +61,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "classifier": ("qwen2_classify", {"target_modules": ["q_proj", "down_proj"], "task_type": "SEQ_CLS"}),
     "head_of_roberta": ("xlm_roberta_score", {"target_modules": ["query", "output.dense"], "task_type": "SEQ_CLS"}),
     "head_of_modernbert": ("modernbert_classify", {"target_modules": "all-linear", "task_type": "SEQ_CLS"}),
+    "embeds": (
+        "bert_embed",
+        {"target_modules": ["query", "intermediate.dense", "output.dense"], "task_type": "FEATURE_EXTRACTION"},
+    ),
     "tower": (
         "qwen2_5_vl",
         {"target_modules": r".*(attn\.qkv|attn\.proj|blocks\.\d\.mlp\.down_proj|merger\.mlp\.[02]|q_proj)"},
@@ -116,6 +120,8 @@ def record(name: str, checkpoint: str, fields: dict[str, Any]) -> None:
     classifies, sees = fields.get("task_type") == "SEQ_CLS", checkpoint in seeing.SEEING
     kind = "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM"
     kind = "AutoModelForImageTextToText" if sees else kind
+    embeds = fields.get("task_type") == "FEATURE_EXTRACTION"
+    kind = "AutoModel" if embeds else kind
     of_encoder = checkpoint in encoders.CHECKPOINTS
     if sees:
         numbers, pictures = seeing.pictures_of_prompts()[0], seeing.pictures_of(checkpoint)
@@ -141,11 +147,12 @@ def record(name: str, checkpoint: str, fields: dict[str, Any]) -> None:
             elif ".modules_to_save." in key:
                 parameter.data += torch.randn_like(parameter) * SPREAD
         with torch.no_grad():
-            logits = model(**inputs).logits[0]
+            found = lambda output: output.last_hidden_state.mean(1)[0] if embeds else output.logits[0]
+            logits = found(model(**inputs))
             with model.disable_adapter():
-                plain = model(**inputs).logits[0]
+                plain = found(model(**inputs))
         save(model, GOLDEN / name, has_copies=name in WITH_COPIES)
-    text = json.dumps(described(checkpoint, logits, classifies)) + "\n"
+    text = json.dumps(described(checkpoint, logits, classifies or embeds)) + "\n"
     (GOLDEN / name / "logits.json").write_text(text, encoding="utf-8")
     size = (GOLDEN / name / "adapter_model.safetensors").stat().st_size
     print(f"{name}: {size} bytes, logits differ by up to {(logits - plain).abs().max():.3f}", flush=True)
@@ -163,10 +170,10 @@ def save(model: Any, folder: Path, has_copies: bool) -> None:
     path.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
 
 
-def described(checkpoint: str, logits: Any, classifies: bool) -> dict[str, Any]:
-    """What is kept of logits."""
+def described(checkpoint: str, logits: Any, pools: bool) -> dict[str, Any]:
+    """What is kept of logits, or of labels and vectors (`pools`)."""
     rounded = lambda values, digits: [round(value, digits) for value in values.tolist()]
-    if classifies:
+    if pools:
         return {"checkpoint": checkpoint, "labels": rounded(logits, 5)}
     top = logits.topk(NUM_TOP)
     return {

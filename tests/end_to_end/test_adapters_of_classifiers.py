@@ -64,6 +64,18 @@ def test_scores_are_those_of_peft_whatever_shares_the_step(name, tmp_path):
         llm.shutdown()
 
 
+def test_vectors_of_an_encoder_without_a_head_are_those_of_peft(tmp_path):
+    golden = json.loads((GOLDEN / "embeds" / "logits.json").read_text())
+    prompt = {"prompt_token_ids": token_ids_of(golden["checkpoint"])}
+    pooler = {"pooling_type": "MEAN"}
+    with LLM(str(write_base(golden["checkpoint"], tmp_path / "base")), **OPTIONS, pooler_config=pooler) as llm:
+        adapters = [None, LoRARequest("a", 1, str(GOLDEN / "embeds"))]
+        plain, own = (np.array(each.outputs.embedding) for each in llm.embed([prompt] * 2, lora_request=adapters))
+        expected = np.array(golden["labels"])
+        np.testing.assert_allclose(own, expected / np.linalg.norm(expected), atol=2e-5)
+        assert abs(plain - own).max() > 0.01
+
+
 def write_wrong(folder, name):
     """A vector that modules_to_save does not name."""
     path = write_other(folder, name)

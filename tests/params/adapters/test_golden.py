@@ -17,7 +17,7 @@ from tests.models.seeing_checkpoints import SEEING as SEEING_CONFIGS
 from tests.models.seeing_checkpoints import pictures_of, pictures_of_prompts, preprocessor_config_of, prompts_of
 
 SEEING = ("tower", "tower_dora")
-OTHERS = {*SEEING, "classifier", "head_of_roberta", "head_of_modernbert"}
+OTHERS = {*SEEING, "embeds", "classifier", "head_of_roberta", "head_of_modernbert"}
 GENERATING = sorted({path.name for path in GOLDEN.iterdir()} - OTHERS)
 
 
