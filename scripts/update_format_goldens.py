@@ -35,6 +35,8 @@ PACKAGES = [
     "protobuf",
     "xllamacpp==2026.10.11549",
 ]
+WHOLE_PACKAGES = ["mistral-common==1.13.1"]
+"""With what they need."""
 SOURCES = ["auto-gptq==0.7.1", "autoawq==0.2.7"]
 """Of these only single files are imported: the packages themselves want CUDA and an old torch."""
 FOR_SOURCES = "--python-version 3.11 --platform manylinux_2_17_x86_64 --only-binary :all: --no-deps".split()
@@ -62,6 +64,7 @@ def own_environment(folder: Path) -> Path:
         theirs, ours = (subprocess.check_output([exe, "-c", ask], text=True).strip() for exe in (of_torch, python))
         (Path(ours) / "torch.pth").write_text(theirs + "\n", encoding="utf-8")
         subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *PACKAGES], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *WHOLE_PACKAGES], check=True)
         wheels = folder / "wheels"
         subprocess.run([python, "-m", "pip", "download", "-q", "-d", wheels, *FOR_SOURCES, *SOURCES], check=True)
         for wheel in wheels.glob("*.whl"):

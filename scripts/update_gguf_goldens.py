@@ -5,7 +5,8 @@
 
 For each type, some rows are packed by ggml's C functions and decoded by them: TYPE/rows are the bytes, TYPE/weight
 the weights. For each way to split texts, and for sentencepiece's pieces, a small vocabulary and the tokens of some
-texts. The library comes with the package xllamacpp. Runs itself in the environment of update_format_goldens.py.
+texts. The library comes with the package xllamacpp. tekken.json has such a vocabulary as Mistral's own file, and what
+mistral-common makes of the texts. Runs itself in the environment of update_format_goldens.py.
 """
 
 import argparse
@@ -43,6 +44,7 @@ def main() -> None:
     if arguments.inside:
         record_weights()
         record_tokenizers()
+        record_tekken()
         return
     python = own_environment(arguments.env)
     sys.exit(subprocess.run([python, __file__, "--inside"]).returncode)
@@ -135,6 +137,55 @@ def record_tokenizers() -> None:
     text = json.dumps(made, ensure_ascii=False)
     (GOLDEN / "gguf_tokenizers.json").write_text(text + "\n", encoding="utf-8")
     print(f"{len(text)} bytes of tokenizers")
+
+
+TEKKEN_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_SPECIAL, BEYOND = 24, 5
+"""Ids of special tokens, of which few have names, and pieces at the end that are not used."""
+
+
+def record_tekken() -> None:
+    """The byte-level vocabulary of gguf_tokenizers.json as a file of Mistral's."""
+    import base64
+    import json
+
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    made = json.loads((GOLDEN / "gguf_tokenizers.json").read_text(encoding="utf-8"))["byte_level"]
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    byte_of = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    named = [token for token in made["tokens"] if token not in ENDS]
+    longer = [bytes(byte_of[letter] for letter in token) for token in named if len(token) > 1]
+    pieces = [*(bytes([byte]) for byte in range(256)), *longer]
+    all_pieces = [*pieces, *(b"beyond%d" % i for i in range(BEYOND))]
+    file = {
+        "config": {
+            "pattern": TEKKEN_PATTERN,
+            "num_vocab_tokens": len(all_pieces),
+            "default_vocab_size": len(pieces) + NUM_SPECIAL,
+            "default_num_special_tokens": NUM_SPECIAL,
+            "version": "v11",
+        },
+        "vocab": [
+            {"rank": i, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+            for i, piece in enumerate(all_pieces)
+        ],
+        "special_tokens": [
+            {"rank": i, "token_str": text, "is_control": True}
+            for i, text in enumerate("<unk> <s> </s> [INST] [/INST]".split())
+        ],
+    }
+    path = GOLDEN / "tekken.json"
+    path.write_text(json.dumps(file), encoding="utf-8")
+    tokenizer = Tekkenizer.from_file(path)
+    tokens = [tokenizer.encode(text, bos=True, eos=False) for text in TEXTS]
+    text = json.dumps({"file": file, "texts": TEXTS, "tokens": tokens}, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def byte_level_pieces(corpus: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import tokenizers
 
+from jaxpaged.engine.input import tekken
 from jaxpaged.engine.output.plain_pieces import PlainPieces
 from jaxpaged.errors import CheckpointError, RequestError
 
@@ -113,12 +114,20 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     config = {**{name: named[name] for name in NAMED_TOKENS if name in named}, **config}
     file = folder / "tokenizer.json"
     if not file.exists():
-        return convert_tokenizer(folder, config)
+        of_mistral = read_json(folder / tekken.FILE)
+        return tekken_tokenizer(folder, of_mistral, config) if of_mistral else convert_tokenizer(folder, config)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{file} is not a readable tokenizer: {error}. Fetch the file again.") from error
     return Tokenizer(backend, config)
+
+
+def tekken_tokenizer(folder: Path, content: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a folder that has Mistral's own file of it."""
+    letter_of = {byte: letter for letter, byte in byte_letters().items()}
+    made, named = tekken.described(tekken.content_of(folder / tekken.FILE, content), letter_of)
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(made)), {**named, **config})
 
 
 def convert_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:

@@ -7,6 +7,7 @@ whose joins are found: two pieces that are a third one, the best first, and "gem
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpaged.encoding.tokenizer_json import BYTES, added_token, bpe, split_to_bytes, template
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -51,7 +52,7 @@ def tokenizer_files(facts: Facts) -> dict[str, Any]:
         )
     spaced = model in PIECES and not has_prefix(facts)
     added = [
-        added_token(i, token, kind, normalized=spaced and SPACE in token)
+        added_token(i, token, kind != USER_DEFINED, normalized=spaced and SPACE in token)
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
@@ -84,27 +85,17 @@ def token_of(facts: Facts, tokens: Sequence[str], name: str) -> str | None:
     return tokens[token_id]
 
 
-def added_token(token_id: int, token: str, kind: int, normalized: bool) -> dict[str, Any]:
-    """A token that is found in a text as it is, before anything is split."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": normalized}
-    return {"id": token_id, "content": token, **plain, "special": kind != USER_DEFINED}
-
-
 def byte_level(facts: Facts, tokens: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """(the parts of tokenizer.json, whether texts begin with a token unless the file says otherwise)."""
     merges = joins_said(facts)
     found = pre_tokenizer(facts)
-    splits = [
-        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in found.patterns
-    ]
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     model = bpe(tokens, merges)
     model["ignore_merges"] = found.takes_whole
     made = {
         "normalizer": {"type": "NFC"} if found.composes else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_]},
+        "pre_tokenizer": split_to_bytes(found.patterns),
         "model": model,
-        "decoder": bytes_,
+        "decoder": BYTES,
     }
     return made, found.begins
 
@@ -176,39 +167,6 @@ def joins(facts: Facts, tokens: Sequence[str], kinds: Sequence[int]) -> list[tup
             halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
             found += [pair for pair in halves if pair[0] in pieces and pair[1] in pieces]
     return found
-
-
-def bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """A model that joins pairs of pieces."""
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": merges,
-    }
-
-
-def template(named: dict[str, str], ids: dict[str, int]) -> dict[str, Any]:
-    """What puts tokens around a text."""
-
-    def around(sequence: str) -> list[dict[str, Any]]:
-        special = {name: [{"SpecialToken": {"id": named[name], "type_id": 0}}] for name in ids}
-        middle = [{"Sequence": {"id": sequence, "type_id": 0}}]
-        return [*special.get("bos_token", []), *middle, *special.get("eos_token", [])]
-
-    texts = {named[name]: {"id": named[name], "ids": [i], "tokens": [named[name]]} for name, i in ids.items()}
-    return {
-        "type": "TemplateProcessing",
-        "single": around("A"),
-        "pair": [*around("A"), *around("B")],
-        "special_tokens": texts,
-    }
 
 
 def chat_templates(facts: Facts) -> dict[str, Any]:
