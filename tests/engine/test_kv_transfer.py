@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged import SamplingParams
-from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored
+from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, VersionedBlockStored
 from jaxpaged.core.kv_transfer.rates import TRY_AGAIN, Rates
 from jaxpaged.core.kv_transfer.transfers import shared_out
 from jaxpaged.engine.core import EngineCore
@@ -300,6 +300,15 @@ def test_routers_hear_of_what_tiers_keep(page_tokens):
         assert hashes(kept).isdisjoint(hashes(on_device))
         told = {event.block_hashes[0]: (event.parent_block_hash, tuple(event.token_ids)) for event in kept}
         assert told == {key.block_hash: page[1:] for key, page in transfer.stored.items()}
+    assert not any(isinstance(event, VersionedBlockStored) for event in batches)
+    core.executor.weights_version = core.executor.weights_label = "second"
+    core.note_weight_update()
+    core.add_request(request("a", PROMPT))
+    run(core)
+    versioned = [event for event in batches if isinstance(event, VersionedBlockStored)]
+    assert {(event.medium, event.weight_version) for event in versioned} == {("GPU", "second"), ("CPU", "second")}
+    kept += [event for event in versioned if event.medium == "CPU"]
+    assert hashes(kept) == {(key.block_hash, key.group) for key in transfer.stored}
     transfer.stored.clear()
     core.add_request(request("c", [8, 8]))
     run(core)

@@ -50,3 +50,10 @@ class AllBlocksCleared(msgspec.Struct, tag=True, tag_field="type", frozen=True):
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def of_weights(stored: BlockStored, version: str | None) -> BlockStored:
+    """The same event of what weights with this name computed; None: the engine's first ones."""
+    if version is None:
+        return stored
+    return VersionedBlockStored(**msgspec.structs.asdict(stored), weight_version=version)

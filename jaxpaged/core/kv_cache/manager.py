@@ -33,11 +33,9 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from jaxpaged.core.kv_cache.block_hash import BlockHasher, extra_keys, first_root, root_of
 from jaxpaged.core.kv_cache.block_pool import BlockPool, KVCacheBlock
-from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent, VersionedBlockStored
+from jaxpaged.core.kv_cache.events import BlockStored, KVCacheEvent, of_weights
 from jaxpaged.core.kv_cache.groups import CacheGroup, CacheGroups
 from jaxpaged.core.request import Request
 from jaxpaged.kv_cache_spec import KVCacheConfig
@@ -315,6 +313,7 @@ class KVCacheManager:
         keys = [extra_keys(request, block_idx, size) for block_idx in range(first, end)]
         # A key is published without its tag: the adapter's name, [content hash, offset], or the salt.
         untagged = [None if k is None else [key[1] if len(key) == 2 else list(key[1:]) for key in k] for k in keys]
+        weights = request.weight_spans[-1][1] if request.weight_spans else None
         stored = BlockStored(
             block_hashes=request.block_hashes[(first + 1) * units - 1 : end * units : units],
             parent_block_hash=request.block_hashes[first * units - 1] if first else None,
@@ -327,9 +326,7 @@ class KVCacheManager:
             kv_cache_spec_kind=group.spec.kind,
             kv_cache_spec_sliding_window=group.spec.window,
         )
-        if not request.weight_spans:
-            return stored
-        return VersionedBlockStored(**msgspec.structs.asdict(stored), weight_version=request.weight_spans[-1][1])
+        return of_weights(stored, weights)
 
     def confirm(self, step_id: int) -> None:
         """All steps up to `step_id` are done: what they were to write is written."""

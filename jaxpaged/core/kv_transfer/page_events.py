@@ -2,14 +2,16 @@
 
 A page that has a block's hash is told without tokens: the device's own event of that hash has them. Where pages and
 blocks are not as large, pages have hashes that no event of the device names, so tokens and parent are told with them:
-of pages that requests here had lately, since tiers know none, and that tokens alone name.
+of pages that requests here had lately, since tiers know none, and that tokens alone name. Likewise which weights
+computed a page is told once there were others than the first ones.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
-from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEvent
+from jaxpaged.core.kv_cache.events import BlockRemoved, BlockStored, KVCacheEvent, of_weights
 from jaxpaged.core.kv_cache.groups import CacheGroup
 from jaxpaged.core.kv_transfer.pieces import Pieces
 from jaxpaged.core.request import Request
@@ -17,7 +19,17 @@ from jaxpaged.kv_store.page import PageContent, PageKey
 from jaxpaged.kv_store.tier_events import TierEvent
 
 MOST_KNOWN = 1 << 14
-"""Pages whose tokens are remembered."""
+"""Pages of which something is remembered."""
+
+
+class Known(NamedTuple):
+    """What is told with a page: its tokens, and the name of the weights that computed it; None: nothing."""
+
+    page: PageContent | None = None
+    weights: str | None = None
+
+
+NOTHING = Known()
 
 
 class PageEvents:
@@ -25,15 +37,17 @@ class PageEvents:
 
     def __init__(self, groups: Sequence[CacheGroup], pieces: Pieces, is_heard: bool):
         self._groups, self._page_tokens = groups, pieces.page_tokens
-        self._remembers = is_heard and not pieces.are_named_alike
-        self._known: OrderedDict[PageKey, PageContent] = OrderedDict()
+        self._is_heard, self._tells_tokens = is_heard, not pieces.are_named_alike
+        self._known: OrderedDict[PageKey, Known] = OrderedDict()
 
     def note(self, request: Request, pages: Iterable[PageContent]) -> None:
         """A request has these, or looks for them."""
-        if not self._remembers or not request.has_only_tokens:
+        tells_tokens = self._tells_tokens and request.has_only_tokens
+        if not self._is_heard or not (tells_tokens or request.weight_spans):
             return
+        weights = request.weight_spans[-1][1] if request.weight_spans else None
         for page in pages:
-            self._known[page.key] = page
+            self._known[page.key] = Known(page if tells_tokens else None, weights)
             self._known.move_to_end(page.key)
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)
@@ -50,8 +64,9 @@ class PageEvents:
                 hashes = [key.block_hash for key in keys]
                 events.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=g))
                 continue
-            for page, some in groupby(keys, self._known.get):
-                events.append(self._stored(medium, g, [key.block_hash for key in some], page))
+            for known, some in groupby(keys, lambda key: self._known.get(key, NOTHING)):
+                stored = self._stored(medium, g, [key.block_hash for key in some], known.page)
+                events.append(of_weights(stored, known.weights))
         return events
 
     def _stored(self, medium: str, g: int, hashes: list[bytes], page: PageContent | None) -> BlockStored:
