@@ -11,7 +11,6 @@ begins with the version of the weights.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxpaged.errors import CapacityError
 from jaxpaged.executor.base import Executor
 from jaxpaged.interrupts import accepted_interrupts
 from jaxpaged.messages import WeightInfo
@@ -62,7 +61,7 @@ class WeightUpdates:
         try:
             with accepted_interrupts():
                 self._executor.workers.finish_weight_update(version)
-        except CapacityError:
+        except BaseException:  # an interrupt, too, comes when some are replaced
             self._lose()
             raise
         return self._done()

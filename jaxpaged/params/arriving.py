@@ -68,6 +68,7 @@ class ArrivingWeights:
         self.is_partial = is_partial
         self.entries: dict[str, TensorEntry] = {}
         self._patches: dict[str, dict[str, TensorEntry]] = {}  # by tensor, and by the end of a half's name
+        self._files: dict[Path, FileState | None] = {}  # as they were when they came
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +96,10 @@ class ArrivingWeights:
         if is_orbax(path):
             self._add_orbax(path)
             return
-        self._add(every_entry(path).values() if path.is_dir() else read_header(path))
+        entries = list(every_entry(path).values() if path.is_dir() else read_header(path))
+        files = {entry.path: state_of(entry.path) for entry in entries}
+        self._add(entries)
+        self._files |= files
 
     def _add_orbax(self, path: Path) -> None:
         from jaxpaged.params.orbax_trees import read_converted  # with orbax, which takes two seconds
@@ -146,6 +150,11 @@ class ArrivingWeights:
 
     def check_complete(self) -> None:
         """CheckpointError unless all weights are there, or, of a part, both halves of what is sparse."""
+        if other := next((path for path, state in self._files.items() if state_of(path) != state), None):
+            raise CheckpointError(
+                f"{other} was changed or removed after it had come. Begin the update once more, and leave its files "
+                "alone until it is finished."
+            )
         for name, halves in self._patches.items():
             if len(halves) < 2:
                 [end] = {INDICES, VALUES} - halves.keys()
@@ -184,6 +193,19 @@ class ArrivingWeights:
         sizes = model.config.dim_sizes()
         with stored_tensors(spec, self.entries, sizes) as stored:
             return place(spec, stored, sizes, mesh, dtype, rooms)
+
+
+FileState = tuple[int, int, int]
+"""Number, size and time of the last change of a file."""
+
+
+def state_of(path: Path) -> FileState | None:
+    """How a file is now; None: it cannot be read."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def check_finite(entry: TensorEntry, expected: Expected) -> None:

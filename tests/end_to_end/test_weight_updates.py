@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams
@@ -85,11 +86,18 @@ def llm(shared, folders):
     return shared
 
 
+def on_four_devices(arrays):
+    """As a trainer has them that splits what it can."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    spec_of = lambda array: PartitionSpec("x") if len(array) % 4 == 0 else PartitionSpec()
+    return {name: jax.device_put(array, NamedSharding(mesh, spec_of(array))) for name, array in arrays.items()}
+
+
 def params_of(llm):
     return llm.apply_model(lambda params: params)[0]
 
 
-@pytest.mark.parametrize("way", ["arrays", "arrays of jax", "file", "folder", "parts", "tree", "host's tree"])
+@pytest.mark.parametrize("way", ["arrays", "arrays on four devices", "file", "folder", "parts", "tree", "host's tree"])
 def test_afterwards_it_is_an_engine_of_these_weights(llm, folders, answers, way):
     assert said(llm) == answers[0]
     recompiles = llm.llm_engine.executor_stats()["recompiles"]
@@ -108,7 +116,7 @@ def test_afterwards_it_is_an_engine_of_these_weights(llm, folders, answers, way)
         llm.update_weights(tree, "second")
     else:
         arrays = tensors_of(folders[1])
-        made = {"arrays": arrays, "arrays of jax": jax.tree.map(jax.numpy.asarray, arrays)}
+        made = {"arrays": arrays, "arrays on four devices": on_four_devices(arrays)}
         made |= {"file": folders[1] / "model.safetensors", "folder": str(folders[1])}
         llm.update_weights(made[way], "second")
     assert said(llm) == answers[1] == said(llm), "cached or not"
@@ -329,6 +337,61 @@ def test_what_is_wrong_leaves_the_engine_as_it_is(llm, folders, answers, fault):
     assert not llm.get_weight_info().is_updating
 
 
+@pytest.mark.parametrize("harm", ["removed", "truncated", "written anew"])
+def test_a_file_that_does_not_stay_as_it_came_leaves_the_engine_as_it_is(llm, folders, answers, tmp_path, harm):
+    sent = tmp_path / "sent.safetensors"
+    sent.write_bytes((folders[1] / "model.safetensors").read_bytes())
+    llm.start_weight_update()
+    llm.update_weights(sent)
+    whole = sent.read_bytes()
+    sent.unlink() if harm == "removed" else sent.write_bytes(whole[: len(whole) // 2 if harm == "truncated" else None])
+    with pytest.raises(CheckpointError, match=r"sent\.safetensors was changed or removed after it had come"):
+        llm.finish_weight_update("second")
+    assert said(llm) == answers[0] and llm.get_weight_version() == "first"
+    llm.abandon_weight_update()
+    llm.update_weights(folders[1])
+    assert said(llm) == answers[1]
+
+
+def test_what_breaks_in_the_middle_leaves_no_weights_until_the_engine_is_woken(llm, answers, folders, monkeypatch):
+    from jaxpaged.worker.weight_update import WeightUpdate
+
+    monkeypatch.setattr(WeightUpdate, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.update_weights(folders[1])
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert said(llm) == answers[0] and llm.get_weight_version() == ""
+
+
+def test_many_updates_leak_and_compile_nothing(llm, folders, answers):
+    """By arrays, by a tree, and of a request under way that keeps what it has."""
+    engine, longer = llm.llm_engine, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, detokenize=False)
+    both = [tensors_of(folder) for folder in folders]
+    tree = jax.tree.map(lambda array: array.copy(), params_of(llm))
+
+    def update(number):
+        if not engine.has_unfinished_requests():
+            engine.add_request(f"{number}", PROMPT, longer)
+        engine.step()
+        engine.pause_generation("keep", clear_cache=number % 4 == 0)
+        llm.update_weights(tree if number % 2 else both[number // 2 % 2], f"update {number}")
+        engine.resume_generation()
+        engine.step()
+
+    for number in range(8):
+        update(number)
+    recompiles, num_arrays = engine.executor_stats()["recompiles"], len(jax.live_arrays())
+    for number in range(8, 108):
+        update(number)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert engine.executor_stats()["recompiles"] == recompiles
+    assert len(jax.live_arrays()) <= num_arrays
+    tokens, logprobs = said(llm)
+    assert tokens == answers[0][0] and logprobs == pytest.approx(answers[0][1], abs=1e-5)
+
+
 def test_phases_come_in_their_order(llm, folders, answers):
     with pytest.raises(ConflictError, match="start_weight_update"):
         llm.finish_weight_update()
@@ -436,7 +499,7 @@ def test_weights_on_two_devices(folders, answers):
     for name in SPARSE:
         tensor = rest.pop(name).reshape(-1)
         llm.update_weights({f"{name}.sparse_indices": np.arange(tensor.size), f"{name}.sparse_values": tensor})
-    llm.update_weights(rest)
+    llm.update_weights(on_four_devices(rest))
     llm.finish_weight_update()
     tokens, logprobs = said(llm)
     assert tokens == answers[1][0]
