@@ -248,6 +248,11 @@ class Request:
         if self.has_old_kv and self.old_kv_from is None:
             self.old_kv_from = start
 
+    @property
+    def weights_label(self) -> str | None:
+        """What the weights are called that compute it; None: those that the engine began with, and no others did."""
+        return self.weight_spans[-1][1] if self.weight_spans else None
+
     def note_admission(self) -> None:
         """The request is scheduled for the first time."""
         assert self.times is not None, "clients are told with the first tokens, which come later"

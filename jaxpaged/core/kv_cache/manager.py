@@ -313,7 +313,6 @@ class KVCacheManager:
         keys = [extra_keys(request, block_idx, size) for block_idx in range(first, end)]
         # A key is published without its tag: the adapter's name, [content hash, offset], or the salt.
         untagged = [None if k is None else [key[1] if len(key) == 2 else list(key[1:]) for key in k] for k in keys]
-        weights = request.weight_spans[-1][1] if request.weight_spans else None
         stored = BlockStored(
             block_hashes=request.block_hashes[(first + 1) * units - 1 : end * units : units],
             parent_block_hash=request.block_hashes[first * units - 1] if first else None,
@@ -326,7 +325,7 @@ class KVCacheManager:
             kv_cache_spec_kind=group.spec.kind,
             kv_cache_spec_sliding_window=group.spec.window,
         )
-        return of_weights(stored, weights)
+        return of_weights(stored, request.weights_label)
 
     def confirm(self, step_id: int) -> None:
         """All steps up to `step_id` are done: what they were to write is written."""

@@ -42,10 +42,9 @@ class PageEvents:
 
     def note(self, request: Request, pages: Iterable[PageContent]) -> None:
         """A request has these, or looks for them."""
-        tells_tokens = self._tells_tokens and request.has_only_tokens
-        if not self._is_heard or not (tells_tokens or request.weight_spans):
+        tells_tokens, weights = self._tells_tokens and request.has_only_tokens, request.weights_label
+        if not self._is_heard or not (tells_tokens or weights is not None):
             return
-        weights = request.weight_spans[-1][1] if request.weight_spans else None
         for page in pages:
             self._known[page.key] = Known(page if tells_tokens else None, weights)
             self._known.move_to_end(page.key)
