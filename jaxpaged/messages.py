@@ -226,8 +226,7 @@ class SchedulerOutput(msgspec.Struct):
 
 
 class SamplingMasks(msgspec.Struct):
-    """The tokens that limits left to be drawn, in their order: `token_ids` of all lines, one after the other, and how
-    many each line has, 0 for those of requests without limits."""
+    """The tokens that limits left to be drawn: `token_ids` of all lines, and how many each has, 0 without limits."""
 
     token_ids: np.ndarray
     counts: np.ndarray
@@ -292,6 +291,9 @@ class ModelRunnerOutput(msgspec.Struct):
     `num_drafts[i]` is how many each request had: a drafter may make fewer than it was asked for.
 
     `corrupted` are those of the failed ones for which the model computed no finite numbers.
+
+    Where experts are told, `routed_experts` is int16 [tokens, blocks of experts, experts of a token], of the step's
+    tokens, request after request; those of tokens that were computed in vain mean nothing.
     """
 
     step_id: int
@@ -304,6 +306,7 @@ class ModelRunnerOutput(msgspec.Struct):
     pooled: np.ndarray | None = None
     num_drafts: list[int] | None = None
     corrupted: list[str] = []
+    routed_experts: np.ndarray | None = None
     kv_connector_output: KVConnectorOutput | None = None
 
 
@@ -348,6 +351,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     processed_logprobs: list[ProcessedLogprob] | None = None  # of the new tokens
     sampling_mask: list[list[int]] | None = None  # of the new tokens
     old_kv_from: int | None = None  # see `CompletionOutput`; told with `weight_spans`
+    routed_experts: list[np.ndarray] | None = None  # of tokens that were computed, one piece behind the other
 
 
 class LoRAStats(msgspec.Struct, array_like=True):
@@ -542,8 +546,10 @@ class CompletionOutput(Result, gc=False):
     the engine loaded, and None where they drew all of it. `old_kv_from`: the number of the first token that was drawn
     over keys and values of older weights (`pause_generation` with `clear_cache` False); None: there is none.
     `processed_logprobs`: with `logprobs_mode` raw_and_processed_logprobs, of each token if `logprobs` were asked for.
-    `sampling_mask`: with `return_sampling_mask`, if the request had limits; None: it draws from the whole vocabulary,
-    or does not draw.
+    `sampling_mask`: with `return_sampling_mask`, if the request had limits.
+    `routed_experts`: with `enable_return_routed_experts`, once it is finished: int16 [tokens, blocks of experts,
+    experts of a token], of the prompt from `routed_experts_prompt_start` on and of all behind it but the last token.
+    -1: nobody knows any more.
     """
 
     index: int
@@ -557,6 +563,7 @@ class CompletionOutput(Result, gc=False):
     processed_logprobs: list[ProcessedLogprob] | None = None
     sampling_mask: SamplingMask | None = None
     old_kv_from: int | None = None
+    routed_experts: np.ndarray | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -78,7 +78,10 @@ def record_all(names: list[str]) -> None:
         (GOLDEN / "encoders.json").write_text(json.dumps(record_encoders()) + "\n", encoding="utf-8")
     if not names or "video_sizes" in names:
         (GOLDEN / "video_sizes.json").write_text(json.dumps(record_video_sizes()) + "\n", encoding="utf-8")
-    others = {"pooling", "encoders", "video_sizes", *record_seeing(names)}
+    if not names or "routed_experts" in names:
+        golden = {name: record_routed_experts(checkpoints, name) for name in ROUTED}
+        (GOLDEN / "routed_experts.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
+    others = {"pooling", "encoders", "video_sizes", "routed_experts", *record_seeing(names)}
     for name in [name for name in names if name not in others] or (() if names else checkpoints.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
             written = checkpoints.write_checkpoint(name, Path(folder))
@@ -135,6 +138,27 @@ def record(checkpoints: Any, name: str, folder: Path) -> dict[str, Any]:
         "greedy": greedy,
         "margin": round(margin, 4),
     }
+
+
+ROUTED = ("mixtral", "qwen3_moe", "deepseek_v3")
+"""Checkpoints of which the experts of a prompt's tokens are recorded."""
+
+
+def record_routed_experts(checkpoints: Any, name: str) -> list[list[list[int]]]:
+    """The experts of each token of the prompt in each layer that has some, in the order of their numbers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    chosen: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        written = checkpoints.write_checkpoint(name, Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32, attn_implementation="eager")
+    for path, module in model.named_modules():
+        if path.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _, given: chosen.append(given[1].sort(dim=-1).values))
+    with torch.no_grad():
+        model(torch.tensor([checkpoints.prompt_of(name)]))
+    return torch.stack(chosen, dim=1).tolist()
 
 
 def record_seeing(names: list[str]) -> list[str]:

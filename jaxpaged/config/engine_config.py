@@ -16,6 +16,7 @@ from jaxpaged.config.resolution import (
     check_offload,
     check_processes,
     check_ranks,
+    check_routed_experts,
     check_sizes,
     check_stages,
     for_encoder,
@@ -100,6 +101,7 @@ class EngineConfig:
         check_sizes(model, scheduler, self.compile, self.parallel, facts)
         check_processes(self.compile, self.parallel, platform)
         check_experts(self.parallel, facts)
+        check_routed_experts(self.model, self.cache, self.parallel, facts)
         check_deterministic(self.compile, self.parallel, facts, platform)
         check_offload(model, cache, self.parallel, self.compile)
         sections = cache, self.parallel, scheduler, self.compile

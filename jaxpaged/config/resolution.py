@@ -311,6 +311,23 @@ def check_experts(parallel: ParallelConfig, facts: ModelFacts) -> None:
         raise ConfigError("enable_expert_parallel was asked for, but the model has no experts. Leave it out.")
 
 
+def check_routed_experts(model: ModelConfig, cache: CacheConfig, parallel: ParallelConfig, facts: ModelFacts) -> None:
+    """Raise ConfigError where the experts of tokens are wanted, and nobody could say which they were."""
+    if not model.enable_return_routed_experts:
+        return
+    reasons = {
+        "the model has no experts": not facts.has_experts,
+        "a pooling engine tells nothing of tokens": model.runner == "pooling",
+        "kv_offload (or kv_role) keeps keys and values of tokens without their experts": cache.offload is not None,
+        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and each stage knows its own layers alone": (
+            parallel.pipeline_parallel_size > 1
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"enable_return_routed_experts was asked for, but {reason}. Leave one of them out.")
+
+
 def check_processes(compile: CompileConfig, parallel: ParallelConfig, platform: str) -> None:
     """Raise ConfigError where several processes cannot compute together as was asked."""
     size, hosts = parallel.tensor_parallel_size, parallel.nnodes

@@ -90,6 +90,10 @@ class ModelConfig:
         "tell of each token that was drawn with limits which tokens these left; requests with top_p or min_p need a "
         "top_k. Guide: guides/training.md",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "tell which experts each token of a finished request went to. Guide: guides/training.md",
+    )
     generation_config: str = option(
         "auto",
         "source of the default sampling parameters: the model's own file, or vLLM's defaults",

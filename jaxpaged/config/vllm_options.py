@@ -155,7 +155,6 @@ MODEL = (
     renamed("override_pooler_config", dict, lambda value: {"pooler_config": value}, {}),
     absent("served_model_name", None, why=OF_SERVER, do="Leave it out; requests of LLM name no model.", many=True),
     absent("enable_prompt_embeds", False, why="prompts are text or token ids"),
-    absent("enable_return_routed_experts", False, why="experts are not reported"),
     absent("use_fp64_gumbel", False, why="noise is drawn in float32"),
     absent("quantization_config", {}, why="quantization says how weights are rounded", do="Give 'int8' or 'int4'."),
     renamed("quantization_param_path", (str, type(None)), lambda value: {"kv_cache_scales": value} if value else {}),

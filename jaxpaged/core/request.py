@@ -81,6 +81,7 @@ class Request:
         "reads_prefix_cache",
         "reports_logprobs",
         "request_id",
+        "routed",
         "sampling_params",
         "status",
         "stop_ids",
@@ -141,6 +142,7 @@ class Request:
         self.first_scored = max(params.prompt_logprob_start, 1) if wants_prompt_logprobs else None
         self.reads_prefix_cache = self.first_scored != 1 and not params.skip_reading_prefix_cache
 
+        self.routed: Any = None  # the `ExpertRecord` of `core/routed_experts.py`, where experts are told
         self.matcher: Matcher | BudgetMatcher | None = None  # of a grammar, or of a limit of thinking
 
         self.block_hashes: list[bytes] = []

@@ -23,6 +23,7 @@ from jaxpaged.core.lora.book import AdapterBook
 from jaxpaged.core.output import collect_prompt_logprobs, count_back, fault_of, take_tokens
 from jaxpaged.core.rank import MultiStep, Rank
 from jaxpaged.core.request import Request, check_request
+from jaxpaged.core.routed_experts import RoutedExperts
 from jaxpaged.core.speculative import DraftLengths
 from jaxpaged.core.structured_output import StructuredOutputManager
 from jaxpaged.errors import ConfigError, EngineError, RequestError
@@ -63,21 +64,15 @@ class Scheduler:
         load_failure_policy: str = "recompute",
         encoder_cache_config: EncoderCacheConfig | None = None,
         adapters: AdapterBook | None = None,
+        tells_experts: bool = False,
     ):
         """`scheduler_config` is resolved; it and `kv_cache_config` are those of each rank. `can_run`: see `Executor`.
         `num_drafts`: of a request and step, at most. `num_stages`: steps that a pipeline computes at a time.
         `connection`: to what keeps keys and values besides the device, of one rank only; `load_failure_policy`:
         "recompute", or "fail" requests whose pages do not come. `encoder_cache_config` None: no pictures. `adapters`
-        None: requests have none. Raises ConfigError when options contradict."""
-        if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
-            raise ConfigError(
-                f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
-                "prefill is off, so no prompt can be cut. Set it to 0, or leave chunked prefill on."
-            )
-        if encoder_cache_config is not None and num_ranks > 1:
-            raise ConfigError(
-                f"attention has {num_ranks} data-parallel ranks, which see no pictures. Give language_model_only."
-            )
+        None: requests have none. `tells_experts`: outputs say which experts tokens went to. Raises ConfigError when
+        options contradict."""
+        check_options(scheduler_config, num_ranks, sees=encoder_cache_config is not None)
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = settled(scheduler_config.max_num_batched_tokens)
         self._max_prompt_step = None if scheduler_config.enable_chunked_prefill else self._max_num_batched_tokens
@@ -107,6 +102,7 @@ class Scheduler:
         self.draft_lengths = DraftLengths(num_drafts, self._stats, token_buckets) if num_drafts else None
         # Steps in flight, oldest first, by their ids. Requests are kept as objects, since an id may be used again.
         self._in_flight: dict[int, tuple[dict[str, Request], SchedulerOutput]] = {}
+        self._routed = RoutedExperts(kv_cache_config, num_ranks, enable_prefix_caching) if tells_experts else None
         self._num_arrivals = 0
         self._weights_label: str | None = None
 
@@ -277,6 +273,8 @@ class Scheduler:
         if self.draft_lengths is not None:
             self.draft_lengths.observe(requests, scheduled, output)
         results, ended = take_tokens(requests, output)
+        if self._routed is not None and output.routed_experts is not None:
+            self._routed.take(requests, scheduled, output, results)
         for request, result in ended:
             if result.error is not None:
                 self._fail(request, result.error)
@@ -495,6 +493,19 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.check_integrity(self.requests.values())
             self.adapters.slots.check_integrity(self.running)
+
+
+def check_options(scheduler_config: SchedulerConfig, num_ranks: int, *, sees: bool) -> None:
+    """Raise ConfigError for options that contradict each other."""
+    if scheduler_config.long_prefill_token_threshold and not scheduler_config.enable_chunked_prefill:
+        raise ConfigError(
+            f"long_prefill_token_threshold is {scheduler_config.long_prefill_token_threshold}, but chunked "
+            "prefill is off, so no prompt can be cut. Set it to 0, or leave chunked prefill on."
+        )
+    if sees and num_ranks > 1:
+        raise ConfigError(
+            f"attention has {num_ranks} data-parallel ranks, which see no pictures. Give language_model_only."
+        )
 
 
 def joined(parts: list[SchedulerOutput]) -> SchedulerOutput:

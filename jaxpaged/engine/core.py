@@ -114,6 +114,7 @@ class EngineCore(EngineCoreClient):
             load_failure_policy=config.cache.load_failure_policy,
             encoder_cache_config=executor.encoder_cache_config,
             adapters=None if self._adapters is None else self._adapters.book,
+            tells_experts=config.model.enable_return_routed_experts,
         )
         self._kv_transfer, self.transfers = kv_transfer, self._scheduler.transfers  # None: nothing besides the device
         # One step is computed on each stage, and one waits for a device.
@@ -121,8 +122,7 @@ class EngineCore(EngineCoreClient):
         self._in_flight = InFlight(depth)
         self._pacer = StepPacer(config.scheduler.num_scheduler_steps, depth)
         self._outputs: list[EngineCoreOutput] = []  # what `step` has not returned yet
-        self._books = Books()
-        self._weights_version = executor.weights_version
+        self._books, self._weights_version = Books(), executor.weights_version
         self._sleep, self._is_shut_down = SleepRecord(), False
         self.weights = WeightUpdates(executor, self._await_all, self.note_weight_update, self._sleep.lose_weights)
         self.pixels = PixelDesk(embeds)

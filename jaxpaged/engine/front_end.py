@@ -81,6 +81,7 @@ def load_input_processor(
         io_processor=io_processor_of(config),
         replays=options.enable_trace_replay,
         returns_masks=options.return_sampling_mask,
+        tells_experts=options.enable_return_routed_experts,
     )
 
 

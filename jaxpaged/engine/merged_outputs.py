@@ -12,7 +12,7 @@ from jaxpaged.messages import EngineCoreOutput, EngineCoreOutputs
 
 NEWEST = ("num_cached_tokens", "num_preemptions")
 """Fields in which a later output says how things are now. In the others it may have nothing to say."""
-GROWING = ("new_token_ids", "new_logprobs", "processed_logprobs", "sampling_mask")
+GROWING = ("new_token_ids", "new_logprobs", "processed_logprobs", "sampling_mask", "routed_experts")
 """Fields in which it says what came besides."""
 OTHERS = tuple(name for name in EngineCoreOutput.__struct_fields__[1:] if name not in (*NEWEST, *GROWING))
 
@@ -55,6 +55,8 @@ def join(first: EngineCoreOutput, second: EngineCoreOutput) -> None:
         first.processed_logprobs = [*(first.processed_logprobs or ()), *second.processed_logprobs]
     if second.sampling_mask:
         first.sampling_mask = [*(first.sampling_mask or ()), *second.sampling_mask]
+    if second.routed_experts:
+        first.routed_experts = [*(first.routed_experts or ()), *second.routed_experts]
     for name in OTHERS:
         value = getattr(second, name)
         if value is not None:

@@ -16,7 +16,7 @@ Letters: P pairs of a token and an expert, C of them that are computed at a time
 experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class RouterConfig:
     `groups_per_token` of `num_groups` groups; a group is as good as its `best_of_group` best experts together. A
     token's weights are its scores, made to add up to 1 if `is_normalised`, times `scale`. `weighs_inputs`: they are
     weights of what goes into the experts and not of what comes out. `least_sum` is added to what scores are divided by,
-    since sigmoids may all be zero.
+    since sigmoids may all be zero. `tells`: blocks say which experts each token went to.
     """
 
     experts_per_token: int
@@ -73,6 +73,7 @@ class RouterConfig:
     scale: float = 1.0
     weighs_inputs: bool = False
     least_sum: float = field(default=1e-20, metadata={"later": True})  # `models.config.LATER`
+    tells: bool = field(default=False, metadata={"later": True})
 
 
 @struct.dataclass
@@ -105,6 +106,21 @@ class Experts:
     expert_scale: jax.Array | None = None
 
 
+@struct.dataclass
+class Routed:
+    """What a block tells of its tokens besides what it makes of them. `load_E`: how many that are no padding went to
+    each expert, uint32, where experts have a placement. `expert_TJ`: the experts that each went to, int16, the best one
+    first, where that is wanted; wherever these have their places."""
+
+    load_E: jax.Array | None = None
+    expert_TJ: jax.Array | None = None
+
+
+def of_layers(told: Sequence[Routed]) -> Routed | None:
+    """What several blocks tell, along a first axis."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *told) if told else None
+
+
 def mixture_of_experts(
     x_TD: jax.Array,
     p: Experts,
@@ -114,21 +130,20 @@ def mixture_of_experts(
     mesh: Mesh,
     judged_TD: jax.Array | None = None,
     in_turns: bool = True,
-) -> tuple[jax.Array, jax.Array | None]:
-    """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones. Tokens from `num_tokens` on pad. Where
-    experts have a placement, also how many tokens went to each of them, uint32 [E]. `judged_TD`: what the router reads,
-    where that is not `x_TD`. If not `in_turns` a device computes all of its pairs at once, which can be
-    differentiated."""
+) -> tuple[jax.Array, Routed | None]:
+    """[T, D] -> [T, D]: every token's experts, weighed, and the shared ones; and what there is to tell besides. Tokens
+    from `num_tokens` on pad. `judged_TD`: what the router reads, where that is not `x_TD`. If not `in_turns` a device
+    computes all of its pairs at once, which can be differentiated."""
     platform, ranks = mesh.devices.flat[0].platform, num_ranks(mesh)
 
     def on_device(
         x_TD: jax.Array, p: Experts, num_tokens: jax.Array, judged_TD: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, Routed | None]:
         p = on_one_device(p)
         expert_TJ, weight_TJ = route(x_TD if judged_TD is None else judged_TD, p, config)
         real_T1 = jnp.arange(len(x_TD))[:, None] < num_tokens
-        routed = x_TD, expert_TJ, weight_TJ, real_T1
-        all_TD, all_TJ, all_weight_TJ, all_real_T1 = jax.tree.map(of_all_ranks, routed) if ranks > 1 else routed
+        own = x_TD, expert_TJ, weight_TJ, real_T1
+        all_TD, all_TJ, all_weight_TJ, all_real_T1 = jax.tree.map(of_all_ranks, own) if ranks > 1 else own
         place_TJ = places_here(all_TJ, all_real_T1, p, ranks)
         at_once = pairs_at_once(place_TJ.size, num_expert_devices(mesh)) if in_turns else place_TJ.size
         sum_TD = routed_sum(all_TD, p, place_TJ, all_weight_TJ, activation, platform, config.weighs_inputs, at_once)
@@ -138,7 +153,9 @@ def mixture_of_experts(
             shared_TD = gated_mlp(x_TD, p.shared, activation).astype(jnp.float32)
             sum_TD += shared_TD if p.shared_gate is None else shared_TD * gate_of_shared(x_TD, p.shared_gate)
         load_E = None if p.placement is None else tokens_of_experts(expert_TJ, real_T1, p)
-        return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES), load_E
+        told = Routed(load_E, expert_TJ.astype(jnp.int16) if config.tells else None)
+        is_wanted = config.tells or load_E is not None
+        return jax.lax.psum(sum_TD.astype(x_TD.dtype), MODEL_AXES), told if is_wanted else None
 
     whole = PartitionSpec()
     sharded = over_model_axes(mesh, on_device, (whole, partitions(p), whole, whole), whole)

@@ -75,8 +75,8 @@ def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor
     """x + attention(norm(x)) + mlp(norm(x))."""
     normed_TD = norm_if_any(x_TD, p.input_layernorm, config)
     attended_TD, kv = self_attention(p.self_attn, config, normed_TD, kv, context)
-    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, context)
-    return LayerOutput(x_TD + attended_TD + fed_TD, kv, load_E)
+    fed_TD, routed = feed_forward(p.mlp, config, normed_TD, context)
+    return LayerOutput(x_TD + attended_TD + fed_TD, kv, routed)
 
 
 COHERE = replace(

@@ -433,6 +433,13 @@ def layer_windows(fields: HfFields, window: int | None, sliding: Callable[[int],
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
+def telling(config: DecoderConfig) -> DecoderConfig:
+    """The description of a model whose blocks of experts say which ones each token went to."""
+    assert config.experts is not None, "the options were checked against the model"
+    router = replace(config.experts.router, tells=True)
+    return replace(config, experts=replace(config.experts, router=router))
+
+
 def with_redundant(config: DecoderConfig, num_redundant: int) -> DecoderConfig:
     """A model whose experts have so many places more."""
     if config.experts is None:

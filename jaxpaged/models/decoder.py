@@ -20,7 +20,7 @@ from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import HeadNorm, KVTensor, Rotation, attend_heads
 from jaxpaged.layers.dense_attention import DenseBatch
 from jaxpaged.layers.embedding import embed, vocabulary_logits
-from jaxpaged.layers.experts import Experts, mixture_of_experts
+from jaxpaged.layers.experts import Experts, Routed, mixture_of_experts, of_layers
 from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, Xielu, gated_mlp
 from jaxpaged.layers.norm import Norm, normalised, rms_norm
@@ -182,18 +182,18 @@ def norm_if_any(x_TD: jax.Array, p: Norm | None, config: DecoderConfig) -> jax.A
 
 def feed_forward(
     p: Mlp | Experts, config: DecoderConfig, x_TD: jax.Array, context: LayerContext, added_TD: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts, and `added_TD` more. Where
-    experts are moved while the engine runs, also how many tokens went to each."""
+) -> tuple[jax.Array, Routed | None]:
+    """[T, D] -> [T, D]: the block of all tokens, or for each token that of its experts, and `added_TD` more; and what
+    the block tells of them, if anything is wanted."""
     if isinstance(p, Mlp):
         return gated_mlp(x_TD, p, config.activation, added_TD), None
-    mixed_TD, load_E = mixed(p, config, x_TD, context)
-    return mixed_TD if added_TD is None else added_TD + mixed_TD, load_E
+    mixed_TD, routed = mixed(p, config, x_TD, context)
+    return mixed_TD if added_TD is None else added_TD + mixed_TD, routed
 
 
 def mixed(
     p: Experts, config: DecoderConfig, x_TD: jax.Array, context: LayerContext, judged_TD: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Routed | None]:
     """`mixture_of_experts` of a layer."""
     assert config.experts is not None, "a block of experts needs a router"
     batch, router, activation = context.attention, config.experts.router, config.activation
@@ -208,8 +208,8 @@ def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor
     out_TD, kv = self_attention(p.self_attn, config, normed_TD, kv, context, unless_scaled(x_TD, config))
     x_TD = residual_sum(x_TD, out_TD, config)
     normed_TD = norm_if_any(x_TD, p.post_attention_layernorm, config)
-    out_TD, load_E = feed_forward(p.mlp, config, normed_TD, context, unless_scaled(x_TD, config))
-    return LayerOutput(residual_sum(x_TD, out_TD, config), kv, load_E)
+    out_TD, routed = feed_forward(p.mlp, config, normed_TD, context, unless_scaled(x_TD, config))
+    return LayerOutput(residual_sum(x_TD, out_TD, config), kv, routed)
 
 
 def unless_scaled(x_TD: jax.Array, config: DecoderConfig) -> jax.Array | None:
@@ -238,7 +238,7 @@ def forward(
     It is unrolled; `decoder_layer` is jitted, so each kind of layer traces once.
     """
     streams: list[jax.Array] = []
-    loads: list[jax.Array] = []
+    told: list[Routed] = []
     x_TD, kv = batch.stream_TD, list(kv)
     if x_TD is None:
         assert params.embed_tokens is not None, "the first layers need embeddings"
@@ -254,13 +254,13 @@ def forward(
         output = decoder_layer(p, config, x_TD, kv[tensor], context)
         x_TD, kv[tensor] = output.x_TD, output.kv
         x_TD = kept_apart(config, x_TD + deeper.pop(0)) if deeper else x_TD
-        loads += [] if output.load_E is None else [output.load_E]
+        told += [] if output.routed is None else [output.routed]
     streams.append(x_TD)
     return ForwardOutput(
         norm_if_any(x_TD, params.norm, config),
         kv,
         taps=tuple(streams[i] for i in taps),
-        load_LE=jnp.stack(loads) if loads else None,
+        routed=of_layers(told),
     )
 
 

@@ -250,8 +250,8 @@ def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: Any, con
     assert p.input_layernorm is not None and p.post_attention_layernorm is not None
     attended_TD, kv = latent_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, config.norm), kv, context)
     x_TD = x_TD + attended_TD
-    fed_TD, load_E = feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), context)
-    return LayerOutput(x_TD + fed_TD, kv, load_E)
+    fed_TD, routed = feed_forward(p.mlp, config, rms_norm(x_TD, p.post_attention_layernorm, config.norm), context)
+    return LayerOutput(x_TD + fed_TD, kv, routed)
 
 
 def latent_specs(

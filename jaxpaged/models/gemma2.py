@@ -62,8 +62,8 @@ def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))); the inner norms are there if their weights are."""
     attended_TD, kv = self_attention(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, context)
     x_TD = x_TD + norm_if_any(attended_TD, p.post_attention_layernorm, config)
-    out_TD, load_E = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), context)
-    return LayerOutput(x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv, load_E)
+    out_TD, routed = feed_forward(p.mlp, config, norm_if_any(x_TD, p.pre_feedforward_layernorm, config), context)
+    return LayerOutput(x_TD + norm_if_any(out_TD, p.post_feedforward_layernorm, config), kv, routed)
 
 
 GEMMA2 = Model(

@@ -23,7 +23,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.kv_cache_spec import AttentionSpec
 from jaxpaged.layers.attention import KVTensor, attend
 from jaxpaged.layers.embedding import Table, embed
-from jaxpaged.layers.experts import Experts, RouterConfig
+from jaxpaged.layers.experts import Experts, Routed, RouterConfig, of_layers
 from jaxpaged.layers.linear import Linear, apply_linear, with_backend
 from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, normalised, rms_norm
@@ -351,15 +351,15 @@ def self_attention(
 
 def feed_forward(
     p: Gemma4Layer, config: Gemma4Config, x_TD: jax.Array, context: LayerContext
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Routed | None]:
     """[T, D] of the dense block, and of the experts beside it; and how many tokens went to each, where experts move."""
     own = partial(rms_norm, config=config.norm)
     dense_TD = gated_mlp(own(x_TD, p.pre_feedforward_layernorm), p.mlp, config.activation)
     if p.experts is None:
         return dense_TD, None
     judged_TD = normalised(x_TD, config.norm) * (p.experts.router_scale * config.hidden_size**-0.5)
-    mixed_TD, load_E = mixed(p.experts.experts, config, own(x_TD, p.experts.pre_norm), context, judged_TD)
-    return own(dense_TD, p.experts.post_norm_of_dense) + own(mixed_TD, p.experts.post_norm), load_E
+    mixed_TD, routed = mixed(p.experts.experts, config, own(x_TD, p.experts.pre_norm), context, judged_TD)
+    return own(dense_TD, p.experts.post_norm_of_dense) + own(mixed_TD, p.experts.post_norm), routed
 
 
 @partial(jax.jit, static_argnames="config")
@@ -375,14 +375,14 @@ def decoder_layer(
     own = partial(rms_norm, config=config.norm)
     attended_TD, kv = self_attention(p.self_attn, config, own(x_TD, p.input_layernorm), kv, context)
     x_TD = x_TD + own(attended_TD, p.post_attention_layernorm)
-    fed_TD, load_E = feed_forward(p, config, x_TD, context)
+    fed_TD, routed = feed_forward(p, config, x_TD, context)
     x_TD = x_TD + own(fed_TD, p.post_feedforward_layernorm)
     if p.layer_input is not None:
         assert input_Tl is not None
         gate_Tl = ACTIVATIONS[config.activation](apply_linear("TD,lD->Tl", x_TD, p.layer_input.gate))
         added_TD = apply_linear("Tl,Dl->TD", gate_Tl * input_Tl, p.layer_input.projection)
         x_TD = x_TD + own(added_TD, p.layer_input.post_norm)
-    return LayerOutput(kept_apart(config, x_TD * p.scalar), kv, load_E)
+    return LayerOutput(kept_apart(config, x_TD * p.scalar), kv, routed)
 
 
 def inputs_of_layers(p: LayerInputs | None, config: Gemma4Config, batch: Batch, x_TD: jax.Array) -> jax.Array | None:
@@ -403,7 +403,7 @@ def forward(
 ) -> ForwardOutput:
     """All layers; those without a cache of their own are given that of the layer they read."""
     assert params.norm is not None, "this model is not cut into stages"
-    streams, loads, kv = list[jax.Array](), list[jax.Array](), list(kv)
+    streams, told, kv = list[jax.Array](), list[Routed](), list(kv)
     x_TD = kept_apart(config, embed(batch.tokens_T, params.embed_tokens, config.embed_scale))
     (x_TD,) = (x_TD,) if batch.visual_TE is None else seen(config, batch, x_TD)
     cos_sin = rotations(config, batch.positions_T)
@@ -414,13 +414,13 @@ def forward(
         context = LayerContext(batch.attention[group], cos_sin.get(layer.rope))
         output = decoder_layer(p, config, x_TD, kv[tensor], context, None if inputs_TLl is None else inputs_TLl[:, i])
         x_TD, kv[tensor] = output.x_TD, output.kv
-        loads += [] if output.load_E is None else [output.load_E]
+        told += [] if output.routed is None else [output.routed]
     streams.append(x_TD)
     return ForwardOutput(
         rms_norm(x_TD, params.norm, config.norm),
         kv,
         taps=tuple(streams[i] for i in taps),
-        load_LE=jnp.stack(loads) if loads else None,
+        routed=of_layers(told),
     )
 
 

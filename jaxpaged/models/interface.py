@@ -25,6 +25,7 @@ from flax import struct
 from jaxpaged.kv_cache_spec import CacheSpec
 from jaxpaged.layers.attention import AttentionBatch, KVTensor
 from jaxpaged.layers.dense_attention import DenseBatch
+from jaxpaged.layers.experts import Routed
 from jaxpaged.layers.rope import CosSin
 from jaxpaged.layers.state import StateBatch, StateTensor
 from jaxpaged.models.config import DecoderConfig
@@ -70,26 +71,26 @@ class LayerContext:
 class LayerOutput:
     """What a layer makes of a step: the residual stream [T, D], and its cache with this step's tokens.
 
-    `load_E`: how many tokens went to each expert, where experts have a placement.
+    `routed`: what a block of experts tells of the tokens.
     """
 
     x_TD: jax.Array
     kv: KVTensor | StateTensor
-    load_E: jax.Array | None = None
+    routed: Routed | None = None
 
 
 @struct.dataclass
 class ForwardOutput:
     """What a model makes of a step: hidden states after the final norm, and the KV tensors with this step's tokens.
 
-    `taps`: the residual stream [T, D] before each layer that the caller named. `load_LE`: how many tokens went to each
-    expert, uint32, a line for each block of experts, where experts have a placement.
+    `taps`: the residual stream [T, D] before each layer that the caller named. `routed`: what the blocks of experts
+    tell of the tokens, along a first axis of these blocks.
     """
 
     hidden_TD: jax.Array
     kv: list[KVTensor]
     taps: tuple[jax.Array, ...] = ()
-    load_LE: jax.Array | None = None
+    routed: Routed | None = None
 
 
 class Forward(Protocol):

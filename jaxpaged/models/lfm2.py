@@ -217,8 +217,8 @@ def decoder_layer(p: Layer, config: DecoderConfig, x_TD: jax.Array, kv: Any, con
     mixer = short_conv if isinstance(p.self_attn, ShortConv) else self_attention
     mixed_TD, kv = mixer(p.self_attn, config, norm_if_any(x_TD, p.input_layernorm, config), kv, context)
     x_TD = x_TD + mixed_TD
-    fed_TD, load_E = feed_forward(p.mlp, config, norm_if_any(x_TD, p.post_attention_layernorm, config), context)
-    return LayerOutput(x_TD + fed_TD, kv, load_E)
+    fed_TD, routed = feed_forward(p.mlp, config, norm_if_any(x_TD, p.post_attention_layernorm, config), context)
+    return LayerOutput(x_TD + fed_TD, kv, routed)
 
 
 def cache_specs(config: DecoderConfig, block_size: int, dtype_bytes: int, num_model_shards: int) -> Sequence[CacheSpec]:

@@ -166,8 +166,8 @@ def decoder_layer(p: Layer, config: MiMoV2Config, x_TD: jax.Array, kv: KVTensor,
     scale, sinks_N = config.query_scale, p.self_attn.sinks
     o_TNv, kv = attend(context.attention, q_TNH, k_TKH, v_TKv, kv, scale=scale, sinks_N=sinks_N)
     x_TD = x_TD + apply_linear("TNv,DNv->TD", o_TNv, p.self_attn.o_proj)
-    fed_TD, load_E = feed_forward(p.mlp, config, norm_if_any(x_TD, p.post_attention_layernorm, config), context)
-    return LayerOutput(x_TD + fed_TD, kv, load_E)
+    fed_TD, routed = feed_forward(p.mlp, config, norm_if_any(x_TD, p.post_attention_layernorm, config), context)
+    return LayerOutput(x_TD + fed_TD, kv, routed)
 
 
 def attention_specs(

@@ -113,8 +113,8 @@ def decoder_layer(
     attended_TD, kv = gated_attention(p.self_attn, config, rms_norm(x_TD, p.input_layernorm, of_inputs), kv, context)
     x_TD = x_TD + rms_norm(attended_TD, p.post_attention_layernorm, of_outputs)
     normed_TD = rms_norm(x_TD, p.pre_feedforward_layernorm, of_inputs)
-    fed_TD, load_E = feed_forward(p.mlp, config, normed_TD, context)
-    return LayerOutput(x_TD + rms_norm(fed_TD, p.post_feedforward_layernorm, of_outputs), kv, load_E)
+    fed_TD, routed = feed_forward(p.mlp, config, normed_TD, context)
+    return LayerOutput(x_TD + rms_norm(fed_TD, p.post_feedforward_layernorm, of_outputs), kv, routed)
 
 
 MUSE_GLIMMER = replace(

@@ -102,6 +102,7 @@ SAMPLING_HELP: dict[str, str] = {
     "prompt_logprob_start": "of the prompt's tokens only those from this number on, so that others may be cached",
     "logprob_token_ids": "report these tokens and not the most likely ones",
     "trace_decode_token_ids": "tokens of the output, which are not drawn; the engine needs --enable-trace-replay",
+    "routed_experts_prompt_start": "of the prompt's tokens tell the experts of only those from this number on",
     "detokenize": "turn tokens into text (default: on)",
     "skip_special_tokens": "leave special tokens out of the text (default: on)",
     "spaces_between_special_tokens": "write spaces between special tokens (default: on)",
@@ -165,6 +166,8 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
         ends it: `max_tokens` becomes their number, and stop strings, stop tokens and `min_tokens` have no effect. Log
         probabilities are those that the model and the other parameters give to them. For engines with
         `enable_trace_replay`.
+    routed_experts_prompt_start: the first prompt token, counted from 0, whose experts are told, by engines with
+        `enable_return_routed_experts`.
     output_kind: see `RequestOutputKind`.
     stream_interval: how many tokens of a sequence a result waits for, but for the first and the last one; at least the
         engine's own `stream_interval`.
@@ -215,6 +218,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
     prompt_logprob_start: int = 0
     trace_decode_token_ids: list[int] | None = None
     returns_mask: bool = False
+    routed_experts_prompt_start: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -311,6 +315,7 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
 
     def _check_lengths(self) -> None:
         check_int("n", self.n, 1, MAX_N)
+        check_int("routed_experts_prompt_start", self.routed_experts_prompt_start, 0, 2**31 - 1)
         check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.thinking_token_budget is not None:
             check_int("thinking_token_budget", self.thinking_token_budget, -1, 2**31 - 1, "-1 means no limit")

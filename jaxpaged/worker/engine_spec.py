@@ -29,7 +29,7 @@ from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.experts import expert_kernel
 from jaxpaged.layers.linear import XLA, choose_matmul_backend, stored_kernel, takes_one_row
 from jaxpaged.models import joined
-from jaxpaged.models.config import DecoderConfig, with_redundant
+from jaxpaged.models.config import DecoderConfig, telling, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
 from jaxpaged.models.interface import DraftModel, Model
 from jaxpaged.models.joined import joined_shapes
@@ -120,7 +120,8 @@ class EngineSpec:
         elif config.multimodal.enable_mm_embeds:
             raise ConfigError(f"enable_mm_embeds is True, and {config.model.model} sees no pictures. Leave it out.")
         balance = config.parallel.expert_balance
-        self.whole = self._settled(with_redundant(decoder, balance.num_redundant_experts if balance else 0))
+        decoder = with_redundant(decoder, balance.num_redundant_experts if balance else 0)
+        self.whole = self._settled(telling(decoder) if config.model.enable_return_routed_experts else decoder)
         self.decoder = self.whole if stage is None else decoder_of(stage, self.whole)
         self.num_shards = config.parallel.tensor_parallel_size
         self.dtype = jnp.dtype(config.model.dtype)

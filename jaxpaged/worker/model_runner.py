@@ -25,6 +25,7 @@ from jaxpaged.worker.encoder import Encoder
 from jaxpaged.worker.programs.compile_queue import Activity
 from jaxpaged.worker.programs.declare import SHARED_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.routed_experts import ExpertsOfStep
 from jaxpaged.worker.step.functions import TABLE_CHUNK
 from jaxpaged.worker.step.input_batch import StepReader, pack_step
 from jaxpaged.worker.step.packed import StepLayout, StepRequests
@@ -206,14 +207,14 @@ class ModelRunner:
         key = programs.multi_step or programs.forward
         assert key is not None, "a step with requests has programs"
         layout = self.layouts[key.size]
-        packed, program, hidden_SD = self._pack(layout, requests, updates), key, None
+        packed, program, hidden_SD, experts = self._pack(layout, requests, updates), key, None, None
         if layout.has_two_programs:
             program = self._sharing(key, packed)
         if self.adapters is not None:
             slots = [rows.lora_slots_R[each.rows] for rows, each in zip(self.ranks, requests, strict=True)]
             program = self.adapters.program(device, program, slots)
         if programs.multi_step is None:
-            hidden_SD = self._forward(program, packed)
+            hidden_SD, experts = self._forward(program, packed)
             num_tokens = sum([int(each.ends[-1]) for each in requests if len(each.ends)])
             device.counts.add(num_tokens, key.size, len(requests))
         step = Step(scheduled, list(map(RankStep, parts, requests)), packed, hidden_SD, program)
@@ -223,6 +224,9 @@ class ModelRunner:
         waited = device.programs.seconds_waited - waited_before
         buckets = StepBuckets(len(parts) * key.size, output.sample_bucket, output.full_sampler, waited)
         readings = (*encoded, *output.readings) if encoded else output.readings
+        if experts is not None:
+            counts = [int(each.ends[-1]) if len(each.ends) else 0 for each in requests]
+            readings = (*readings, ExpertsOfStep(counts, start_copy(experts)))
         if self.adapters is not None and self.adapters.probes:
             readings = (*self._probe_readings(parts), *readings)
         pending = PendingStep(scheduled.step_id, readings, refused, buckets, activity, drafted)
@@ -239,14 +243,14 @@ class ModelRunner:
         buckets = msgspec.structs.replace(begun.buckets, sample_bucket=sample_bucket, full_sampler=full_sampler)
         return begun._replace(readings=(*begun.readings, *readings), buckets=buckets)
 
-    def _forward(self, program: ProgramKey, packed: np.ndarray) -> Any:
-        """Dispatch a forward pass; returns the hidden states of the tokens that sample."""
+    def _forward(self, program: ProgramKey, packed: np.ndarray) -> tuple[Any, Any]:
+        """Dispatch a forward pass -> (hidden states of the tokens that sample, the experts of all if they are told)."""
         device, state = self.device, self.device.state
         arguments = device.params_for(program), state.kv, state.tables, state.rows, state.hidden, packed
         if self.encoder is not None:
             arguments = *arguments, None, state.encoded
-        state.kv, state.tables, state.rows, state.hidden, hidden_SD = device.call(program, *arguments)
-        return hidden_SD
+        state.kv, state.tables, state.rows, state.hidden, hidden_SD, experts = device.call(program, *arguments)
+        return hidden_SD, experts
 
     def _load_adapters(self, loads: Sequence[tuple[int, int]]) -> None:
         """Move adapters into slots, and see what those do that are there for the first time."""
@@ -257,7 +261,7 @@ class ModelRunner:
                 size = self.device.programs.smallest_ready(ProgramKind.FORWARD, NUM_PROBED, sorted(layouts))
                 make_step = partial(probe_step, layouts[size], self.ranks[0].null_row, len(self.ranks))
                 key = ProgramKey(ProgramKind.FORWARD, size)
-                hidden = [start_copy(self._forward(key, make_step(each))) for each in (slot, 0)]
+                hidden = [start_copy(self._forward(key, make_step(each))[0]) for each in (slot, 0)]
                 adapters.probes[slot] = Probe(adapters.name_in(slot), *hidden)
 
     def _probe_readings(self, parts: Sequence[SchedulerOutput]) -> list[Reading]:

@@ -47,6 +47,7 @@ VALUES = {
     "new_logprobs": [TokenLogprobs([7], [-1.0], 1)],
     "processed_logprobs": [ProcessedLogprob(-0.5, -0.5)],
     "sampling_mask": [[5, 7]],
+    "routed_experts": ["an array"],
     "prompt_logprobs": [TokenLogprobs([6], [-2.0], 1)],
     "finish_reason": "error",
     "stop_reason": 7,

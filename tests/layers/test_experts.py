@@ -124,11 +124,11 @@ def test_experts_are_found_where_they_are_and_their_tokens_are_counted():
     run = lambda p, mesh: jax.jit(lambda x_TD, p: mixture_of_experts(x_TD, p, config, "silu", NUM_TOKENS, mesh))(
         x_TD, p
     )
-    (alone, nothing), (out_TD, load_E) = run(p, mesh_of(1, 1)), run(placed, mesh_of(4, 1))
+    (alone, nothing), (out_TD, told) = run(p, mesh_of(1, 1)), run(placed, mesh_of(4, 1))
     np.testing.assert_allclose(out_TD[:NUM_TOKENS], alone[:NUM_TOKENS], rtol=1e-4, atol=1e-5)
     expert_TJ, _ = route(jnp.asarray(x_TD[:NUM_TOKENS]), p, config)
     assert nothing is None
-    np.testing.assert_array_equal(load_E, np.bincount(np.ravel(expert_TJ), minlength=NUM_EXPERTS))
+    np.testing.assert_array_equal(told.load_E, np.bincount(np.ravel(expert_TJ), minlength=NUM_EXPERTS))
 
 
 def test_a_device_computes_twice_its_share_at_a_time():

@@ -37,6 +37,7 @@ REFUSED = [
     ("logit_bias", [{1: NAN}, {1: INF}, {1: "x"}, {-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, [1]]),
     ("logit_bias", [dict.fromkeys(range(1025), 1.0)]),
     ("allowed_token_ids", [[], [-1], [True], "1"]),
+    ("routed_experts_prompt_start", [-1, True, 1.5]),
     ("trace_decode_token_ids", [[], [-1], [True], "1"]),
     ("output_kind", ["sometimes", 3, True, None]),
     ("extra_args", [[1], {"a": 2**64}, {"a": {"b": [-(2**63) - 1]}}, {1: 2}, {"a": object()}]),

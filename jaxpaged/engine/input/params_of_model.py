@@ -41,6 +41,16 @@ def check_without_text(params: SamplingParams) -> None:
             refuse(name, name)
 
 
+def check_experts_start(start: int, length: int | None) -> None:
+    """Raise RequestError where experts cannot be told from this token of the prompt on. `length` None: none are."""
+    name = "routed_experts_prompt_start"
+    if length is None:
+        what = f"{name} is {start}, but this engine tells no experts. Start it with enable_return_routed_experts."
+        raise RequestError(what, name)
+    if start >= length:
+        raise RequestError(f"{name} is {start}, but the prompt has {length} tokens. Make it less.", name)
+
+
 def check_trace(num_tokens: int, room: int | None) -> None:
     """Raise RequestError where given tokens cannot come. `room`: for how many there is; None: tokens are drawn."""
     name = "trace_decode_token_ids"

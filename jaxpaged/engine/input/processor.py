@@ -18,6 +18,7 @@ from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.input.params_of_model import (
     budget_tokens,
+    check_experts_start,
     check_mask,
     check_some_token_is_left,
     check_trace,
@@ -98,11 +99,12 @@ class InputProcessor:
         io_processor: IOProcessing | None = None,
         replays: bool = False,
         returns_masks: bool = False,
+        tells_experts: bool = False,
     ):
         """`kv_peers`: the engine's role, and the other engines that requests may name. `pictures` None: there can be
         none, and why, in the second half of a sentence. `queue_policy`: what gives requests their priority. `replays`:
-        outputs may be given. `returns_masks`: results have what limits left."""
-        self._replays, self._returns_masks = replays, returns_masks
+        outputs may be given. `returns_masks`: results have what limits left. `tells_experts`: and experts."""
+        self._replays, self._returns_masks, self._tells_experts = replays, returns_masks, tells_experts
         self._queue_policy = queue_policy
         self.io_processor = io_processor
         self.pictures = pictures
@@ -431,6 +433,9 @@ class InputProcessor:
             check_without_text(complete)
             complete.detokenize = False
         room = max(self.max_model_len - len(prompt.token_ids), 1)
+        if complete.routed_experts_prompt_start:
+            length = len(prompt.token_ids) if self._tells_experts else None
+            check_experts_start(complete.routed_experts_prompt_start, length)
         complete.returns_mask = self._returns_masks and complete.is_limited
         if complete.returns_mask:
             check_mask(complete.top_k)

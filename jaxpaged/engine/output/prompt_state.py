@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.output.detokenizer import StopDetokenizer, make_detokenizer
@@ -43,6 +44,7 @@ class SequenceState:
             None if params.logprobs is None else SequenceLogprobs(tokenizer, request.prompt_token_ids, params)
         )
         # A sequence may also stop without such a token, when its grammar allows nothing more.
+        self._experts: list[np.ndarray] = []
         self._masks: list[list[int]] | None = [] if params.returns_mask else None
         self._stop_ids = {*(params.stop_token_ids or ()), request.eos_token_id}
         self._interval = params.stream_interval or 1
@@ -72,6 +74,8 @@ class SequenceState:
                 self.num_dropped, new_ids = len(new_ids) - count, new_ids[:count]
         self.token_ids += new_ids
         self._num_new += len(new_ids)
+        if output.routed_experts is not None:
+            self._experts += output.routed_experts
         if self._masks is not None:
             self._masks += (output.sampling_mask or ())[: len(new_ids)]
         if self._logprobs is not None:
@@ -84,7 +88,7 @@ class SequenceState:
     @property
     def is_plain(self) -> bool:
         """Whether tokens, but for the first and the last, bring nothing but more ids and more text, each at once."""
-        only_ids = self._logprobs is None and self._masks is None
+        only_ids = self._logprobs is None and self._masks is None and not self._experts
         return only_ids and self._interval == 1 and not isinstance(self.detokenizer, StopDetokenizer)
 
     @property
@@ -113,13 +117,27 @@ class SequenceState:
         return self._completion(text, self.token_ids[start:], start)
 
     def _completion(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
-        logprobs, end = self._logprobs, (self.finish_reason, self.stop_reason, self.weight_spans)
-        more = (None if self._masks is None else SamplingMask(self._masks[start:]), self.old_kv_from)
-        if logprobs is None:
-            return CompletionOutput(self.index, text, token_ids, None, None, *end, None, *more)
-        processed = logprobs.processed[start:] or None
-        positions = logprobs.positions[start:]
-        return CompletionOutput(self.index, text, token_ids, logprobs.cumulative, positions, *end, processed, *more)
+        logprobs = self._logprobs
+        return CompletionOutput(
+            self.index,
+            text,
+            token_ids,
+            None if logprobs is None else logprobs.cumulative,
+            None if logprobs is None else logprobs.positions[start:],
+            self.finish_reason,
+            self.stop_reason,
+            self.weight_spans,
+            None if logprobs is None else logprobs.processed[start:] or None,
+            None if self._masks is None else SamplingMask(self._masks[start:]),
+            self.old_kv_from,
+            self._routed_experts() if self.finished and self._experts else None,
+        )
+
+    def _routed_experts(self) -> np.ndarray:
+        """Of all tokens but the last, and none behind a stop string."""
+        first = self.request.sampling_params.routed_experts_prompt_start
+        count = len(self.request.prompt_token_ids) + len(self.token_ids) - 1 - first
+        return np.concatenate(self._experts)[:count]
 
 
 class PromptState:

@@ -13,6 +13,7 @@ import msgspec
 
 from jaxpaged.engine.observability.step_times import ProgramWaits
 from jaxpaged.entrypoints.cli.prompts import PromptSource
+from jaxpaged.entrypoints.for_trainers import for_trainers
 from jaxpaged.entrypoints.terminal import printable, styled
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 
@@ -114,6 +115,7 @@ def answer_object(output: RequestOutput, completion: CompletionOutput) -> dict[s
         "num_cached_tokens": output.num_cached_tokens,
         "error": output.error,
     }
+    answer |= for_trainers(completion)
     if completion.logprobs is not None:
         answer["cumulative_logprob"] = completion.cumulative_logprob
         answer["logprobs"] = [candidates(position) for position in completion.logprobs]

@@ -323,13 +323,14 @@ put_adapter = lambda f, _: partial(load_adapter, f.lora)
 move = lambda f, part: partial(move_experts, f.attention.mesh, part)
 its = lambda function: lambda f, _: function
 
-STEP = "params *kv *tables *rows *hidden step -> kv tables rows hidden sampled"
-SEEING_STEP = "params *kv *tables *rows *hidden step _ encoded -> kv tables rows hidden sampled"
-LAST_STAGE = "params *kv *tables *rows *hidden step given -> kv tables rows hidden sampled"
+STEP = "params *kv *tables *rows *hidden step -> kv tables rows hidden sampled experts"
+SEEING_STEP = "params *kv *tables *rows *hidden step _ encoded -> kv tables rows hidden sampled experts"
+LAST_STAGE = "params *kv *tables *rows *hidden step given -> kv tables rows hidden sampled experts"
 EARLIER_STAGE = "params *kv *tables *rows step given -> kv tables rows stream"
-STEPS = "params head *kv *tables *rows _ first_step multi_step_lines -> kv tables rows _ tokens _"
+STEPS = "params head *kv *tables *rows _ first_step multi_step_lines -> kv tables rows _ tokens _ experts"
 FULL_STEPS = (
-    "params head *kv *tables *rows *row_state first_step multi_step_lines -> kv tables rows row_state tokens logprobs"
+    "params head *kv *tables *rows *row_state first_step multi_step_lines "
+    "-> kv tables rows row_state tokens logprobs experts"
 )
 DRAFT_STEPS = "params *kv *tables *rows first_step multi_step_lines -> kv tables rows drafts"
 SAMPLE_FULL = "head sampled *rows *row_state lines -> rows tokens row_state logprobs"

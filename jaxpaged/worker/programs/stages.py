@@ -115,9 +115,9 @@ class Pipeline:
                 changed.append(state)
                 given = jax.device_put(given, self.places[i + 1])
             own = params[-1], kv[-1], tables[-1], rows.stages[-1]
-            *state, hidden, sampled_SD = programs[-1](*own, hidden, packed, given)
+            *state, hidden, sampled_SD, experts = programs[-1](*own, hidden, packed, given)
             kv, tables, stages = zip(*changed, state, strict=True)
-            return kv, tables, rows.replace(stages=stages), hidden, sampled_SD
+            return kv, tables, rows.replace(stages=stages), hidden, sampled_SD, experts
 
         return forward
 

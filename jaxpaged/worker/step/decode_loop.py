@@ -38,7 +38,8 @@ class MultiStepState(NamedTuple):
     """What the loop carries from step to step.
 
     `limit_R` is the number of the step from which on a row computes nothing; `goes_on`: not all rows, of any attention
-    rank, are as far. `logprobs` is None in the plain program.
+    rank, are as far. `logprobs` is None in the plain program. `expert_IRLJ`: the experts of the computed
+    tokens, if they are told.
     """
 
     step: Any
@@ -49,6 +50,7 @@ class MultiStepState(NamedTuple):
     sampling: Any
     tokens_IR: Any
     logprobs: Any
+    expert_IRLJ: Any
 
 
 class Ends(NamedTuple):
@@ -101,6 +103,7 @@ def decode_steps(
         sampling=sampling,
         tokens_IR=jnp.full((layout.max_steps, num_rows), NOT_COMPUTED, jnp.int32),
         logprobs=functions.no_logprobs(sampling, layout.max_steps, num_rows),
+        expert_IRLJ=functions.no_experts(layout.max_steps, num_rows),
     )
     if layout.max_steps == 1:
         return one_step(first), tables_GRM
@@ -120,7 +123,7 @@ def decode_step(
     """One token of every row that has not ended: those rows' tokens lie one after the other, as in a single step."""
     active_R = state.step < state.limit_R
     step_parts = parts_of_step(layout, parts, active_R)
-    hidden_TD, kv, rows = functions.hidden_states(
+    hidden_TD, kv, rows, expert_TLJ = functions.hidden_states(
         layout.step, params, state.kv, tables_GRM, state.rows, step_parts, decodes_only=True
     )
     num_rows, num_lines = layout.step.num_rows, layout.num_lines
@@ -144,6 +147,9 @@ def decode_step(
         sampling=sampling,
         tokens_IR=state.tokens_IR.at[state.step].set(jnp.where(active_R, tokens_R, NOT_COMPUTED)),
         logprobs=logprobs,
+        expert_IRLJ=jax.tree.map(
+            lambda kept, new: kept.at[state.step].set(new[step_parts.sample_idxs_R]), state.expert_IRLJ, expert_TLJ
+        ),
     )
 
 
@@ -159,9 +165,9 @@ def decode(
     packed: Any,
     lines_SC: Any,
 ) -> tuple[Any, ...]:
-    """All steps -> (kv, tables_GRM, rows, sampling state, tokens_IR, log probabilities)."""
+    """All steps -> (kv, tables_GRM, rows, sampling state, tokens_IR, log probabilities, expert_IRLJ)."""
     state, tables_GRM = decode_steps(functions, layout, params, head, kv, tables_GRM, rows, sampling, packed, lines_SC)
-    return state.kv, tables_GRM, state.rows, state.sampling, state.tokens_IR, state.logprobs
+    return state.kv, tables_GRM, state.rows, state.sampling, state.tokens_IR, state.logprobs, state.expert_IRLJ
 
 
 def draft(

@@ -9,7 +9,8 @@ writes the first ones, in place. So what follows on all tokens of a step, such a
 one program and not one per bucket.
 
 `StepFunctions` holds what is static; its methods are pure functions of their arguments. Letters: in `encoded_SE` S are
-the slots of the encoder cache, and E the numbers of an embedding.
+the slots of the encoder cache, and E the numbers of an embedding; in `expert_TLJ` L are blocks of experts, and J those
+of a token.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from jaxpaged.config import RAW_AND_PROCESSED
 from jaxpaged.config.speculation import Speculation
 from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig
 from jaxpaged.layers.attention import AttentionBatch, AttentionContext
+from jaxpaged.layers.experts import Routed
 from jaxpaged.layers.lora import SlottedLines
 from jaxpaged.layers.ranks import lying_like, of_ranks
 from jaxpaged.layers.state import StateBatch, StateTensor
@@ -116,20 +118,20 @@ class StepFunctions:
         encoded_SE: Any = None,
     ):
         """One pass over the tokens of a step -> (kv, tables_GRM, rows, hidden_LD, sampled_SD: hidden states of
-        the tokens that sample).
+        the tokens that sample, expert_TLJ: the experts of each token in each layer that has some, if they are told).
 
         `hidden_LD` keeps the hidden states of a step of any size: this one's are its first T lines. `encoded_SE`: the
         encoder cache, in an engine that sees.
         """
         parts = layout.split(packed)
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
-        hidden_TD, kv, rows = self.hidden_states(
+        hidden_TD, kv, rows, expert_TLJ = self.hidden_states(
             layout, params, kv, tables_GRM, rows, parts, stream_TD=stream_TD, encoded_SE=encoded_SE
         )
         if self.marks_lines:
             hidden_TD = SlottedLines(hidden_TD, self.slots_of_tokens(layout, parts))
         sampled_SD = self.lines_of(hidden_TD, parts.sample_idxs_R, self.num_sampled)
-        return kv, tables_GRM, rows, jax.tree.map(with_first, hidden_LD, hidden_TD), sampled_SD
+        return kv, tables_GRM, rows, jax.tree.map(with_first, hidden_LD, hidden_TD), sampled_SD, expert_TLJ
 
     def lines_of(self, hidden_TD: Any, idxs_R: Any, num_lines: int) -> Any:
         """Some of the hidden states, with zeros behind them."""
@@ -151,7 +153,7 @@ class StepFunctions:
         tables_GRM = write_tables(tables_GRM, parts.table_place_U, parts.table_idx_U, parts.table_block_U)
         if self.is_first:
             rows, given = rows._replace(last_token_R=given), None
-        stream_TD, kv, rows = self.hidden_states(layout, params, kv, tables_GRM, rows, parts, stream_TD=given)
+        stream_TD, kv, rows, _ = self.hidden_states(layout, params, kv, tables_GRM, rows, parts, stream_TD=given)
         return kv, tables_GRM, rows, stream_TD
 
     def sample(
@@ -189,8 +191,8 @@ class StepFunctions:
         decodes_only: bool = False,
         stream_TD: Any = None,
         encoded_SE: Any = None,
-    ) -> tuple[Any, Any, RowTokens]:
-        """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed).
+    ) -> tuple[Any, Any, RowTokens, Any]:
+        """The model on the tokens of a step -> (hidden_TD, kv, rows with these tokens computed, expert_TLJ or None).
 
         `decodes_only`: no request has more than one of them, and none is replaced by an embedding.
         """
@@ -206,10 +208,11 @@ class StepFunctions:
         if layout.has_rope_offsets:
             batch = batch.replace(rope_offsets_3T=parts.rope_offsets_3T.reshape(3, layout.num_tokens))
         output = self.model.forward(params, self.config, batch, kv)
-        kv = output.kv
-        if output.load_LE is not None:  # the engine's arrays end with the counts of tokens of experts
-            kv[-1] = kv[-1] + output.load_LE
-        return output.hidden_TD, kv, rows
+        kv, routed = output.kv, output.routed or Routed()
+        if routed.load_E is not None:  # the engine's arrays end with the counts of tokens of experts
+            kv[-1] = kv[-1] + routed.load_E
+        expert_TLJ = None if routed.expert_TJ is None else self.whole(routed.expert_TJ.swapaxes(0, 1))
+        return output.hidden_TD, kv, rows, expert_TLJ
 
     def with_adapters(self, layout: StepLayout, params: Any, parts: StepParts) -> Any:
         """The model's parameters with what the adapters of the tokens' requests add."""
@@ -326,6 +329,13 @@ class StepFunctions:
             jnp.zeros((*shape, 2)) if self.logprobs_mode == RAW_AND_PROCESSED else None,
             jnp.zeros((*shape, sampling.allowed_bits_RW.shape[1]), jnp.uint32) if self.tells_masks else None,
         )
+
+    def no_experts(self, *shape: int) -> Any:
+        """Room for the experts of tokens, `shape` in front, if they are told."""
+        experts = self.config.experts
+        if experts is None or not experts.router.tells:
+            return None
+        return jnp.zeros((*shape, len(experts.layers), experts.router.experts_per_token), jnp.int16)
 
     def prompt_logprobs(self, head: Any, hidden_LD: Any, packed_2C: Any):
         """Log probabilities of prompt tokens. `packed_2C` holds places in the step, and the tokens that followed."""

@@ -30,6 +30,7 @@ from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.model_runner import Reading, StageOutput, Step
 from jaxpaged.worker.programs.declare import PLAIN_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.request_rows import RequestRows
+from jaxpaged.worker.routed_experts import ExpertsOfSteps
 from jaxpaged.worker.step.functions import PROMPT_LOGPROB_TILE
 from jaxpaged.worker.step.input_batch import multi_step_lines
 from jaxpaged.worker.step.packed import MultiStepLayout
@@ -124,7 +125,7 @@ class Sampler:
         )
         is_full = key.kind not in PLAIN_KINDS
         donated = state.kv, state.tables, state.rows, state.row_state if is_full else None
-        state.kv, state.tables, state.rows, kept, tokens, logprobs = device.call(
+        state.kv, state.tables, state.rows, kept, tokens, logprobs, experts = device.call(
             step.program,
             device.params_for(step.program),
             device.head_for(step.program),
@@ -135,8 +136,10 @@ class Sampler:
         if is_full:
             state.row_state = kept
         count, ids = partial(device.counts.add, bucket=key.size, ranks=len(self.ranks)), [ids for ids, _ in sampling]
-        drawn = DrawnTokens(ids, start_copy(tokens), start_copy(logprobs), count)
-        return StageOutput([drawn], len(self.ranks) * layout.num_lines, is_full)
+        readings: list[Reading] = [DrawnTokens(ids, start_copy(tokens), start_copy(logprobs), count)]
+        if experts is not None:
+            readings.append(ExpertsOfSteps([part.num_most() for part in step.ranks], start_copy(experts)))
+        return StageOutput(readings, len(self.ranks) * layout.num_lines, is_full)
 
     def lines(self, rows_of_ranks: Sequence[np.ndarray], bucket: int) -> np.ndarray:
         """What some rows of each rank ask for. Positions are counted from 0: where a row is, is known to the device."""

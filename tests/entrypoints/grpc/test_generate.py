@@ -245,6 +245,7 @@ def test_every_sampling_field_reaches_the_request():
         "prompt_logprobs": 2,
         "prompt_logprob_start": 3,
         "trace_decode_token_ids": [3, 4],
+        "routed_experts_prompt_start": 1,
         "logprob_token_ids": [3],
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,

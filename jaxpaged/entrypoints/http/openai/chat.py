@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.entrypoints.for_trainers import for_trainers
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import (
     beam_params,
@@ -207,7 +208,7 @@ def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput,
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
         token_ids=completion.token_ids if body.return_token_ids else None,
-        sampling_mask=msgspec.UNSET if completion.sampling_mask is None else completion.sampling_mask.token_ids,
+        **for_trainers(completion),
     )
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.output.token_texts import texts_of
+from jaxpaged.entrypoints.for_trainers import for_trainers
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, Chunk, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import (
     beam_params,
@@ -308,7 +309,7 @@ def choices(
                 token_ids=list(each.token_ids) if body.return_token_ids else None,
                 prompt_logprobs=of_prompt,
                 prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
-                sampling_mask=msgspec.UNSET if each.sampling_mask is None else each.sampling_mask.token_ids,
+                **for_trainers(each),
             )
         )
     return shown

@@ -91,6 +91,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
     sampling_mask: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -225,6 +226,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     sampling_mask: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionResponse(msgspec.Struct, kw_only=True):
