@@ -13,9 +13,9 @@ from jaxpaged.serving.service import Service, served_model
 from tests.entrypoints.http.async_engine import FakeAsyncEngine
 
 
-def make_service(options=None, **engine_options):
+def make_service(options=None, names=("fake",), **engine_options):
     engine = FakeAsyncEngine(**engine_options)
-    return Service(engine, served_model(engine.config, ("fake",)), ServerOptions.from_options(options or {}))
+    return Service(engine, served_model(engine.config, names), ServerOptions.from_options(options or {}))
 
 
 @contextlib.contextmanager

@@ -348,3 +348,22 @@ def test_thinking_and_calls_of_tools_are_shown_and_results_given_back(window):
         window.wait_for("document.querySelectorAll('.answer:not(.busy)').length === 2")
         assert "the cat" in window.run("return document.querySelector('.answer:last-child .said').textContent")
         assert window.complaints() == []
+
+
+def test_where_there_are_several_models_one_is_chosen_of_all(window):
+    """Adapters are among them: whatever /v1/models has."""
+    with live_server(names=("fake", "pirate")) as (url, _):
+        window.open(url)
+        window.wait_for("document.getElementById('models').checkVisibility()")
+        assert window.run("return [...document.querySelectorAll('#models option')].map((each) => each.value)") == [
+            "fake",
+            "pirate",
+        ]
+        window.run(SET, "models", "pirate")
+        ask(window)
+        assert answered(window)
+        window.run("document.getElementById('code-open').click()")
+        assert '"pirate"' in window.run("return document.getElementById('snippet').textContent")
+        window.resize(360, 800)
+        assert window.run("return document.documentElement.scrollWidth") <= 360
+        assert window.complaints() == []

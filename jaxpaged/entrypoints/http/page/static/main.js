@@ -2,7 +2,7 @@
 
 import { ApiError, addressOf, ask, hasKey, onKeyNeeded, useKey } from "./api.js";
 import { forgetColors } from "./colors.js";
-import { $, chosen } from "./dom.js";
+import { $, chosen, make } from "./dom.js";
 import { Engine } from "./engine.js";
 import { Playground, copyText } from "./playground.js";
 import * as snippets from "./snippets.js";
@@ -18,17 +18,29 @@ let info = null;
 // ---- the server
 
 async function connect() {
+  let models;
   try {
     info = await ask("engine/info");
+    models = (await ask("v1/models")).data;
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     if (error.status !== 401) setTimeout(connect, RETRY);
     return;
   }
   $("model").textContent = info.models[0];
+  offer(models.map((each) => each.id));
   document.title = `${info.models[0]} – jaxpaged`;
   playground.setInfo(info);
   $("key-open").hidden = !hasKey();
+}
+
+/** The names that requests may have, those of adapters too: to choose from where there are several. */
+function offer(names) {
+  const before = $("models").value;
+  $("models").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  if (names.includes(before)) $("models").value = before;
+  $("models").hidden = names.length < 2;
+  $("model").hidden = !$("models").hidden;
 }
 
 onKeyNeeded((wasWrong) => {

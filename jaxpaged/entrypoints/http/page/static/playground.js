@@ -140,7 +140,7 @@ export class Playground {
 
   #body(given, chances) {
     const wanted = chosen("view") === "text" ? {} : chances;
-    const model = this.info ? { model: this.info.models[0] } : {};
+    const model = this.info ? { model: $("models").value || this.info.models[0] } : {};
     return { ...model, ...given, ...this.settings.fields(), ...wanted, stream: true, stream_options: { include_usage: true } };
   }
 
