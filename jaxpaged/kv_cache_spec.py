@@ -509,14 +509,16 @@ class KVCacheConfig:
 class EncoderCacheConfig:
     """The encoder cache: embeddings of pictures, in `num_pages` pages of `page_size`.
 
-    A step encodes at most `max_step_embeds` embeddings. `whole_spans`: no step ends within a run of tokens that
-    embeddings replace, since they see each other both ways, or since the options say so.
+    A step encodes at most `max_step_embeds` embeddings, and at most `largest` of one picture, if that is said.
+    `whole_spans`: no step ends within a run of tokens that embeddings replace, since they see each other both ways, or
+    since the options say so.
     """
 
     num_pages: int
     page_size: int
     max_step_embeds: int
     whole_spans: bool = False
+    largest: int | None = None
 
 
 def group_layers(specs: Sequence[CacheSpec], is_staged: bool = False) -> tuple[KVCacheGroup, ...]:

@@ -218,6 +218,13 @@ class Pictures:
             num_pages = self.cache.pages_for(feature.num_embeds)
             if feature.num_embeds > config.max_step_embeds or num_pages > config.num_pages:
                 raise too_large(f"picture {number} of request {name!r} has {feature.num_embeds} embeddings", config)
+            if config.largest is not None and not feature.is_encoded and feature.num_embeds > config.largest:
+                raise RequestError(
+                    f"picture {number} of request {name!r} has {feature.num_embeds} embeddings, and this engine was "
+                    f"made for pictures of {config.largest} at most. Ask for a smaller one in mm_processor_kwargs, or "
+                    "start the engine with mm_processor_kwargs that allow larger ones.",
+                    "multi_modal_data",
+                )
         longest = longest_run(message.mm_features, 0) if config.whole_spans else 0
         if longest > max_num_batched_tokens:
             raise RequestError(

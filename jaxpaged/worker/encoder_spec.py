@@ -1,7 +1,7 @@
 """The encoder of an engine that sees, as far as options and a model's description say: no weight, no device memory."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpaged.config import EngineConfig, settled
 from jaxpaged.config.speculation import MODEL_METHODS, speculation_of
@@ -117,5 +117,6 @@ def encoder_spec(config: EngineConfig, model: Model, tower: VisionConfig, platfo
     else:
         largest = 1, 1, fits
         sizes = encode_sizes(tower, tower.size_of(largest))
+        cache = cache if options.language_model_only else replace(cache, largest=fits)
     sizes, takes_videos = () if options.language_model_only else sizes, tower.frames > 1 and options.max_videos > 0
     return EncoderSpec(vision, tower, cache, sizes, largest, one_each, takes_videos)

@@ -1,6 +1,7 @@
 """Where a step ends among pictures, what it encodes, and what the encoder cache keeps, against a simulated device."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -264,6 +265,8 @@ class TestRefusals:
         wide = self.refusal(sees(max_step_embeds=5), (1, "x", (3,)), (2, "y", (6,)))
         assert "picture 1 of request 'a' has 6 embeddings" in wide and "max_num_encoder_input_tokens = 5" in wide
         assert "3 pages of 2" in self.refusal(sees(num_pages=3), (1, "x", (7,)))
+        single = self.refusal(replace(sees(), largest=6), (1, "x", (6,)), (2, "y", (7,)))
+        assert "picture 1 of request 'a' has 7 embeddings, and this engine was made for pictures of 6" in single
         whole = self.refusal(sees(whole=True), (1, "x", (9,)), max_num_batched_tokens=8)
         assert "9 tokens must be computed in one step, which holds max_num_batched_tokens = 8" in whole
         pictures = (1, "x", (4,)), (2, "y", (4,))

@@ -4,6 +4,7 @@ layers with a window, which may be shorter than a picture; or nowhere."""
 import numpy as np
 import pytest
 
+from jaxpaged.errors import RequestError
 from jaxpaged.messages import MultiModalFeature
 from tests.end_to_end.test_pictures import Engine, Prompt, check_beginning, serve, text
 from tests.models.gemma4_checkpoints import GEMMA4_SEEING, MERGE, PATCH
@@ -95,6 +96,16 @@ def test_every_chunk_gives_the_same(engine, chunks):
 )
 def test_cached_beginnings_before_in_and_behind_pictures(engine, parts, num_cached):
     check_beginning(engine, LONG, Gemma4Prompt(text(1, 3), *parts), Gemma4Prompt(*range(20, 25)), num_cached)
+
+
+def test_a_picture_larger_than_any_that_programs_take_is_refused(engine):
+    prompt, core = Gemma4Prompt(text(1, 3), 0), engine.core()
+    prompt.features[0].grid, prompt.features[0].runs = (1, 17, 1), [(3, 17)]
+    prompt.tokens += [IMAGE_TOKEN] * 5
+    prompt.features[0].length = 17
+    with pytest.raises(RequestError, match="17 embeddings"):
+        core.add_request(prompt.request("a"))
+    assert not core.has_work()
 
 
 def test_texts_and_pictures_together(engine):
