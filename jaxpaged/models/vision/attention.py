@@ -1,7 +1,8 @@
 """Attention of a tower: every patch sees all patches of its segment, which is a picture, or a window of one.
 
 Scores are computed for a tile of queries at a time: those of all 4,096 patches of a picture would be 1 GB in float32.
-Where segments are short and lie together, only keys near a tile are read.
+Where segments are short and lie together, only keys near a tile are read. On a TPU JAX's own kernel keeps the scores of
+long segments within the core.
 
 Letters: P patches, Q patches of a tile of queries, S patches whose keys it reads, N heads of the tower, H numbers of a
 head.
@@ -21,6 +22,8 @@ NOWHERE = -2
 """The segment of keys that only fill a tile up."""
 SCORES = 2**25
 """The most scores that are there at once: 128 MB in float32."""
+FLASH_QUERIES, FLASH_KEYS = 512, 1024
+"""Patches in a block of the TPU's kernel."""
 
 
 def attend_patches(
@@ -66,6 +69,45 @@ def attend_part(
     longest: int | None,
 ) -> jax.Array:
     """The same of some queries, of which the first is number `first`, with all keys."""
+    plain = partial(attend_in_tiles, first=first, scale=scale, longest=longest)
+    operands = q_PNH, k_PNH, v_PNH, segment_of_query_P, segment_P
+    is_long = longest is None and len(q_PNH) % FLASH_QUERIES == 0 and len(k_PNH) % FLASH_KEYS == 0
+    if not is_long or q_PNH.dtype != jnp.bfloat16:
+        return plain(*operands)
+    return jax.lax.platform_dependent(*operands, tpu=partial(attend_flash, scale=scale), default=plain)
+
+
+def attend_flash(
+    q_PNH: jax.Array,
+    k_PNH: jax.Array,
+    v_PNH: jax.Array,
+    segment_of_query_P: jax.Array,
+    segment_P: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """The same by JAX's kernel for TPUs, of whole blocks of queries and of keys."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    by_head = (x_PNH.swapaxes(0, 1)[None] for x_PNH in (q_PNH, k_PNH, v_PNH))
+    segments = flash.SegmentIds(segment_of_query_P[None], segment_P[None])
+    blocks = flash.BlockSizes(block_q=FLASH_QUERIES, block_k_major=FLASH_KEYS, block_k=FLASH_KEYS // 2, block_b=1)
+    out_1NPH = flash.flash_attention(*by_head, segment_ids=segments, sm_scale=scale, block_sizes=blocks)
+    return out_1NPH[0].swapaxes(0, 1)
+
+
+def attend_in_tiles(
+    q_PNH: jax.Array,
+    k_PNH: jax.Array,
+    v_PNH: jax.Array,
+    segment_of_query_P: jax.Array,
+    segment_P: jax.Array,
+    *,
+    first: jax.Array | int,
+    scale: float,
+    longest: int | None,
+) -> jax.Array:
+    """The same by XLA, tile by tile."""
     num_queries, num_heads, _ = q_PNH.shape
     tile = tile_size(num_queries, num_heads, len(k_PNH), longest)
     reach = None if longest is None or tile + 2 * longest >= len(k_PNH) else longest

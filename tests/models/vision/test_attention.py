@@ -1,8 +1,13 @@
-"""Attention of towers against a dense mask: segments, tiles, short segments, and queries split over devices."""
+"""Attention of towers against a dense mask: segments, tiles, short segments, queries split over devices, and the kernel
+of TPUs in its simulator."""
+
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxpaged.distributed.mesh import make_mesh
 from jaxpaged.models.vision import attention
@@ -56,3 +61,16 @@ def test_short_segments_are_read_with_few_keys():
     count = lambda longest: jax.jit(lambda *x: attend_patches(*x, 0.3, longest=longest)).lower(q, k, v, segment)
     flops = [count(longest).compile().cost_analysis()["flops"] for longest in (None, 64)]
     assert 500 * flops[1] < flops[0]
+
+
+def test_long_segments_in_bfloat16_go_through_the_kernel_of_tpus():
+    rng = np.random.default_rng(1)
+    q, k, v = rng.standard_normal((3, 1024, 1, 72), np.float32).astype(jnp.bfloat16)
+    segment = np.repeat(np.int32([0, 1, PADDING]), [700, 200, 124])
+    attend = jax.jit(lambda *x: attend_patches(*x, 0.3))
+    on_tpu = attend.trace(q, k, v, segment).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in on_tpu and "tpu_custom_call" not in attend.lower(q, k, v, segment).as_text()
+    with pltpu.force_tpu_interpret_mode():
+        found = jax.jit(partial(attention.attend_flash, scale=0.3))(q, k, v, segment, segment)
+    exact = dense(*(x.astype(np.float64) for x in (q, k, v)), segment, 0.3)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, atol=0.02)
