@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 DEFAULT_ENV = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jaxpaged" / "golden-env"
-PACKAGES = ["torch==2.13.0", "torchvision==0.29.1", "transformers==5.23.0", "numpy", "pillow"]
+PACKAGES = ["torch==2.13.0", "torchvision==0.28.0", "transformers==5.23.0", "numpy", "pillow"]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 RECORDED_POSITIONS = (0, 1, 12, 25, 39)

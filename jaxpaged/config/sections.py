@@ -87,7 +87,7 @@ class ModelConfig:
     )
     return_sampling_mask: bool = option(
         False,
-        "tell of each token that was drawn with limits which tokens these left; requests with top_p or min_p need a "
+        "tell of each token that was drawn with limits which tokens these left; requests with other limits need a "
         "top_k. Guide: guides/training.md",
     )
     enable_return_routed_experts: bool = option(

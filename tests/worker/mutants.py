@@ -47,7 +47,7 @@ OF_ADAPTERS = (
     *_of_adapters(
         "jaxpaged/worker/lora_stacks.py",
         ROWS,
-        ("magnitudes scale twice", "own_b = own_b * own.magnitude", "own_b = own_b * own.magnitude**2"),
+        ("magnitudes scale twice", "own_b = own_b * own.magnitude\n", "own_b = own_b * own.magnitude**2\n"),
         ("growth is the magnitude", "own.magnitude[None] - np.float32(1)", "own.magnitude[None]"),
         ("every part has the first ranks", "own_a = own.a[ranks.start : ranks.stop]", "own_a = own.a[: len(ranks)]"),
     ),

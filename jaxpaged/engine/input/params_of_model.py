@@ -4,6 +4,7 @@ cannot be met."""
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpaged.engine.input.no_tokenizer import refuse
+from jaxpaged.engine.input.prompts import Prompt
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import SamplingParams
@@ -29,7 +30,7 @@ def check_mask(top_k: int) -> None:
     if not 1 <= top_k <= MAX_TOP_K_WITH_MASK:
         raise RequestError(
             f"top_k is {top_k}, but this engine tells which tokens limits leave (return_sampling_mask), which may be "
-            f"any number of them. Give top_k from 1 to {MAX_TOP_K_WITH_MASK}, or neither top_k nor top_p nor min_p.",
+            f"any number of them. Give top_k from 1 to {MAX_TOP_K_WITH_MASK}, or no limit of any kind.",
             "top_k",
         )
 
@@ -62,6 +63,21 @@ def check_trace(num_tokens: int, room: int | None) -> None:
             "Shorten one of them, or raise max_model_len.",
             name,
         )
+
+
+def put_in_tokens(
+    params: SamplingParams, tokenizer: Tokenizer, thinking: tuple[int, int] | None, prompt: Prompt
+) -> None:
+    """Fill in, in tokens, what parameters say in words. `thinking`: those that begin and end it, if there are some.
+
+    Raises RequestError where a budget for thinking has none.
+    """
+    if params.bad_words:
+        params.bad_words_token_ids = words_in_tokens(tokenizer, params.bad_words)
+    if params.thinking_token_budget is not None:
+        start_end = budget_tokens(params.thinking_token_budget, thinking)
+        ids = prompt.token_ids if prompt.ending is None else tokenizer.encode(prompt.ending, False)
+        params.thinking_token_ids, params.is_thinking = start_end, leaves_open(ids, *start_end)
 
 
 BORDERS = ("\n", "(")

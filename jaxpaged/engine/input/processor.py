@@ -17,15 +17,13 @@ from jaxpaged.engine.input.generation_config import GenerationDefaults
 from jaxpaged.engine.input.grammar_checker import GrammarChecker
 from jaxpaged.engine.input.no_tokenizer import NoTokenizer, refuse
 from jaxpaged.engine.input.params_of_model import (
-    budget_tokens,
     check_experts_start,
     check_mask,
     check_some_token_is_left,
     check_trace,
     check_without_text,
-    leaves_open,
+    put_in_tokens,
     thinking_token_ids,
-    words_in_tokens,
 )
 from jaxpaged.engine.input.picture_parts import PictureOptions, check_not_cut, refuse_pictures
 from jaxpaged.engine.input.prompts import ChatWithPictures, Prompt
@@ -450,12 +448,7 @@ class InputProcessor:
             complete.seed = secrets.randbits(64)
         ends = [] if complete.ignore_eos else self.eos_token_ids
         complete.stop_token_ids = stop_ids = list(dict.fromkeys([*(complete.stop_token_ids or ()), *ends]))
-        if complete.bad_words:
-            complete.bad_words_token_ids = words_in_tokens(self.tokenizer, complete.bad_words)
-        if complete.thinking_token_budget is not None:
-            start_end = budget_tokens(complete.thinking_token_budget, self.thinking_token_ids)
-            ids = prompt.token_ids if prompt.ending is None else self.tokenizer.encode(prompt.ending, False)
-            complete.thinking_token_ids, complete.is_thinking = start_end, leaves_open(ids, *start_end)
+        put_in_tokens(complete, self.tokenizer, self.thinking_token_ids, prompt)
         complete.verify(self.vocab_size, self.max_logprobs)
         check_some_token_is_left(complete, stop_ids)
         if complete.structured_outputs is not None:
