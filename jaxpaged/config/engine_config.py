@@ -82,7 +82,8 @@ class EngineConfig:
     @property
     def code_places(self) -> tuple[str, ...]:
         """Where options, besides those that name plugins, say that code is: 'module:NAME'."""
-        named = (self.compile.attention_backend, self.plugins.worker_extension_cls)
+        compile = self.compile
+        named = compile.attention_backend, compile.recurrence_backend, self.plugins.worker_extension_cls
         return tuple(place for place in named if place is not None and ":" in place)
 
     def options(self) -> dict[str, Any]:

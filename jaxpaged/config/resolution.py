@@ -246,6 +246,11 @@ def check_deterministic(compile: CompileConfig, parallel: ParallelConfig, facts:
             f"deterministic needs an attention of its own, but attention_backend is {compile.attention_backend!r}. "
             "Leave one of the two out."
         )
+    if compile.recurrence_backend != "reference":
+        raise ConfigError(
+            f"deterministic needs our own recurrences, but recurrence_backend is {compile.recurrence_backend!r}. Leave "
+            "one of the two out."
+        )
 
 
 def check_stages(

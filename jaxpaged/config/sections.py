@@ -473,6 +473,12 @@ class CompileConfig:
         ),
         foreign=VALUES["attention_backend"],
     )
+    recurrence_backend: str = option(
+        "reference",
+        "what computes layers with a recurrent state, such as LFM2's convolutions; 'module:NAME' is one's own",
+        or_place=True,
+        choices=("reference",),
+    )
     deterministic: bool = option(
         False,
         "compute the same bits for a request in every batch, however its prompt is cut, cached or computed again",

@@ -37,11 +37,13 @@ class AttentionContext:
     """Where attention runs and which kernel runs it; hashable, so it can be a static argument.
 
     `context_shards`: devices that have the same key-value head, or latents, and different tokens of each context.
+    `recurrence`: who computes layers with states, see `recurrence.py`.
     """
 
     mesh: Mesh
     backend: str
     context_shards: int = 1
+    recurrence: str = "reference"
 
     @cached_property
     def cache_mesh(self) -> Mesh:

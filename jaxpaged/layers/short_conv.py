@@ -7,6 +7,7 @@ nor requests.
 Letters: J inputs before a token that it sees, C entries of a ring, P places behind which snapshots may be taken.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpaged.layers.dense_attention import DenseBatch, positions_in
 from jaxpaged.layers.ranks import over_model_axes
+from jaxpaged.layers.recurrence import chosen
 from jaxpaged.layers.state import StateBatch, StateMetadata, StateTensor
 from jaxpaged.params.sharding import MODEL_AXES
 
@@ -38,19 +40,33 @@ def short_convolution(
         return weighed_sum([x_TD, *earlier_of_texts(x_TD, batch, p.weight.shape[1] - 1)], p, deterministic), state
     by_channel, last = PartitionSpec(None, MODEL_AXES), PartitionSpec(None, None, MODEL_AXES)
     (ring,), (blocks,) = state.rows, state.blocks
+    convolve = chosen(batch.context, "short_conv", partial(on_device, deterministic=deterministic))
 
-    def on_device(x_TD, p, ring, blocks, metadata):
-        before_RJD = inputs_before(ring, blocks, metadata)
-        seen = [x_TD, *earlier_inputs(x_TD, before_RJD, metadata)]
-        y_TD = weighed_sum(seen, p, deterministic)
-        ring = ring.at[metadata.row_R].set(ring_behind(x_TD, before_RJD, metadata, ring.shape[1]), mode="drop")
-        newest_PJD = jnp.stack([each[metadata.border_P] for each in seen[-2::-1]], axis=1)
-        return y_TD, ring, blocks.at[metadata.block_P].set(newest_PJD, mode="drop")
+    def of_filter(x_TD, p, ring, blocks, metadata):
+        return convolve(x_TD, p.weight, p.bias, ring, blocks, metadata)
 
     in_specs = (by_channel, PartitionSpec(MODEL_AXES), last, last, PartitionSpec())
-    sharded = over_model_axes(batch.context.mesh, on_device, in_specs, (by_channel, last, last))
+    sharded = over_model_axes(batch.context.mesh, of_filter, in_specs, (by_channel, last, last))
     y_TD, ring, blocks = sharded(x_TD, p, ring, blocks, batch.metadata)
     return y_TD, StateTensor([ring], [blocks])
+
+
+def on_device(
+    x_TD: jax.Array,
+    weight_DJ: jax.Array,
+    bias_D: jax.Array | None,
+    ring: jax.Array,
+    blocks: jax.Array,
+    metadata: StateMetadata,
+    deterministic: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(y_TD, ring, blocks) of the channels of one device; see `RecurrenceBackend.short_conv`."""
+    before_RJD = inputs_before(ring, blocks, metadata)
+    seen = [x_TD, *earlier_inputs(x_TD, before_RJD, metadata)]
+    y_TD = weighed_sum(seen, Filter(weight_DJ, bias_D), deterministic)
+    ring = ring.at[metadata.row_R].set(ring_behind(x_TD, before_RJD, metadata, ring.shape[1]), mode="drop")
+    newest_PJD = jnp.stack([each[metadata.border_P] for each in seen[-2::-1]], axis=1)
+    return y_TD, ring, blocks.at[metadata.block_P].set(newest_PJD, mode="drop")
 
 
 def inputs_before(ring: jax.Array, blocks: jax.Array, metadata: StateMetadata) -> jax.Array:

@@ -28,6 +28,7 @@ from jaxpaged.kv_cache_spec import CacheSpec, KVCacheConfig, KVCacheGroup, group
 from jaxpaged.layers.attention import AttentionContext
 from jaxpaged.layers.experts import expert_kernel
 from jaxpaged.layers.linear import XLA, choose_matmul_backend, stored_kernel, takes_one_row
+from jaxpaged.layers.recurrence import REFERENCE, check_backend
 from jaxpaged.models import joined
 from jaxpaged.models.config import DecoderConfig, telling, with_redundant
 from jaxpaged.models.drafted import DraftedParams, drafted_model, drafting_model
@@ -292,6 +293,21 @@ class EngineSpec:
         """Whether a request needs the full sampler. Raises RequestError when a custom logits processor refuses it."""
         return bool(features_of(params) or self.custom.of(params)[0])
 
+    @property
+    def recurrence(self) -> str:
+        """Who computes layers with states. Raises ConfigError where it cannot run here, or has nothing to do."""
+        name = self.config.compile.recurrence_backend
+        try:
+            check_backend(name, self.platform)
+        except ValueError as error:
+            raise ConfigError(f"recurrence_backend: {error}") from error
+        if name != REFERENCE and self.decoder.short_conv is None:
+            raise ConfigError(
+                f"recurrence_backend is {name!r}, and {self.decoder.architecture} has no layer with a state. Leave it "
+                "out."
+            )
+        return name
+
     @cached_property
     def attention(self) -> AttentionContext:
         """Raises ConfigError when the kernel that was asked for cannot run here, or not with such heads and blocks."""
@@ -299,7 +315,8 @@ class EngineSpec:
         name = "invariant" if options.deterministic else options.attention_backend
         try:
             backend = choose_backend(name, self.platform)
-            context = AttentionContext(self.mesh, backend, self.config.parallel.decode_context_parallel_size)
+            shards = self.config.parallel.decode_context_parallel_size
+            context = AttentionContext(self.mesh, backend, shards, self.recurrence)
             decoders = self.whole, *self.decoders[1:]
             num_heads = [decoder.num_heads for decoder in decoders for _ in range(decoder.num_caches)]
             for heads, spec in zip(num_heads, self.cache_specs):  # the last may be features, to which nothing attends
@@ -448,6 +465,7 @@ class EngineSpec:
             "token_buckets": str(self.token_buckets),
             "sample_buckets": str(self.sample_buckets),
             "attention_backend": with_digest(self.attention.backend),
+            "recurrence_backend": with_digest(self.attention.recurrence),
             "compiler_options": str(self.compiler_options),
             "speculation": str(self.speculation),
             "draft_model": str(self.draft and self.draft.config),

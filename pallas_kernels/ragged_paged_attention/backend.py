@@ -38,13 +38,14 @@ def is_place(name: str) -> bool:
 
 
 @functools.cache
-def imported(place: str) -> Backend:
-    """The backend at 'module:NAME'. Raises ValueError where it cannot be imported, or lacks a part."""
+def imported(place: str, parts: tuple[str, ...] = PARTS) -> Any:
+    """The backend at 'module:NAME', of attention or of an op that has other parts. Raises ValueError where it cannot be
+    imported, or lacks a part."""
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # importing runs a stranger's code
         raise ValueError(f"the backend {place!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if missing := [part for part in PARTS if not hasattr(found, part)]:
-        raise ValueError(f"the backend {place!r} has no {', '.join(missing)}. `reference.py` is an example.")
+    if missing := [part for part in parts if not hasattr(found, part)]:
+        raise ValueError(f"the backend {place!r} has no {', '.join(missing)}. It needs {', '.join(parts)}.")
     return found

@@ -71,6 +71,7 @@ def answers(llm, *prompts, **params):
     return [list(output.outputs[0].token_ids) for output in outputs], outputs[0].num_cached_tokens
 
 
+SPLIT = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
 STAGES = {"pipeline_parallel_size": 2, "num_scheduler_steps": 1}
 RANKS = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
 
@@ -86,7 +87,10 @@ RANKS = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_para
             {**STAGES, "tensor_parallel_size": 2, "num_gpu_blocks_override": 14},
             marks=pytest.mark.exhaustive,
         ),
-        ("lfm2", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2, "num_gpu_blocks_override": 14}),
+        (
+            "lfm2",
+            {**SPLIT, "num_gpu_blocks_override": 14, "recurrence_backend": "tests.layers.test_recurrence:BACKEND"},
+        ),
         ("lfm2_moe", RANKS),
     ],
 )

@@ -30,8 +30,8 @@ def expected(text: int) -> np.ndarray:
 class Steps:
     """One layer and its rows; every array begins as NaN, and so does the input of padding."""
 
-    def __init__(self, num_devices: int, deterministic: bool = False):
-        self.context = AttentionContext(make_mesh(num_devices), "reference")
+    def __init__(self, num_devices: int, deterministic: bool = False, recurrence: str = "reference"):
+        self.context = AttentionContext(make_mesh(num_devices), "reference", recurrence=recurrence)
         array = StateArray((WIDTH - 1, CHANNELS), "float32", split_axis=1, token_axis=0)
         spec = StateSpec(BLOCK, (array,), num_drafts=NUM_DRAFTS)
         struct = tensor_struct(self.context, spec, NUM_BLOCKS, None, num_rows=NUM_ROWS + 1)

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from jaxpaged.config.plugin_options import PluginConfig
+from jaxpaged.config.sections import CompileConfig
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.flags import engine_options
 from jaxpaged.entrypoints.option_flags import add_flag
@@ -16,6 +17,8 @@ from jaxpaged.entrypoints.terminal import complain
 
 NAMING = ("plugin", "plugins")
 """Options that name plugins."""
+BACKENDS = ("attention_backend", "recurrence_backend")
+"""Options that may say where a backend of one's own is."""
 EPILOG = """\
 Installed plugins are entry points of the groups jaxpaged.general_plugins, jaxpaged.stat_logger_plugins,
 jaxpaged.endpoint_plugins and jaxpaged.io_processor_plugins. Those of the first two load by themselves.
@@ -25,6 +28,7 @@ exit status: 0 all that load can be used; 1 one of them cannot
 examples:
   jaxpaged plugins
   jaxpaged plugins --plugin my_model.py --plugins my_endpoints
+  jaxpaged plugins --recurrence-backend my_package.states:BACKEND
 """
 
 
@@ -33,6 +37,9 @@ def add_parser(commands: Any) -> None:
     for option in dataclasses.fields(PluginConfig):
         if option.name in NAMING:
             add_flag(parser, option.name, option.type, option.metadata["help"], None, several=True)
+    for option in dataclasses.fields(CompileConfig):
+        if option.name in BACKENDS:
+            add_flag(parser, option.name, option.type, option.metadata["help"], None)
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug messages")
     parser.set_defaults(run=run, command_parser=parser, config=None)
@@ -42,8 +49,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the list. Returns the exit status."""
     from jaxpaged.config import EngineConfig
 
-    options = EngineConfig.from_options(**engine_options(args)).plugins
-    rows, problem = listed(options.plugin, options.plugins)
+    options = EngineConfig.from_options(**engine_options(args))
+    rows, problem = listed(options.plugins.plugin, options.plugins.plugins)
+    for option in BACKENDS:
+        if ":" in (place := getattr(options.compile, option)):
+            rows.append(backend_row(option, place))
+            problem = problem or rows[-1].get("error")
     for row in rows:
         print(json.dumps(row) if args.json else in_words(row))
     if not rows and not args.json:
@@ -80,6 +91,22 @@ def listed(plugin: tuple[str, ...], plugins: tuple[str, ...] | None) -> tuple[li
     except ConfigError as error:
         problem = problem or str(error)
     return rows, problem
+
+
+def backend_row(option: str, place: str) -> dict[str, Any]:
+    """What is shown of a backend that an option names."""
+    from jaxpaged.errors import ConfigError
+    from jaxpaged.layers.recurrence import PARTS as OF_RECURRENCE
+    from jaxpaged.plugins.loading import digests
+    from pallas_kernels.ragged_paged_attention.backend import PARTS, imported
+
+    parts = PARTS if option == "attention_backend" else OF_RECURRENCE
+    row = {"name": place, "group": "backends", "place": place, "from": f"the option {option}", "loads": True}
+    try:
+        imported(place, parts)
+        return row | {"adds": {option: list(parts)}, "digest": digests([place], ())[place]}
+    except (ConfigError, ValueError) as error:
+        return row | {"error": f"{option}: {error}"}
 
 
 def in_words(row: dict[str, Any]) -> str:

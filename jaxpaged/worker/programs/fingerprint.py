@@ -47,8 +47,8 @@ NOT_COMPILED_IN = frozenset(
     num_short_request_rows
     distributed_executor_backend nnodes node_rank master_addr master_port distributed_timeout_seconds group_secret_file
     load_format download_dir compilation_cache_dir bundle wait_for_programs profile_dir
-    token_buckets attention_backend logits_processors speculative_config eplb_config ec_transfer_config enable_mm_embeds
-    plugin plugins worker_extension_cls queue_policy io_processor_plugin
+    token_buckets attention_backend recurrence_backend logits_processors speculative_config eplb_config
+    ec_transfer_config enable_mm_embeds plugin plugins worker_extension_cls queue_policy io_processor_plugin
     """.split()
 )
 """Options that no program depends on, and, in the last lines, those that count as what they were resolved to."""
