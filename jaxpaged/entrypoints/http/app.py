@@ -74,6 +74,7 @@ from jaxpaged.entrypoints.http.transport.auth import ApiKeys
 from jaxpaged.entrypoints.http.transport.origins import LOOPBACK_NAMES, CheckOrigins
 from jaxpaged.entrypoints.http.transport.request_counts import CountRequests, RequestCounts
 from jaxpaged.entrypoints.http.weights import (
+    DifferenceRequest,
     FinishRequest,
     InitRequest,
     PauseState,
@@ -207,6 +208,7 @@ def weight_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "/resume", weights.resume, response=PauseState, is_strict=True),
         Endpoint("GET", "/is_paused", weights.is_paused, is_strict=True),
         Endpoint("GET", "/weight_info", weights.info, response=WeightInfo, is_strict=True),
+        Endpoint("POST", "/logprob_difference", weights.note_difference, DifferenceRequest),
     ]
     if service.options.allowed_weight_dirs:
         found += [

@@ -6,12 +6,13 @@ folders of `allowed_weight_dirs`; without any the endpoints that change weights 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.sleep import MODES
 from jaxpaged.entrypoints.http.body import check_media_type, json_response, read_body, read_struct, struct_of
 from jaxpaged.entrypoints.http.endpoint import flag
@@ -58,6 +59,19 @@ class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
     version: str = ""
 
 
+Difference = Annotated[float, msgspec.Meta(ge=0)] | None
+"""JSON has no NaN: null stands for it."""
+
+
+class DifferenceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """How far a trainer's log probabilities are from the engine's: see `LogprobDifference`."""
+
+    mean: Difference
+    p99: Difference
+    largest: Difference
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class PauseState(msgspec.Struct):
     """What `/pause` and `/resume` answer."""
 
@@ -92,6 +106,13 @@ class Weights:
     async def info(self, request: Request) -> Response:
         """Which weights compute now, and whether others come."""
         return json_response(await self._service.engine.get_weight_info())
+
+    async def note_difference(self, request: Request) -> Response:
+        """Show how far a trainer's log probabilities are from the engine's among the metrics."""
+        body = await read_struct(request, DifferenceRequest, self._service.max_body_bytes)
+        told = [float("nan") if each is None else each for each in (body.mean, body.p99, body.largest)]
+        self._service.engine.note_logprob_difference(LogprobDifference(*told, body.num_tokens))
+        return json_response({"message": "Difference noted"})
 
     async def init(self, request: Request) -> Response:
         """Ask whether weights can be sent in this way."""

@@ -166,6 +166,9 @@ class FakeAsyncEngine(AsyncEngineControl):
         self.sleep_level = self.engine.metrics.stats.sleep_level
         return answer
 
+    def note_logprob_difference(self, difference):
+        self.difference = difference
+
     def get_metrics(self):
         return self.engine.get_metrics()
 

@@ -1,5 +1,7 @@
 """Updates of the weights by HTTP: phases, files and what is refused."""
 
+import math
+
 import pytest
 
 
@@ -34,9 +36,24 @@ def test_weights_come_in_parts_and_are_told(serving, folder):
     assert answer.status == 200
 
 
+def test_a_trainer_tells_how_far_its_log_probabilities_are(serving):
+    told = {"mean": 1e-6, "p99": None, "largest": 0.25, "num_tokens": 9}
+
+    async def scenario(server):
+        public = await server.client.post("/logprob_difference", told)
+        return public, await server.admin.post("/logprob_difference", told), server.engine.difference
+
+    public, noted, difference = serving(scenario)
+    assert (public.status, noted.status) == (404, 200)
+    assert difference == pytest.approx((1e-6, math.nan, 0.25, 9), nan_ok=True)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
+        ("/logprob_difference", {"mean": -1.0, "p99": 0.0, "largest": 0.0, "num_tokens": 1}, 400, "mean"),
+        ("/logprob_difference", {"mean": 0.0, "p99": 0.0, "largest": 0.0, "num_tokens": 0}, 400, "num_tokens"),
+        ("/logprob_difference", {"mean": 0.0}, 400, "p99"),
         ("/finish_weight_update", {}, 409, "no update of weights was begun"),
         ("/update_weights", {"update_info": {"paths": ["{folder}/a"]}}, 409, "no update of weights was begun"),
         ("/update_weights", {"update_info": {"paths": ["/etc/passwd"]}}, 400, "does not lie below a folder"),
