@@ -90,10 +90,13 @@ class TunixSampler:
         return_logits: bool = False,
         echo: bool = False,
         pad_output: bool = False,
+        eos_tokens: Sequence[int] | None = None,
+        return_logprobs: bool = True,
         **sampling: Any,
     ) -> SamplerOutput:
         """An answer to each prompt. `echo`: with the prompt before it; `pad_output`: tokens as one array, which padding
-        on the right makes as wide as answers may get. `sampling` are further `SamplingParams`.
+        on the right makes as wide as answers may get; `eos_tokens` end answers, in place of the model's own. `sampling`
+        are further `SamplingParams`.
 
         Log probabilities are those of the tokens that were drawn, and none with `beam_size`. Raises RequestError for a
         prompt that is too long, and for several answers to each, or logits, which there are none of.
@@ -113,13 +116,14 @@ class TunixSampler:
                 top_p=1.0 if top_p is None else top_p,
                 top_k=top_k or 0,
                 seed=seed,
-                logprobs=0,
+                logprobs=0 if return_logprobs else None,
+                **({} if eos_tokens is None else {"stop_token_ids": list(eos_tokens), "ignore_eos": True}),
                 **sampling,
             )
             outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             completions = [completion_of(output) for output in outputs]
             answers = [list(each.token_ids) for each in completions]
-            logprobs = [logprobs_of(each) for each in completions]
+            logprobs = [logprobs_of(each) for each in completions] if return_logprobs else None
         left = self._rows(prompts, prompt_width(prompts, max_prompt_length), left=True)
         told = [[*prompt, *answer] for prompt, answer in zip(prompts, answers)] if echo else answers
         tokens: list[np.ndarray] | np.ndarray = [np.array(each, np.int32) for each in told]

@@ -58,6 +58,13 @@ def test_it_counts_as_a_sampler_and_answers_like_one(sampler, llm):
     assert (prompt_width([[1] * 5], None), prompt_width([[1] * 8], 4), prompt_width([[1]], 7)) == (8, 8, 7)
 
 
+def test_it_takes_what_tunixs_own_rollout_gives_it(sampler):
+    """`VanillaRollout` names the tokens that end answers, and whether it wants log probabilities."""
+    [whole] = sampler("The capital of France is", 5).tokens
+    cut = sampler("The capital of France is", 5, eos_tokens=[int(whole[1])], return_logprobs=False)
+    assert cut.tokens[0].tolist() == whole[:2].tolist() and cut.logprobs is None
+
+
 def test_draws_follow_the_seed_and_beams_are_searched(sampler):
     first, again = (sampler("Once", 6, temperature=1.0, top_p=0.9, top_k=20, seed=5) for _ in range(2))
     np.testing.assert_array_equal(first.tokens[0], again.tokens[0])

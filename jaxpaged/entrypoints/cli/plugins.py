@@ -5,6 +5,7 @@ Those that would load are loaded, since only their code says what they add; one 
 
 import argparse
 import dataclasses
+import importlib
 import json
 from typing import Any
 
@@ -94,19 +95,18 @@ def listed(plugin: tuple[str, ...], plugins: tuple[str, ...] | None) -> tuple[li
 
 
 def backend_row(option: str, place: str) -> dict[str, Any]:
-    """What is shown of a backend that an option names."""
+    """What is shown of a backend that an option names, and can be imported."""
     from jaxpaged.errors import ConfigError
-    from jaxpaged.layers.recurrence import PARTS as OF_RECURRENCE
     from jaxpaged.plugins.loading import digests
-    from pallas_kernels.ragged_paged_attention.backend import PARTS, imported
 
-    parts = PARTS if option == "attention_backend" else OF_RECURRENCE
+    module, _, name = place.partition(":")
     row = {"name": place, "group": "backends", "place": place, "from": f"the option {option}", "loads": True}
     try:
-        imported(place, parts)
-        return row | {"adds": {option: list(parts)}, "digest": digests([place], ())[place]}
-    except (ConfigError, ValueError) as error:
-        return row | {"error": f"{option}: {error}"}
+        kind = type(getattr(importlib.import_module(module), name)).__name__
+        return row | {"adds": {option: [kind]}, "digest": digests([place], ())[place]}
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        return row | {"error": f"{option}: {place!r} cannot be imported: {what}"}
 
 
 def in_words(row: dict[str, Any]) -> str:
