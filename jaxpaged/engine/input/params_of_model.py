@@ -4,7 +4,6 @@ cannot be met."""
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpaged.engine.input.no_tokenizer import refuse
-from jaxpaged.engine.input.prompts import Prompt
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.errors import RequestError
 from jaxpaged.sampling_params import SamplingParams
@@ -66,9 +65,14 @@ def check_trace(num_tokens: int, room: int | None) -> None:
 
 
 def put_in_tokens(
-    params: SamplingParams, tokenizer: Tokenizer, thinking: tuple[int, int] | None, prompt: Prompt
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    thinking: tuple[int, int] | None,
+    prompt_ids: Sequence[int],
+    ending: str | None,
 ) -> None:
     """Fill in, in tokens, what parameters say in words. `thinking`: those that begin and end it, if there are some.
+    `ending`: what decides whether the prompt leaves the model thinking, where it is not all of it.
 
     Raises RequestError where a budget for thinking has none.
     """
@@ -76,7 +80,7 @@ def put_in_tokens(
         params.bad_words_token_ids = words_in_tokens(tokenizer, params.bad_words)
     if params.thinking_token_budget is not None:
         start_end = budget_tokens(params.thinking_token_budget, thinking)
-        ids = prompt.token_ids if prompt.ending is None else tokenizer.encode(prompt.ending, False)
+        ids = prompt_ids if ending is None else tokenizer.encode(ending, False)
         params.thinking_token_ids, params.is_thinking = start_end, leaves_open(ids, *start_end)
 
 
