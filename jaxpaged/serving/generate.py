@@ -250,7 +250,7 @@ def sampling_params(
     if kv_transfer_params:
         values["extra_args"] = {**(values.get("extra_args") or {}), PARAMS: kv_transfer_params}
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(**values, output_kind=kind)
+    return SamplingParams.from_dict({**values, "output_kind": kind})
 
 
 def check_stop(name: str, stop: str | Sequence[str] | None) -> None:

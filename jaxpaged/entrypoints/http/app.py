@@ -30,6 +30,7 @@ from jaxpaged.entrypoints.http.anthropic.routes import Messages
 from jaxpaged.entrypoints.http.body import json_response
 from jaxpaged.entrypoints.http.endpoint import Below, Endpoint, KnownPaths, Query
 from jaxpaged.entrypoints.http.errors import respond_with_error
+from jaxpaged.entrypoints.http.generate import Generate, GenerateTokensRequest, GenerateTokensResponse
 from jaxpaged.entrypoints.http.health import OPEN_PATHS, Health
 from jaxpaged.entrypoints.http.images import Images, InspectRequest, InspectResponse
 from jaxpaged.entrypoints.http.invocations import ANY_REQUEST, ANY_RESPONSE, Invocations
@@ -96,6 +97,14 @@ def public_endpoints(service: Service) -> list[Endpoint]:
             "POST", "/v1/chat/completions", chats.respond, ChatCompletionRequest, ChatCompletionResponse, streams=True
         ),
         Endpoint("POST", "/v1/chat/completions/batch", batches.respond, ChatBatchRequest, ChatCompletionResponse),
+        Endpoint(
+            "POST",
+            "/inference/v1/generate",
+            Generate(service).respond,
+            GenerateTokensRequest,
+            GenerateTokensResponse,
+            streams=True,
+        ),
         Endpoint("POST", "/invocations", Invocations(service).invoke, ANY_REQUEST, ANY_RESPONSE, streams=True),
         *messages_endpoints(service),
         *responses_endpoints(service),

@@ -27,6 +27,7 @@ BODIES = {
     "/v1/completions": {"prompt": ["the cat ü", "a"], "max_tokens": 2, "n": 2, "logprobs": 1, "vllm_xargs": {"a": [1]}},
     "/v1/chat/completions": {**CHAT, "tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"},
     "/v1/chat/completions/batch": {**CHAT, "messages": [MESSAGES, MESSAGES]},
+    "/inference/v1/generate": {"token_ids": [7, 8, 9], "sampling_params": {"max_tokens": 2, "stop": ["ü"], "n": 2}},
     "/invocations": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/messages": {"max_tokens": 2, "messages": MESSAGES, "system": "ü", "stop_sequences": ["dog"], "metadata": {}},
     "/v1/messages/count_tokens": {"messages": MESSAGES, "system": [{"type": "text", "text": "ü"}]},

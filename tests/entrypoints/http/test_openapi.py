@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxpaged.entrypoints.http.app import create_app
+from jaxpaged.entrypoints.http.generate import GenerateTokensRequest
 from jaxpaged.entrypoints.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 from tests.entrypoints.http.asgi_client import Client
 from tests.entrypoints.http.live_server import live_server, make_service
@@ -15,6 +16,7 @@ from tests.entrypoints.http.live_server import live_server, make_service
 BODIES = {
     "/v1/completions": (CompletionRequest, {"prompt": "a", "max_tokens": 2}),
     "/v1/chat/completions": (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+    "/inference/v1/generate": (GenerateTokensRequest, {"token_ids": [7, 8], "sampling_params": {"max_tokens": 2}}),
 }
 TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
 NUMBERS = st.integers(-3, 70) | st.sampled_from([2**31, 2**63, 2**64, -(2**63) - 1, 10**30]) | st.floats(-3, 3)

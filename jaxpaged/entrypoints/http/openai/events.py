@@ -5,6 +5,7 @@ This module knows neither completions nor chats.
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -26,11 +27,11 @@ PLACEHOLDER = "\0"
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream, of type `kind`, with what all of them have in common."""
+    """Writes the chunks of one stream, each made by `kind`, with what all of them have in common."""
 
     def __init__(
         self,
-        kind: type[Chunk],
+        kind: Callable[..., Chunk],
         name: str,
         request_id: str,
         model: str,
@@ -79,9 +80,9 @@ class TextEvents:
 
 
 class OpenAIStream:
-    """What the writers of OpenAI's streams have in common: chunks of type `kind`, the usage, and how they end."""
+    """What the writers of OpenAI's streams have in common: chunks that `kind` makes, the usage, and how they end."""
 
-    def __init__(self, service: Service, parsed: Parsed, kind: type[Chunk], name: str):
+    def __init__(self, service: Service, parsed: Parsed, kind: Callable[..., Chunk], name: str):
         options = service.options
         self._usage = usage_options(parsed.body, options.enable_force_include_usage)
         self._is_lent = len(parsed.generation.prompts) > 1  # of several nobody could say which one
