@@ -96,7 +96,7 @@ class FreePrograms:
     def __getitem__(self, key: Any) -> Any:
         state = self.state
         if key.kind == "forward":
-            return lambda *_: (state, state, state, state, state)
+            return lambda *_: (state, state, state, state, state, None)
         if key.kind == "sample":
             tokens = self.tokens[key.size]
             return lambda *_: (state, tokens if self.device is None else self.device.compute(tokens), None, None)
