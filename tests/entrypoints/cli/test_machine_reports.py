@@ -141,7 +141,7 @@ def test_what_is_supported_is_a_table_for_people_and_objects_for_programs(capsys
     lines = {line.split()[0]: line for line in shown.splitlines() if line}
     assert lines["Qwen3ForCausalLM"].split() == ["Qwen3ForCausalLM", "text", "qwen3", "Qwen", "3"]
     assert "text, pictures" in lines["Qwen3VLForConditionalGeneration"]
-    assert "text *" in lines["Gemma4ForConditionalGeneration"]
+    assert "text *" in lines["Llama4ForConditionalGeneration"]
     assert "text *   text, with --language-model-only" in shown and "awq" in lines["weights"]
     assert main(["models", "--supported", "--json"]) == 0
     found = {each["architecture"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
@@ -159,7 +159,7 @@ def test_what_is_supported_is_a_table_for_people_and_objects_for_programs(capsys
         found["LlamaForCausalLM"]["weights"][-1] == "gguf" and found["LlamaForCausalLM"]["gguf_architecture"] == "llama"
     )
     assert found["Gemma3ForConditionalGeneration"]["reads"] == ["text", "pictures"]
-    assert found["Gemma4ForConditionalGeneration"]["language_model_only"]
+    assert found["Llama4ForConditionalGeneration"]["language_model_only"]
 
 
 def test_a_cache_is_not_asked_what_is_supported(capsys):
