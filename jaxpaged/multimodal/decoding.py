@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxpaged.errors import ConfigError, RequestError, how_to_install, is_installed
 from jaxpaged.multimodal.headers import FORMATS, Header, read_header
+from jaxpaged.multimodal.identity import WHITE, Colour
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIF_ORIENTATION = 0x0112
-Colour = tuple[int, int, int]
-WHITE: Colour = (255, 255, 255)
 
 
 @dataclass(frozen=True)

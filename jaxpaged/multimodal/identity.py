@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.encoding.cbor import encode_cbor
-from jaxpaged.multimodal.decoding import WHITE
 from jaxpaged.multimodal.processors.base import PictureLayout
 
+Colour = tuple[int, int, int]
+WHITE: Colour = (255, 255, 255)
+"""What transparent pixels are laid on where nobody says otherwise; then a key does not name it."""
 VERSION = 2
 """Another one for every change of what a key is made of: keys are kept on disks."""
 

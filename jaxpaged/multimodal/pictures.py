@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.errors import RequestError, shown
-from jaxpaged.multimodal.decoding import WHITE, Colour, PictureLimits, decode_picture, rgb_of_image
+from jaxpaged.multimodal.decoding import PictureLimits, decode_picture, rgb_of_image
+from jaxpaged.multimodal.identity import WHITE, Colour
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 BASE64_PIECE = 1 << 16

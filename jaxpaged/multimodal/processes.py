@@ -20,7 +20,8 @@ import numpy as np
 
 from jaxpaged.errors import EngineDeadError, RequestError
 from jaxpaged.multimodal.child import Done, Frame, Job, Setup, message
-from jaxpaged.multimodal.decoding import WHITE, Colour, PictureLimits
+from jaxpaged.multimodal.decoding import PictureLimits
+from jaxpaged.multimodal.identity import WHITE, Colour
 from jaxpaged.multimodal.processors import processor_of
 from jaxpaged.multimodal.processors.base import PictureLayout
 

@@ -238,6 +238,11 @@ class SamplingParams(msgspec.Struct, metaclass=SuggestsNames, array_like=True, k
         return self.temperature < GREEDY_BELOW
 
     @property
+    def has_words(self) -> bool:
+        """Whether it says something that must be put in tokens."""
+        return bool(self.bad_words) or self.thinking_token_budget is not None
+
+    @property
     def is_limited(self) -> bool:
         """Whether tokens are drawn, and not from the whole vocabulary."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

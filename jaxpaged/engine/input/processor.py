@@ -448,9 +448,11 @@ class InputProcessor:
             complete.seed = secrets.randbits(64)
         ends = [] if complete.ignore_eos else self.eos_token_ids
         complete.stop_token_ids = stop_ids = list(dict.fromkeys([*(complete.stop_token_ids or ()), *ends]))
-        put_in_tokens(complete, self.tokenizer, self.thinking_token_ids, prompt.token_ids, prompt.ending)
+        if complete.has_words:
+            put_in_tokens(complete, self.tokenizer, self.thinking_token_ids, prompt.token_ids, prompt.ending)
         complete.verify(self.vocab_size, self.max_logprobs)
-        check_some_token_is_left(complete, stop_ids)
+        if complete.allowed_token_ids is not None:
+            check_some_token_is_left(complete, stop_ids)
         if complete.structured_outputs is not None:
             self.grammar_checker.check(complete.structured_outputs)
         if complete.min_tokens and len(stop_ids) > MAX_MASKED_STOP_IDS:
