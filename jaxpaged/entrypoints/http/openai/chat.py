@@ -201,6 +201,7 @@ def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput,
         as_ids = bool(body.return_tokens_as_token_ids)
         logprobs = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, body.num_logprobs, as_ids)
     part = reader.read(completion)
+    is_told = completion.sampling_mask is not None or completion.routed_experts is not None
     return ChatChoice(
         index=completion.index,
         message=chat_message(chat, part.message),
@@ -208,7 +209,7 @@ def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput,
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
         token_ids=completion.token_ids if body.return_token_ids else None,
-        **for_trainers(completion),
+        **(for_trainers(completion) if is_told else {}),
     )
 
 
