@@ -33,7 +33,8 @@ def merged(part_TNP: jax.Array, sinks_N: jax.Array | None, dtype: Any) -> jax.Ar
     where nothing is seen. `sinks_N`: those of this device's heads."""
     part_TN = unpacked(part_TNP)
     top_TN = jax.lax.pmax(part_TN.top, CONTEXT_AXIS)
-    weight_TN = jnp.exp(part_TN.top - top_TN)
+    # Fused with what made it, a top may be rounded otherwise than the largest one: by 1e22 where nothing is seen.
+    weight_TN = jnp.exp(jnp.minimum(part_TN.top - top_TN, 0))
     sums_TNP = jnp.concatenate([part_TN.out, part_TN.total[..., None]], axis=-1) * weight_TN[..., None]
     sums_TNP = jax.lax.psum_scatter(sums_TNP, CONTEXT_AXIS, scatter_dimension=1, tiled=True)
     total_TN = sums_TNP[..., -1]
