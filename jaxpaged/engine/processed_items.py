@@ -46,10 +46,11 @@ class PixelDesk:
                 feature.pixels = self.items.get(feature.key)
             else:
                 self.items.put(feature.key, feature.pixels)
-        if is_complete(request):
-            return True
-        self.waiting[request.request_id] = request
-        return False
+        if lacks(request):
+            self.waiting[request.request_id] = request
+            return False
+        name_what_adapters_make(request)
+        return True
 
     def lacking(self, request_id: str) -> Sequence[bytes]:
         """The keys of pictures that a request waits for; none if it does not wait."""
@@ -64,7 +65,8 @@ class PixelDesk:
             for feature in request.mm_features:
                 if feature.key == key and feature.pixels is None:
                     feature.pixels = pixels
-            if is_complete(request):
+            if not lacks(request):
+                name_what_adapters_make(request)
                 complete.append(self.waiting.pop(request.request_id))
         return complete
 
@@ -74,17 +76,14 @@ class PixelDesk:
         return removed if self._embeds is None else [*removed, *self._embeds.remove(request_ids)]
 
 
-def is_complete(request: EngineCoreRequest) -> bool:
-    """Whether it lacks no pixels. Then its pictures get the keys of what its adapter makes of them, if that is its own:
-    pixels are all requests', and embeddings are not."""
-    if lacks(request):
-        return False
+def name_what_adapters_make(request: EngineCoreRequest) -> None:
+    """Its pictures, whose pixels are there, get the keys of what its adapter makes of them, if that is its own: pixels
+    are all requests', and embeddings are not."""
     if (lora := request.lora) is not None and lora.changes_tower:
         of_pixels = request.mm_features
         request.mm_features = [
             msgspec.structs.replace(each, key=adapted_key(each.key, lora.digest)) for each in of_pixels
         ]
-    return True
 
 
 def lacks(request: EngineCoreRequest) -> list[bytes]:

@@ -13,7 +13,8 @@ from jaxpaged.sampling_params.limits import MAX_TOP_K_WITH_MASK
 
 def check_some_token_is_left(params: SamplingParams, stop_ids: Sequence[int]) -> None:
     """Raise RequestError, naming all fields, where the only tokens that may be drawn are ones that may not be first."""
-    left, fields = set(params.allowed_token_ids or ()), ["allowed_token_ids"]
+    assert params.allowed_token_ids is not None, "all tokens may be drawn"
+    left, fields = set(params.allowed_token_ids), ["allowed_token_ids"]
     words = {word[0] for word in params.bad_words_token_ids or () if len(word) == 1}
     for name, banned in (("bad_words", words), ("min_tokens", set(stop_ids) if params.min_tokens else set())):
         if left & banned:
