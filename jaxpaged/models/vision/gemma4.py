@@ -10,14 +10,12 @@ Letters: i column and row, g places of either; P patches, E embeddings, X number
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import AbstractMesh, Mesh
 
@@ -28,14 +26,15 @@ from jaxpaged.layers.norm import Norm, NormConfig, normalised, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, inverse_frequencies
 from jaxpaged.models.config import HfFields, short
 from jaxpaged.models.vision.attention import attend_patches
-from jaxpaged.models.vision.interface import WINDOWS, EncoderBatch, Picture, Shape, Vision, VisionConfig
+from jaxpaged.models.vision.interface import WINDOWS, EncoderBatch, Vision, VisionConfig
 from jaxpaged.models.vision.parts import (
     PICTURES,
     POSITIONS,
+    axial_theta,
     linear_specs,
     numbers,
     on_devices,
-    packed_patches,
+    pack_patches,
     patch_shapes,
     placed,
     vision_fields,
@@ -48,11 +47,10 @@ LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4VisionConfig(VisionConfig):
-    """`merge`: the side of an embedding in patches. `num_places`: columns or rows that have a vector. `rope_theta`: the
+    """`num_places`: columns or rows that have a vector. `rope_theta`: the
     base of rotations. `is_clipped`: products limit what goes in and out. `standardises`: means are shifted and
     scaled by learned vectors."""
 
-    merge: int
     num_places: int
     rope_theta: float
     is_clipped: bool
@@ -105,8 +103,7 @@ def config_from_hf(hf: dict[str, Any]) -> Gemma4VisionConfig | None:
     if fields is None:
         return None
     text = HfFields(hf.get("text_config") or {})
-    width, heads, head_dim = fields.count("hidden_size", 768), fields.count("num_attention_heads", 12), 64
-    head_dim = fields.count("head_dim", head_dim)
+    heads, head_dim = fields.count("num_attention_heads", 12), fields.count("head_dim", 64)
     if fields.count("num_key_value_heads", heads) != heads or head_dim % 4 or fields.flag("attention_bias", False):
         raise CheckpointError(
             f"config.json: vision_config has {heads} heads of {head_dim} numbers and "
@@ -114,18 +111,11 @@ def config_from_hf(hf: dict[str, Any]) -> Gemma4VisionConfig | None:
             "without bias, and of a multiple of 4 numbers are supported."
         )
     fields.choice("model_type", ("gemma4_vision",), "gemma4_vision")
-    given = fields.value("rope_parameters", {})
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: rope_parameters is {short(given)}; it must be an object.")
-    ropes = HfFields(given)
-    ropes.choice("rope_type", ("axial", "default"), "axial")
-    theta = ropes.number("rope_theta", 100.0)
-    ropes.refuse_unread()
-    merge = fields.count("pooling_kernel_size", 3)
+    theta = axial_theta(fields, 100.0)
     fields.read.update(("max_position_embeddings", "default_output_length"))
     config = Gemma4VisionConfig(
         family="gemma4",
-        width=width,
+        width=fields.count("hidden_size", 768),
         num_layers=fields.count("num_hidden_layers", 16),
         num_heads=heads,
         head_dim=head_dim,
@@ -134,9 +124,8 @@ def config_from_hf(hf: dict[str, Any]) -> Gemma4VisionConfig | None:
         out_width=text.count("hidden_size", 2304),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh"),
-        patches_per_embed=merge**2,
+        patches_per_embed=fields.count("pooling_kernel_size", 3) ** 2,
         both_ways=WINDOWS if text.value("use_bidirectional_attention") == "vision" else "",
-        merge=merge,
         num_places=fields.count("position_embedding_size", 10 * 1024),
         rope_theta=theta,
         is_clipped=fields.flag("use_clipped_linears", False),
@@ -177,11 +166,6 @@ def layer_specs(config: Gemma4VisionConfig, name: str) -> Layer:
         clipped("df", "d f", "mlp.down_proj"),
         own("post_feedforward_layernorm"),
     )
-
-
-def pack(config: Gemma4VisionConfig, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
-    """`Vision.pack`."""
-    return packed_patches(config, config.merge, pictures, size)
 
 
 def encode(params: Gemma4Tower, config: Gemma4VisionConfig, batch: EncoderBatch) -> jax.Array:
@@ -253,10 +237,6 @@ def projected(p: Gemma4Tower, config: Gemma4VisionConfig, x_PX: jax.Array) -> ja
     return apply_linear("Td,Dd->TD", unit_EX, p.projection)
 
 
-def shapes(config: Gemma4VisionConfig, size: int, frames: int = 1) -> dict[str, Shape]:
-    """`Vision.shapes`."""
-    assert frames == 1, "this tower sees pictures only"
-    return patch_shapes(config, size)
-
-
-GEMMA4_VISION = Vision(config_from_hf=config_from_hf, param_specs=param_specs, shapes=shapes, pack=pack, encode=encode)
+GEMMA4_VISION = Vision(
+    config_from_hf=config_from_hf, param_specs=param_specs, shapes=patch_shapes, pack=pack_patches, encode=encode
+)

@@ -3,6 +3,7 @@
 Letters: I items, H rows and W columns of pixels, C channels, V values of a pixel; P patches, X numbers of a vector.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +47,15 @@ def vision_fields(hf: dict[str, Any]) -> HfFields | None:
     return HfFields(vision) if vision else None
 
 
+def axial_theta(fields: HfFields, default: float) -> float:
+    """The base of rotations by row and by column, as `rope_parameters` have it."""
+    ropes = HfFields(fields.mapping("rope_parameters"))
+    ropes.choice("rope_type", ("axial", "default"), "axial")
+    theta = ropes.number("rope_theta", default)
+    ropes.refuse_unread()
+    return theta
+
+
 def block(x_PX: jax.Array, p: Block, activation: str) -> jax.Array:
     """The activation is computed in float32."""
     hidden = apply_linear("Td,fd->Tf", x_PX, p.fc1).astype(jnp.float32)
@@ -87,8 +97,9 @@ POSITIONS, PICTURES = "positions", "pictures"
 """Names of arrays of a batch: row and column of each patch, and the number of its picture."""
 
 
-def patch_shapes(config: VisionConfig, size: int) -> dict[str, Shape]:
+def patch_shapes(config: VisionConfig, size: int, frames: int = 1) -> dict[str, Shape]:
     """`Vision.shapes` of a tower whose patches see all of their picture."""
+    assert frames == 1, f"{config.family} sees pictures only"
     return {
         PIXELS: ((size, 3 * config.patch**2), "uint8"),
         POSITIONS: ((size, 2), "int32"),
@@ -96,10 +107,10 @@ def patch_shapes(config: VisionConfig, size: int) -> dict[str, Shape]:
     }
 
 
-def packed_patches(config: VisionConfig, merge: int, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
+def pack_patches(config: VisionConfig, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
     """`Vision.pack` of such a tower. Patches that only pad are pictures of one patch each."""
     arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in patch_shapes(config, size).items()}
-    end = number = 0
+    merge, end, number = math.isqrt(config.patches_per_embed), 0, 0
     for pixels, (items, rows, columns) in pictures:
         for item in np.split(pixels, items):
             begin, end = end, end + len(item)

@@ -8,14 +8,12 @@ them, merges neighbours into one, and makes that as wide as the decoder; Llava's
 Letters: P patches, X numbers of a vector, E embeddings, N heads.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import AbstractMesh, Mesh
 
@@ -24,17 +22,18 @@ from jaxpaged.layers.linear import Linear, apply_linear
 from jaxpaged.layers.mlp import ACTIVATIONS, Mlp, gated_mlp
 from jaxpaged.layers.norm import Norm, NormConfig, rms_norm
 from jaxpaged.layers.rope import CosSin, RopeConfig, apply_rope, inverse_frequencies
-from jaxpaged.models.config import HfFields, short
+from jaxpaged.models.config import HfFields
 from jaxpaged.models.vision.attention import attend_patches
-from jaxpaged.models.vision.interface import EncoderBatch, Picture, Shape, Vision, VisionConfig
+from jaxpaged.models.vision.interface import EncoderBatch, Vision, VisionConfig
 from jaxpaged.models.vision.parts import (
     PICTURES,
     POSITIONS,
     Heads,
+    axial_theta,
     linear_specs,
     numbers,
     on_devices,
-    packed_patches,
+    pack_patches,
     patch_shapes,
     placed,
     vision_fields,
@@ -109,13 +108,7 @@ def config_from_hf(hf: dict[str, Any]) -> PixtralConfig | None:
             "config.json: num_channels of vision_config is not 3, or vision_feature_layer not -1. No other tower is "
             "supported."
         )
-    given = fields.value("rope_parameters", {})
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: rope_parameters is {short(given)}; it must be an object.")
-    ropes = HfFields(given)
-    ropes.choice("rope_type", ("axial", "default"), "axial")
-    theta = ropes.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    ropes.refuse_unread()
+    theta = axial_theta(fields, fields.number("rope_theta", 10_000.0))
     fields.read.update(("image_size", "vocab_size"))  # what a table of angles was made for, and nothing
     is_llava = whole.value("model_type") == LLAVA
     merge = 1 if is_llava else whole.count("spatial_merge_size", 2)
@@ -177,17 +170,6 @@ def norm_specs(name: str) -> Norm:
     return Norm(Spec("d", "d", f"{name}.weight"))
 
 
-def shapes(config: PixtralConfig, size: int, frames: int = 1) -> dict[str, Shape]:
-    """`Vision.shapes`."""
-    assert frames == 1, "this tower sees pictures only"
-    return patch_shapes(config, size)
-
-
-def pack(config: PixtralConfig, pictures: Sequence[Picture], size: int) -> dict[str, np.ndarray]:
-    """`Vision.pack`."""
-    return packed_patches(config, config.merge, pictures, size)
-
-
 def encode(params: Tower, config: PixtralConfig, batch: EncoderBatch) -> jax.Array:
     """`Vision.encode`: [E, D]."""
     weight = params.patch_conv.weight
@@ -238,4 +220,6 @@ def projected(p: Projector, config: PixtralConfig, x_PX: jax.Array) -> jax.Array
     return apply_linear("Tu,Du->TD", ACTIVATIONS[config.projector_activation](hidden).astype(x_PX.dtype), p.linear_2)
 
 
-PIXTRAL_VISION = Vision(config_from_hf=config_from_hf, param_specs=param_specs, shapes=shapes, pack=pack, encode=encode)
+PIXTRAL_VISION = Vision(
+    config_from_hf=config_from_hf, param_specs=param_specs, shapes=patch_shapes, pack=pack_patches, encode=encode
+)

@@ -34,11 +34,9 @@ class Gemma4Processor(PatchProcessor):
         self._config, self._values = config, preprocessor_config
         settings = Settings(preprocessor_config)
         settings.always("do_resize", "do_rescale")
-        if not settings.flag("do_normalize", False):
-            settings_of_table = {"rescale_factor": settings.get("rescale_factor", None)}
-        else:
-            settings_of_table = dict(preprocessor_config)
-        values_CV = normalisation_table(Settings(settings_of_table), (0, 0, 0), (1, 1, 1))
+        unused = () if settings.flag("do_normalize", False) else ("image_mean", "image_std")
+        used = {name: value for name, value in preprocessor_config.items() if name not in unused}
+        values_CV = normalisation_table(Settings(used), (0, 0, 0), (1, 1, 1))
         self.table_CV = 2 * (values_CV - values_CV.dtype.type(0.5))  # the model's own, of what its processor gives
         self.resample = settings.number("resample", BICUBIC, 0, 5)
         vision = Settings(config).get("vision_config", {})

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.registry import model_for
-from jaxpaged.models.vision.pixtral import pack
+from jaxpaged.models.vision.parts import pack_patches as pack
 from jaxpaged.params.quantized import quantized_specs
 from tests.models.pixtral_checkpoints import MISTRAL3, VISION
 from tests.models.seeing_checkpoints import pictures_of
