@@ -51,7 +51,7 @@ class SamplingState:
     bad_*: bad words one after the other: token, number of the word, distance from the word's end.
     allowed_bits_RW: bit v % 32 of word v // 32 allows token v.
     custom_RP: parameters of custom logits processors.
-    trace_RL: the tokens of outputs that are given, in engines that take some; L is the most that they may have.
+    trace_RL: the tokens of outputs that are given; L is the most that they may have. None in engines that take none.
     """
 
     seen_RV: jax.Array
@@ -65,7 +65,7 @@ class SamplingState:
     logprob_ids_RK: jax.Array
     allowed_bits_RW: jax.Array
     custom_RP: jax.Array
-    trace_RL: jax.Array
+    trace_RL: jax.Array | None = None
 
 
 WIDTHS = {
@@ -107,7 +107,8 @@ class StateLayout:
 
     def abstract(self) -> SamplingState:
         """Shapes and types, for compiling ahead of time."""
-        widths = {"seen_RV": self.vocab_size} | self.widths() | {"trace_RL": self.most_traced}
+        widths = {"seen_RV": self.vocab_size} | self.widths()
+        widths |= {"trace_RL": self.most_traced} if self.most_traced else {}  # XLA copies what has no numbers, too
         return SamplingState(
             **{
                 name: jax.ShapeDtypeStruct((self.max_num_seqs + 1, width), DTYPES.get(name, np.int32))
@@ -262,6 +263,7 @@ def load_tokens(state: SamplingState, packed_N: jax.Array) -> SamplingState:
 
 def load_trace(state: SamplingState, packed_N: jax.Array) -> SamplingState:
     """Keep one upload of `pack_trace`."""
+    assert state.trace_RL is not None, "only engines that take outputs load some"
     row, first, count, _ = packed_N[:TOKENS_HEADER]
     token_ids_C = packed_N[TOKENS_HEADER:]
     place_C = jnp.arange(len(token_ids_C))
@@ -271,7 +273,7 @@ def load_trace(state: SamplingState, packed_N: jax.Array) -> SamplingState:
 
 def given_tokens(state: SamplingState, rows: RowParams, tokens_S: jax.Array) -> jax.Array:
     """The drawn tokens, but in rows whose outputs are given those that come next."""
-    if not state.trace_RL.shape[1]:
+    if state.trace_RL is None:
         return tokens_S
     nth_S = jnp.clip(rows.num_output_S, 0, state.trace_RL.shape[1] - 1)
     return jnp.where(rows.has(Feature.TRACE), state.trace_RL[rows.row_S, nth_S], tokens_S)
