@@ -46,14 +46,24 @@ async def answer(llm, request_id, data_parallel_rank=None, **more):
 
 def children(pid):
     """The processes that a process has started."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")  # whichever thread did so
-    return [int(each) for text in lists for each in text.read_text(encoding="ascii").split()]
+    started = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):  # whichever did so
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just ended
+            started += [int(each) for each in thread.read_text(encoding="ascii").split()]
+    return started
+
+
+def command(pid):
+    """The words that a process was started with; none once it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def core(others):
     """The process of the engine core. `others`: processes that tests before had started."""
     new = [pid for pid in children(os.getpid()) if pid not in others]
-    [pid] = [pid for pid in new if b"core_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [pid] = [pid for pid in new if b"core_process" in command(pid)]
     return pid
 
 
@@ -64,7 +74,7 @@ def all_below(pid):
 
 def followers(pid):
     """The processes that compute with the engine core `pid`."""
-    return [each for each in all_below(pid) if b"run_follower" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [each for each in all_below(pid) if b"run_follower" in command(each)]
 
 
 def free_port_of_three(times=1):
@@ -133,7 +143,7 @@ async def live_with_a_driver_that_stops(llm, others):
     await asyncio.sleep(0.01)
     os.kill(first, signal.SIGSTOP)
     deadline = time.monotonic() + SILENCE_SECONDS + 15
-    while any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in behind if Path(f"/proc/{pid}").exists()):
+    while any(map(command, behind)):
         assert time.monotonic() < deadline, "those who follow wait for ever"
         await asyncio.sleep(0.1)
     for each in under_way:

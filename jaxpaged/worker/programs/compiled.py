@@ -318,7 +318,7 @@ class CompiledPrograms:
     def wait_all(self, on_demand: bool = False) -> dict[ProgramKey, Any]:
         """Every program, once all are compiled; `on_demand`: also those that nobody has wanted yet."""
         keys = [key for key in self.builders if on_demand or key not in self._unwanted]
-        self._hurry(keys)
+        self._hurry(sorted(keys, key=lambda key: key not in self.ordinary))
         return {key: self[key] for key in keys}
 
     @property
