@@ -105,6 +105,10 @@ def parse(service: Service, body: GenerateTokensRequest, context: RequestContext
     with client_names(NAMES):
         params = sampling_params(values, {}, streams=bool(body.stream), kv_transfer_params=body.kv_transfer_params)
         structured = None if shape is None else StructuredOutputsParams.from_dict(shape)
+    if body.stream and params.prompt_logprobs is not None:
+        field = NAMES["prompt_logprobs"]
+        what = f"{field} is {params.prompt_logprobs}, but a stream has none."
+        raise ServingError(f"{what} Leave it out, or set stream to false.", field)
     params.detokenize = bool(params.stop)
     request = GenerateRequest(
         prompt=TextPrompts([body.token_ids], Truncation(), False, body.cache_salt, structured),

@@ -82,6 +82,7 @@ def test_stop_strings_end_it_though_nothing_is_shown_as_text(ask):
         ({"sampling_params": None}, "sampling_params"),
         ({"features": {"mm_hashes": {}}}, "features"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "sampling_params": {"prompt_logprobs": 0}}, "sampling_params.prompt_logprobs"),
         ({"model": "another"}, "model"),
     ],
 )
