@@ -19,6 +19,8 @@ OF_FIRST_FILES = (
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
 ).split()
 """Special tokens of files that do not name theirs."""
+MOST_TOKENS = 1 << 24
+"""No vocabulary is near it; special tokens without names are made, however many a file says."""
 NAMED = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 """What tokenizer_config.json calls some of them."""
 
@@ -39,6 +41,8 @@ def content_of(path: Path, given: Mapping[str, Any]) -> Content:
     try:
         sizes = given["config"]
         num_special, vocab_size = (sizes[f"default_{name}"] for name in ("num_special_tokens", "vocab_size"))
+        if not 0 <= num_special <= vocab_size <= MOST_TOKENS:
+            raise ValueError(f"{num_special} special tokens of {vocab_size}")
         pieces = [base64.b64decode(piece["token_bytes"]) for piece in given["vocab"][: vocab_size - num_special]]
         first: list[dict[str, Any]] = [{"rank": i, "token_str": text} for i, text in enumerate(OF_FIRST_FILES)]
         tokens = {t["rank"]: t for t in given.get("special_tokens") or first}

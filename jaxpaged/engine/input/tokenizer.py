@@ -15,7 +15,7 @@ are characters.
 
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,18 +116,23 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if not file.exists():
         of_mistral = read_json(folder / tekken.FILE)
         return tekken_tokenizer(folder, of_mistral, config) if of_mistral else convert_tokenizer(folder, config)
+    return Tokenizer(read_backend(file, lambda: tokenizers.Tokenizer.from_file(str(file))), config)
+
+
+def read_backend(file: Path, read: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    """What the library makes of a file."""
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        return read()
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{file} is not a readable tokenizer: {error}. Fetch the file again.") from error
-    return Tokenizer(backend, config)
 
 
 def tekken_tokenizer(folder: Path, content: Mapping[str, Any], config: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a folder that has Mistral's own file of it."""
     letter_of = {byte: letter for letter, byte in byte_letters().items()}
-    made, named = tekken.described(tekken.content_of(folder / tekken.FILE, content), letter_of)
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(made)), {**named, **config})
+    file = folder / tekken.FILE
+    made, named = tekken.described(tekken.content_of(file, content), letter_of)
+    return Tokenizer(read_backend(file, lambda: tokenizers.Tokenizer.from_str(json.dumps(made))), {**named, **config})
 
 
 def convert_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:

@@ -47,6 +47,9 @@ def test_files_that_do_not_name_their_special_tokens_have_those_of_the_first_one
         {"special_tokens": [{"rank": 24, "token_str": "x"}]},
         {"special_tokens": [1]},
         {"vocab": 5},
+        {"config": {**FILE["config"], "pattern": "("}},
+        {"config": {**FILE["config"], "default_num_special_tokens": 10**11, "default_vocab_size": 10**11 + 1000}},
+        {"special_tokens": [{"rank": 0, "token_str": None}]},
         {"special_tokens": [{"rank": i, "token_str": "x"} for i in range(2)]},
     ],
 )
