@@ -91,7 +91,8 @@ def size_kv_cache(
         raise CapacityError(
             f"one request of max_model_len = {demand.max_model_len} tokens needs {division.blocks_per_request} KV "
             f"blocks of {division.block_bytes} bytes and one null block, {division.least_bytes} bytes in all, but "
-            f"{source} gives {num_blocks}. Lower max_model_len, or give the KV cache more memory."
+            f"{source} gives {num_blocks}. Lower max_model_len, or "
+            f"{f'raise {source}' if source in EXPLICIT else 'give the KV cache more memory'}."
         )
     if source in EXPLICIT:
         check_there_is(division.num_bytes(num_blocks), reserved_bytes, device, source)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxpaged.entrypoints.http.body import READ
+from jaxpaged.entrypoints.http.body import READ, read_body
 from jaxpaged.entrypoints.http.errors import ErrorBody, as_http_error, error_response
 from jaxpaged.errors import did_you_mean
 from jaxpaged.serving.errors import ServingError
@@ -26,6 +26,9 @@ REQUEST_ID_HEADER = "X-Request-Id"
 PRIORITY_HEADER = "X-Vllm-Priority"
 KEY_OWNER = "jaxpaged.key_owner"
 """What a request with a good key carries in its scope: the key's digest."""
+NO_BODY = (b"", b"{}", b"null")
+"""The last two are what clients send that always send JSON."""
+MOST_OF_NO_BODY = 1024
 PRIORITY = re.compile(r"[-+]?[0-9]{1,19}")
 
 
@@ -91,7 +94,7 @@ class Endpoint:
     query: tuple[Query, ...] = ()
     not_found: bool = False  # it answers 404 for a name that it does not know
     conflicts: bool = False  # it answers 409 when the engine is in the wrong state
-    is_strict: bool = False  # it refuses query parameters that it does not have
+    is_strict: bool = False  # it refuses query parameters that it does not have, and a body where it has none
     error: type = ErrorBody  # what answers that are errors hold
 
     def route(self) -> Route:
@@ -103,6 +106,7 @@ class Endpoint:
             header_id(request)
             if self.is_strict:
                 self._check_query(request)
+                await self._check_body(request)
             return await self.handler(request)
         except BaseException as error:
             if (body := request.scope.get(READ)) is not None and body.lent is not None:
@@ -117,6 +121,13 @@ class Endpoint:
             if name not in known:
                 near = did_you_mean(name, known) or " Leave it out."
                 raise ServingError(f"{self.path} has no query parameter {name!r}.{near}", name)
+
+    async def _check_body(self, request: Request) -> None:
+        """Who says in a body what belongs into the URL would get something else than what was asked for."""
+        if self.body is None and (await read_body(request, MOST_OF_NO_BODY)).strip() not in NO_BODY:
+            names = ", ".join(each.name for each in self.query)
+            what = f"What may be said is in the URL: {names}." if names else "Leave it out."
+            raise ServingError(f"{self.path} takes no body. {what}")
 
 
 def flag(request: Request, name: str) -> bool:

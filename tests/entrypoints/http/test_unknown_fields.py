@@ -193,7 +193,7 @@ def test_a_header_that_is_no_number_is_refused_by_its_name(ask, value):
     assert answer.status == 400 and answer.error["param"] == "X-Vllm-Priority"
 
 
-def test_admin_endpoints_refuse_unknown_query_parameters(serving):
+def test_admin_endpoints_refuse_unknown_query_parameters_and_bodies(serving):
     async def scenario(server):
         admin = [each for each in admin_endpoints(server.service) if "Admin" in each.handler.__qualname__]
         assert len(admin) == 7
@@ -203,5 +203,8 @@ def test_admin_endpoints_refuse_unknown_query_parameters(serving):
             assert answer.status == 400 and answer.error["param"] == "leval", endpoint.path
         answer = await server.admin.post("/sleep?leval=1")
         assert "Did you mean 'level'?" in answer.error["message"]
+        answer = await server.admin.post("/sleep", {"mode": "keep"})  # which would end all requests
+        assert answer.status == 400 and "in the URL: level, mode" in answer.error["message"]
+        assert (await server.admin.post("/wake_up", {})).status == 200
 
     serving(scenario)
