@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxpaged.entrypoints.engine_args import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from jaxpaged.entrypoints.llm import LLM
     from jaxpaged.messages import CompletionOutput, Logprob, LoRARequest, RequestOutput
+    from jaxpaged.params.offered import WeightOffer
     from jaxpaged.plugins import Plugin, register_model
     from jaxpaged.pooling import (
         ClassificationOutput,
@@ -66,6 +67,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "WeightOffer",
     "logprob_difference",
     "register_model",
 ]
@@ -80,6 +82,7 @@ _NAMES_OF = {
     "entrypoints.engine_args": ["AsyncEngineArgs", "EngineArgs", "FlexibleArgumentParser"],
     "entrypoints.llm": ["LLM"],
     "messages": ["CompletionOutput", "Logprob", "LoRARequest", "RequestOutput"],
+    "params.offered": ["WeightOffer"],
     "plugins": ["Plugin", "register_model"],
     "pooling": [
         "ClassificationOutput",

@@ -285,8 +285,8 @@ MEMORY = (
     pointless("enable_sleep_mode", False, bool),  # sleep is always possible
     pointless("enable_cumem_allocator", False, bool),
     pointless("enable_nccl_comm_suspend", False, bool),
-    absent("weight_transfer_config", {}, {"backend": "file"}, why="weights come in files, or in the same process",
-           do="Give `jaxpaged serve` allowed_weight_dirs."),
+    absent("weight_transfer_config", {}, {"backend": "file"}, why="weights come in files, or from a process",
+           do="Give `jaxpaged serve` allowed_weight_dirs or allowed_weight_hosts."),
 )  # fmt: skip
 SCHEDULING = (
     absent("max_num_partial_prefills", 1, why="prompts are computed in their order"),

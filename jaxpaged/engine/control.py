@@ -79,16 +79,17 @@ class EngineControl(Protocol):
     def update_weights(
         self, weights: Any, version: str = "", donate: bool = False, mapping: str | None = None
     ) -> WeightInfo:
-        """Send weights: arrays by the checkpoint's names; the path of a safetensors file or of a folder of them, or
-        several; or a tree like `apply_model(lambda params: params)[0]` with other arrays in it. Within an update that
-        was begun they are a part of it, otherwise they are all of one, called `version`. Guide:
-        guides/weight_updates.md.
+        """Send weights: arrays by the checkpoint's names; the path of a safetensors file or of a folder of them, the
+        address of a `WeightOffer` in another process, or several; or a tree like
+        `apply_model(lambda params: params)[0]` with other arrays in it. Within an update that was begun they are a part
+        of it, otherwise they are all of one, called `version`. Guide: guides/weight_updates.md.
 
         A tree is a whole update, and must be in this process. Of its arrays those that lie as the engine's do are taken
         without a copy: they are the caller's too, who must not donate them to a program, unless he gives them away
         (`donate`). `mapping`: the tree is of "tunix", "maxtext" or "nnx", or a path of orbax's checkpoint of it;
         it is copied, and may be a part.
-        Raises CheckpointError for what does not fit, and then the engine serves on as before.
+        Raises CheckpointError for what does not fit and ServerError for an offer that cannot be pulled, and then the
+        engine serves on as before.
         """
         if mapping is not None:
             [weights] = self.collective_rpc("named_weights", args=(weights, mapping))
@@ -262,8 +263,9 @@ class AsyncEngineControl(Protocol):
         await self.call(core_calls.StartWeightUpdate(is_partial))
 
     async def update_weights(self, weights: Sequence[str]) -> int:
-        """Safetensors files, or folders of them, that the engine's processes can read; returns how many bytes have
-        come. Raises CheckpointError, and ConflictError when no update was begun."""
+        """Safetensors files, or folders of them, that the engine's processes can read, or addresses of a `WeightOffer`;
+        returns how many bytes have come. Raises CheckpointError, ServerError, and ConflictError when no update was
+        begun; then nothing of it is kept, and it can be sent again."""
         return await self.call(core_calls.UpdateWeights(list(weights)))
 
     async def abandon_weight_update(self) -> None:

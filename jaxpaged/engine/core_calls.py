@@ -57,6 +57,14 @@ class CoreCall[R](msgspec.Struct, forbid_unknown_fields=True):
         """What all of several cores are asked first: while one of them raises, none is asked the call itself."""
         return None
 
+    def undone(self) -> "CoreCall[Any] | None":
+        """What those of several cores are asked that have done it, where another one could not."""
+        return None
+
+    def mended(self) -> "CoreCall[Any] | None":
+        """What a core is asked that could not do it, where others have."""
+        return None
+
     def merged(self, results: Sequence[R]) -> R:
         """What several cores say together, of what each of them said; by default that all say the same."""
         return results[0]
@@ -278,12 +286,21 @@ class StartWeightUpdate(CoreCall[None]):
 
 
 class UpdateWeights(CoreCall[int]):
-    """Files or folders; or arrays, which are not sent to another process."""
+    """Files, folders or addresses; or arrays, which are not sent to another process."""
 
     desk = "weights"
     runs_beside_steps = True
 
     weights: Sequence[str] | Mapping[str, Any] = ()
+
+    def undone(self) -> CoreCall[Any]:
+        return TakeWeightsBack()
+
+
+class TakeWeightsBack(CoreCall[None]):
+    """See `WeightUpdates.take_weights_back`."""
+
+    desk = "weights"
 
 
 class AbandonWeightUpdate(CoreCall[None]):
@@ -308,6 +325,9 @@ class FinishWeightUpdate(CoreCall[WeightInfo]):
 
     def check(self) -> CoreCall[None]:
         return CheckWeightUpdate()
+
+    def mended(self) -> CoreCall[Any]:
+        return WakeUp(["weights"])
 
     def merged(self, results: Sequence[WeightInfo]) -> WeightInfo:
         return least_updated(results)
@@ -378,6 +398,7 @@ CALLS: dict[str, type[CoreCall[Any]]] = {
         StartWeightUpdate,
         StepRecords,
         StopProfile,
+        TakeWeightsBack,
         UpdateWeights,
         WaitForPrograms,
         WakeUp,

@@ -5,6 +5,7 @@ does not know prompts' text, nor how results reach a user.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from jaxpaged.engine.process.core_link import CoreLink
 from jaxpaged.engine.process.core_supervisor import CoreSupervisor
 from jaxpaged.engine.process.wire import CoreStats, Refusal
 from jaxpaged.engine.process.zmq_client import ZmqClient
-from jaxpaged.errors import EngineDeadError, EngineError, RequestError
+from jaxpaged.errors import EngineDeadError, EngineError, JaxpagedError, RequestError
 from jaxpaged.messages import EngineCoreOutputs, EngineCoreRequest, LoRAInfo, RequestOutput, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -297,6 +298,8 @@ class CoreClients:
             *(core.call(call.for_core(core.number)) for core in asked), return_exceptions=True
         )
         told = [result for result in results if not isinstance(result, BaseException)]
+        if 0 < len(told) < len(asked):
+            await self._straighten(asked, results, call)
         for core, error in zip(asked, results):
             if not isinstance(error, BaseException):
                 continue
@@ -308,6 +311,17 @@ class CoreClients:
             if not (told and call.only_tells and isinstance(error, EngineError)):
                 raise error
         return call.merged(told)
+
+    async def _straighten[R](
+        self, asked: Sequence[CoreClient], results: Sequence[R | BaseException], call: CoreCall[R]
+    ) -> None:
+        """Where some have done what others could not: take it back, or let those serve again that it has harmed. One
+        that is lost is replaced without that."""
+        for core, result in zip(asked, results):
+            cure = call.mended() if isinstance(result, BaseException) else call.undone()
+            if cure is not None and not isinstance(result, EngineError):
+                with contextlib.suppress(JaxpagedError):  # of what went wrong the caller hears
+                    await core.call(cure)
 
     # ---- how they are
 

@@ -34,13 +34,16 @@ class WeightUpdates:
         self._is_updating, self._num_bytes = True, 0
 
     def update_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
-        """Files or folders in safetensors format, or, from this process, arrays by the checkpoint's names. Returns how
-        many bytes have come. Raises CheckpointError for what is no part of the model, and ConflictError unless an
-        update was begun."""
-        parts = [weights] if isinstance(weights, Mapping) else weights
-        for part in parts:
-            self._num_bytes = self._executor.workers.receive_weights(part)
+        """Files or folders in safetensors format, addresses where a trainer offers weights, or, from this process,
+        arrays by the checkpoint's names. Returns how many bytes have come. Raises CheckpointError for what is no part
+        of the model, ServerError for a trainer who is not there, and ConflictError unless an update was begun; nothing
+        of it is kept then, so that it can be sent again."""
+        self._num_bytes = self._executor.workers.receive_weights(weights)
         return self._num_bytes
+
+    def take_weights_back(self) -> None:
+        """Forget the part that came last, unless it was refused: another core has refused it."""
+        self._num_bytes = self._executor.workers.take_weights_back()
 
     def abandon_weight_update(self) -> None:
         """Forget what has come; the weights stay as they are. Without an update it passes."""

@@ -151,9 +151,13 @@ class Workers(Protocol):
         """Begin to take other weights; an update that was begun before is forgotten. UsageError, ConflictError."""
         ...
 
-    def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
-        """Check a part of them, a file, or arrays by the checkpoint's names; bytes of all parts so far. Raises
-        CheckpointError, ConflictError."""
+    def receive_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
+        """Check a part of them: files and offers, or arrays by the checkpoint's names; bytes of all parts so far.
+        Raises CheckpointError, ServerError, ConflictError, and nothing of it is kept here."""
+        ...
+
+    def take_weights_back(self) -> int:
+        """Forget the part that was received last, where it was not refused; bytes of the others."""
         ...
 
     def abandon_weight_update(self) -> None:

@@ -98,10 +98,20 @@ class Everybody:
     def start_weight_update(self, is_partial: bool) -> None:
         self._ask("start_weight_update", is_partial)
 
-    def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
-        if not isinstance(weights, str):
-            raise UsageError("several processes compute, and arrays are in one of them. Give a file that all can read.")
-        return self._ask("receive_weights", weights)
+    def receive_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
+        if isinstance(weights, Mapping):
+            raise UsageError(
+                "several processes compute, and arrays are in one of them. Give files that all can read, or offer the "
+                "arrays to them (WeightOffer)."
+            )
+        try:
+            return self._ask("receive_weights", weights)
+        except BaseException:
+            self.take_weights_back()
+            raise
+
+    def take_weights_back(self) -> int:
+        return self._ask("take_weights_back")
 
     def abandon_weight_update(self) -> None:
         self._ask("abandon_weight_update")

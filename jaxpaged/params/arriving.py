@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
 from jaxpaged.params.checkpoint import canonical_name, every_entry
 from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of, stored_tensors
+from jaxpaged.params.offered import is_offer, pulled
 from jaxpaged.params.orbax_format import is_orbax
 from jaxpaged.params.patches import (
     INDICES,
@@ -26,6 +27,7 @@ from jaxpaged.params.patches import (
     WholeRow,
     changed,
     check_half,
+    check_length,
     check_pair,
     singles,
     split_name,
@@ -51,6 +53,18 @@ class Model:
     config: Any
 
 
+Held = tuple[dict[str, TensorEntry], dict[str, dict[str, TensorEntry]], "dict[Path, FileState | None]"]
+"""What has come: tensors, patches, and the files of both."""
+
+
+class Place(NamedTuple):
+    """What a tensor is to a model: its name there, which half of a patch it is or "", and what it must be."""
+
+    name: str
+    end: str
+    expected: Expected
+
+
 class ArrivingWeights:
     """The parts of one update. `models`: those of all stages. `is_partial`: what does not come stays as it is."""
 
@@ -69,13 +83,37 @@ class ArrivingWeights:
         self.entries: dict[str, TensorEntry] = {}
         self._patches: dict[str, dict[str, TensorEntry]] = {}  # by tensor, and by the end of a half's name
         self._files: dict[Path, FileState | None] = {}  # as they were when they came
+        self._before: Held | None = None
 
     @property
     def num_bytes(self) -> int:
         halves = chain.from_iterable(each.values() for each in self._patches.values())
         return sum(entry.num_bytes for entry in chain(self.entries.values(), halves))
 
-    def add_arrays(self, arrays: Mapping[str, Any]) -> None:
+    def add(self, parts: Sequence[str] | Mapping[str, Any]) -> None:
+        """Arrays by the checkpoint's names, or several of: a file, a folder, the address of an offer. Raises
+        CheckpointError, ServerError, and nothing is added."""
+        before = self.entries, self._patches, self._files
+        self.entries, self._patches, self._files = self.entries.copy(), self._patches.copy(), self._files.copy()
+        self._before = None
+        try:
+            if isinstance(parts, Mapping):
+                self._add_arrays(parts)
+            else:
+                for part in parts:
+                    self._add_offered(part) if is_offer(part) else self._add_files(Path(part))
+        except BaseException:
+            self.entries, self._patches, self._files = before
+            raise
+        self._before = before
+
+    def take_back(self) -> None:
+        """Forget what came last, if it was added: somebody else refused it."""
+        if self._before is not None:
+            self.entries, self._patches, self._files = self._before
+            self._before = None
+
+    def _add_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Arrays of numpy or JAX by the checkpoint's names. They are copied when the update is finished, and must not
         change before. Raises CheckpointError, and nothing is added."""
         for name, array in arrays.items():
@@ -90,7 +128,7 @@ class ArrivingWeights:
             for name, array in held.items()
         )
 
-    def add_files(self, path: Path) -> None:
+    def _add_files(self, path: Path) -> None:
         """A safetensors file, a folder of them as checkpoints are, or one that `jaxpaged convert` wrote. It must not
         change before the update is finished. Raises CheckpointError, and nothing is added."""
         if is_orbax(path):
@@ -109,43 +147,64 @@ class ArrivingWeights:
                 f"{path} is in orbax format, and the model is dealt to stages. Send safetensors files."
             )
         [model] = self._models
-        self.add_arrays(read_converted(path, model.specs, model.config.dim_sizes()))
+        self._add_arrays(read_converted(path, model.specs, model.config.dim_sizes()))
+
+    def _add_offered(self, address: str) -> None:
+        """What another process offers, and the model has use for. It is pulled if all of it fits. Raises
+        CheckpointError, ServerError, and nothing is added."""
+        self._add(pulled(address, self._of_use))
+
+    def _of_use(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """Those that the model has, whose contents are not here yet. Raises CheckpointError for what does not fit."""
+        added: dict[str, TensorEntry] = {}
+        for entry in entries:
+            if (place := self._place_of(entry, added)) is None:
+                continue
+            if place.end:
+                check_length(entry, place.expected)
+            else:
+                check_entry(entry, place.expected)
+            added[entry.name] = entry
+        return list(added.values())
+
+    def _place_of(self, entry: TensorEntry, added: Mapping[str, TensorEntry]) -> Place | None:
+        """What a tensor is to the model; None: nothing, for a reason. Raises CheckpointError where there is none."""
+        tensor, end = split_name(entry.name)
+        name = canonical_name(tensor)
+        if (expected := self._wanted.get(name)) is not None:
+            return Place(name, end, expected)
+        if check_unused([name], {**self.entries, **added, name: entry}, self._config):
+            raise CheckpointError(
+                f"{entry.path}: the model has no weight {entry.name}.{did_you_mean(name, self._wanted)}"
+            )
+        return None
 
     def _add(self, entries: Iterable[TensorEntry]) -> None:
         added: dict[str, TensorEntry] = {}
         patches = {name: dict(halves) for name, halves in self._patches.items()}
         for entry in entries:
-            tensor, end = split_name(entry.name)
-            name = canonical_name(tensor)
-            expected = self._wanted.get(name)
-            if expected is None:
-                if check_unused([name], {**self.entries, **added, name: entry}, self._config):
-                    raise CheckpointError(
-                        f"{entry.path}: the model has no weight {entry.name}.{did_you_mean(name, self._wanted)}"
-                    )
+            if (place := self._place_of(entry, added)) is None:
                 continue
-            halves = patches.get(name, {})
-            if name in added or name in self.entries or end in halves or (halves and not end):
+            name, halves = place.name, patches.get(place.name, {})
+            if name in added or name in self.entries or place.end in halves or (halves and not place.end):
                 raise CheckpointError(f"{entry.path}: {entry.name} comes for the second time in this update.")
-            if end:
-                patches[name] = self._with_half(name, halves, end, entry)
+            if place.end:
+                patches[name] = self._with_half(place, halves, entry)
                 continue
-            check_entry(entry, expected)
-            check_finite(entry, expected)
+            check_entry(entry, place.expected)
+            check_finite(entry, place.expected)
             added[name] = entry
         self.entries |= added
         self._patches = patches
 
-    def _with_half(
-        self, name: str, halves: Mapping[str, TensorEntry], end: str, entry: TensorEntry
-    ) -> dict[str, TensorEntry]:
+    def _with_half(self, place: Place, halves: Mapping[str, TensorEntry], entry: TensorEntry) -> dict[str, TensorEntry]:
         """A patch with another half, which is checked."""
         if not self.is_partial:
             raise CheckpointError(f"{entry.path}: {entry.name} is for an update that was begun with is_partial.")
-        check_half(entry, end, self._wanted[name])
-        both = {**halves, end: entry}
+        check_half(entry, place.end, place.expected)
+        both = {**halves, place.end: entry}
         if len(both) == 2:
-            check_pair(name, both, self._wanted[name])
+            check_pair(place.name, both, place.expected)
         return both
 
     def check_complete(self) -> None:

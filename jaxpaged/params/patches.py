@@ -5,6 +5,7 @@ checkpoint, and what they are. They are written into a copy of the parameter on 
 nothing is compiled for them. Knows letters and headers of files.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,12 @@ def split_name(name: str) -> tuple[str, str]:
     """A tensor's name, and the end that says which half of a patch it is, or ""."""
     end = next((each for each in (INDICES, VALUES) if name.endswith(each)), "")
     return name.removesuffix(end), end
+
+
+def check_length(entry: TensorEntry, expected: Expected) -> None:
+    """CheckpointError for a half that is longer than what it is a part of, before it is here."""
+    if math.prod(entry.shape) > (size := math.prod(expected.shapes[0])):
+        raise CheckpointError(f"{entry.path}: {entry.name} has shape {entry.shape}, but is for {size} numbers.")
 
 
 def check_half(entry: TensorEntry, end: str, expected: Expected) -> None:

@@ -157,6 +157,12 @@ class ServerOptions:
         "and weights do not change by HTTP). Guide: guides/weight_updates.md",
         several=True,
     )
+    allowed_weight_hosts: tuple[str, ...] = option(
+        (),
+        "hosts from which /update_weights on the admin port may pull weights that a trainer offers, as its address "
+        "names them (default: none). Guide: guides/weight_updates.md",
+        several=True,
+    )
     max_stored_responses: int = option(
         1000,
         "most responses of /v1/responses kept in memory; the oldest go first, and 0 keeps none",

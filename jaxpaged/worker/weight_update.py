@@ -40,12 +40,14 @@ class WeightUpdate:
         self._stages, self._models = stages, [Model(stage.specs, stage.decoder) for stage in stages]
         self._arriving = ArrivingWeights(self._models, is_partial)
 
-    def add(self, weights: str | Mapping[str, Any]) -> int:
-        """A file or folder, or arrays by name; returns how many bytes have come. Raises CheckpointError."""
-        if isinstance(weights, str):
-            self._arriving.add_files(Path(weights))
-        else:
-            self._arriving.add_arrays(weights)
+    def add(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
+        """See `ArrivingWeights.add`; returns how many bytes have come. Raises CheckpointError, ServerError."""
+        self._arriving.add(weights)
+        return self._arriving.num_bytes
+
+    def take_back(self) -> int:
+        """See `ArrivingWeights.take_back`; returns how many bytes are left."""
+        self._arriving.take_back()
         return self._arriving.num_bytes
 
     @property

@@ -371,9 +371,13 @@ class Worker:
         self._check_changeable()
         self.weight_update = WeightUpdate(self.stages, is_partial)
 
-    def receive_weights(self, weights: str | Mapping[str, Any]) -> int:
-        """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, CheckpointError."""
+    def receive_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
+        """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, and its errors."""
         return self._begun().add(weights)
+
+    def take_weights_back(self) -> int:
+        """Forget the last part that was received; bytes of the others."""
+        return 0 if self.weight_update is None else self.weight_update.take_back()
 
     def named_weights(self, tree: Any, mapping: str) -> dict[str, Any]:
         """Arrays of a framework's tree, or of orbax's checkpoint of it, by the checkpoint's names. Raises

@@ -1,18 +1,26 @@
 """Weights that change while an engine runs: what it says afterwards is what an engine of these weights says."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
-from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams
+from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams, WeightOffer
 from jaxpaged.entrypoints.cli import main
-from jaxpaged.errors import CheckpointError, ConflictError
+from jaxpaged.errors import CheckpointError, ConflictError, ServerError, UsageError
+from jaxpaged.params import offered
 from jaxpaged.params.expected import expected_of
 from jaxpaged.params.framework_trees import Named, tree_of
+from jaxpaged.params.offered import host_device
 from tests.models.checkpoints import CONFIGS, make_tensors
 
 SIZES = {
@@ -166,6 +174,83 @@ def test_weights_come_from_orbax(llm, folders, answers, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         llm.update_weights(converted)
     assert said(llm) == answers[1] and llm.get_weight_version() == "third"
+
+
+TRAINER = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxpaged import WeightOffer
+from safetensors.numpy import load_file
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+arrays = load_file(sys.argv[1])
+for name, array in arrays.items():
+    if array.ndim == 2:
+        divided = PartitionSpec("x" if len(array) % 2 == 0 else None, "y")
+        arrays[name] = jax.device_put(array, NamedSharding(mesh, divided))
+good, bad = WeightOffer(arrays), WeightOffer({**arrays, "model.norm.weight": np.ones(3, np.float32)})
+print(json.dumps([good.address, bad.address]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_weights_are_pulled_from_another_process_shard_by_shard(llm, folders, answers, monkeypatch):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "-c", TRAINER, str(folders[1] / "model.safetensors")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as trainer:
+        good, bad = json.loads(trainer.stdout.readline())
+        for version in ("second", "third"):
+            llm.update_weights(good, version)
+            assert said(llm) == answers[1] and llm.get_weight_version() == version
+        with pytest.raises(CheckpointError, match=r"the trainer at 127.0.0.1:\d+: .*norm.weight has shape \(3,\)"):
+            llm.update_weights(bad)
+        llm.start_weight_update(is_partial=True)
+        monkeypatch.setattr(offered, "host_device", lambda: (trainer.kill(), trainer.wait(), host_device())[2])
+        with pytest.raises(ServerError, match="no weights came from the trainer"):  # which dies when it is to send them
+            llm.update_weights(good)
+        monkeypatch.undo()
+        with pytest.raises(ServerError, match="no weights came from the trainer at .*Connection refused"):
+            llm.update_weights(good)
+        llm.abandon_weight_update()
+    assert said(llm) == answers[1] and llm.get_weight_version() == "third"
+
+
+def test_a_trainer_who_is_silent_or_none_is_given_up(llm, answers, monkeypatch):
+    monkeypatch.setattr(offered, "SILENT_SECONDS", 0.2)
+    tensor = offered.Offered(NORM, "F32", (48,), (1,))
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = silent.getsockname()[1]
+        manifest = lambda tensors: msgspec.msgpack.encode(offered.Manifest(port, tensors))
+        fine, torn = manifest([tensor]), manifest([msgspec.structs.replace(tensor, parts=(5,))])
+        hello = lambda said: offered.HEAD.pack(offered.MAGIC, len(said)) + said
+        for sent, words in (
+            (b"", "said nothing for 0.2 s"),
+            (b"HTTP/1.1 400 Bad Request", "begins with b'HTTP', so it offers no weights"),
+            (hello(fine), "said nothing for 0.2 s"),
+            (hello(torn), r"parts \(5,\) cannot be"),
+            (hello(b"nothing"), "Expected `object`"),
+        ):
+            answered = []
+
+            def answer(sent=sent, answered=answered):
+                answered.append(listener.accept()[0])
+                answered[0].sendall(sent)
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            llm.start_weight_update(is_partial=True)
+            with pytest.raises(ServerError, match=words):
+                llm.update_weights(f"transfer://127.0.0.1:{listener.getsockname()[1]}")
+            thread.join()
+            answered[0].close()
+            llm.abandon_weight_update()
+    with pytest.raises(CheckpointError, match="is no address"):
+        llm.update_weights("transfer://nowhere")
+    with pytest.raises(UsageError, match="has type float64"):
+        WeightOffer({NORM: np.ones(48)})
+    assert said(llm) == answers[0] and llm.get_weight_version() == "first"
 
 
 def expected_tensors(llm):

@@ -128,7 +128,7 @@ class CountingExecutor(FakeWeights):
         for done in range(8 if part == "weights" and self.waking else 0):
             time.sleep(0.3 if self.waking == "slow to wake" else 3600)
             self.progress("weights", done, 8)
-        self.asleep.remove(part)
+        self.asleep.discard(part)
 
     def read_lora(self, request: LoRARequest) -> LoRAInfo:
         name = Path(request.lora_path).name

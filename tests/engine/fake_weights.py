@@ -1,23 +1,32 @@
 """Weights of executors that compute nothing: what is sent to them, and what they are called."""
 
-from jaxpaged.errors import CheckpointError, ConflictError
+from collections.abc import Sequence
+
+from jaxpaged.errors import CapacityError, CheckpointError, ConflictError, ServerError
 
 
 class FakeWeights:
     weights_version: str = ""
     weights_label: str | None = None
-    arrived: list[str] | None = None  # the parts of an update
+    arrived: list[Sequence[str]] | None = None  # the parts of an update
     missing = False
 
     def start_weight_update(self, is_partial: bool) -> None:
         self.arrived = []
 
-    def receive_weights(self, weights: str) -> int:
+    def receive_weights(self, weights: Sequence[str]) -> int:
         if self.arrived is None:
             raise ConflictError("no update of weights was begun.")
-        if weights.endswith("bad"):
-            raise CheckpointError(f"{weights} is truncated")
+        if bad := [each for each in weights if each.endswith("bad")]:
+            raise CheckpointError(f"{bad[0]} is truncated")
+        if weights[0] == "transfer://127.0.0.1:9":
+            raise ServerError("no weights came from the trainer at 127.0.0.1:9: Connection refused.")
         self.arrived.append(weights)
+        return len(self.arrived)
+
+    def take_weights_back(self) -> int:
+        assert self.arrived is not None
+        self.arrived.pop()
         return len(self.arrived)
 
     def abandon_weight_update(self) -> None:
@@ -30,5 +39,7 @@ class FakeWeights:
             raise CheckpointError("1 of 2 weights did not come.")
 
     def finish_weight_update(self, label: str) -> None:
-        self.weights_version = self.weights_label = label
         self.arrived = None
+        if label == "too large":
+            raise CapacityError("2 GiB are free.")
+        self.weights_version = self.weights_label = label

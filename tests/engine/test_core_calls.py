@@ -56,8 +56,11 @@ def test_a_call_arrives_as_it_was_sent(call):
     assert call_named(arrived.name, arrived.arguments) == call
 
 
+NOT_FOR_USERS = {"keep_lease", "restore_loras", "check_weight_update", "take_weights_back"}
+
+
 @pytest.mark.parametrize("control", [EngineControl, AsyncEngineControl])
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"keep_lease", "restore_loras", "check_weight_update"}))
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - NOT_FOR_USERS))
 def test_every_call_has_a_method_with_its_arguments(control, name):
     arguments = list(inspect.signature(getattr(control, name)).parameters)[1:]
     if control is EngineControl and name == "update_weights":  # it may be a whole update

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 
+import msgspec
 import pytest
 
 from jaxpaged.config import EngineConfig
@@ -14,6 +15,7 @@ from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_calls import CALLS
 from jaxpaged.errors import (
     CapacityError,
+    CheckpointError,
     ConfigError,
     ConflictError,
     EngineError,
@@ -186,10 +188,40 @@ def test_weights_change_on_all_cores_or_on_none(llm):
     asyncio.run(main())
 
 
+def test_what_one_core_refuses_can_be_sent_again_and_one_without_weights_wakes(llm, monkeypatch):
+    other = llm._cores.all[1]
+    call = other.call
+
+    def otherwise(asked, **change):
+        """The other core is asked `asked` with a change."""
+        swap = lambda given: msgspec.structs.replace(given, **change) if given.name() == asked else given
+        monkeypatch.setattr(other, "call", lambda given: call(swap(given)))
+
+    async def main():
+        await both_ready(llm)
+        before = await versions_of(llm)
+        await llm.start_weight_update()
+        assert await llm.update_weights(["first"]) == 1
+        otherwise("update_weights", weights=["bad"])
+        with pytest.raises(CheckpointError, match="bad is truncated"):
+            await llm.update_weights(["second"])
+        monkeypatch.undo()
+        assert await llm.update_weights(["second"]) == 2, "of each"
+        otherwise("finish_weight_update", version="too large")
+        with pytest.raises(EngineError, match="1 of 2 .* core 1 has not: 2 GiB are free. Begin it once more for all"):
+            await llm.finish_weight_update("new")
+        monkeypatch.undo()
+        assert not await llm.is_sleeping()
+        assert await versions_of(llm) == ["new", before[1]]
+
+    asyncio.run(main())
+
+
 def test_every_call_says_what_several_answer():
     """A call whose answers differ, and that merges none, would tell those of the first core."""
     same_of_all = {"keep_lease", "start_profile", "stop_profile", "wait_for_programs", "add_lora", "restore_loras"}
     same_of_all |= {"start_weight_update", "update_weights", "abandon_weight_update", "check_weight_update"}
+    same_of_all |= {"take_weights_back"}
     merging = {name for name, call in CALLS.items() if "merged" in vars(call)}
     assert merging == CALLS.keys() - same_of_all
 

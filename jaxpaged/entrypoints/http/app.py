@@ -209,7 +209,7 @@ def adapter_endpoints(service: Service) -> list[Endpoint]:
 
 
 def weight_endpoints(service: Service) -> list[Endpoint]:
-    """Those that change weights are there where folders are named from which they may come."""
+    """Those that change weights are there where folders or hosts are named from which they may come."""
     weights = Weights(service)
     pause = (Query("mode", {"type": "string", "enum": list(MODES)}), Query("clear_cache", {"type": "boolean"}))
     found = [
@@ -219,7 +219,7 @@ def weight_endpoints(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/weight_info", weights.info, response=WeightInfo, is_strict=True),
         Endpoint("POST", "/logprob_difference", weights.note_difference, DifferenceRequest),
     ]
-    if service.options.allowed_weight_dirs:
+    if service.options.allowed_weight_dirs or service.options.allowed_weight_hosts:
         found += [
             Endpoint("POST", "/init_weight_transfer_engine", weights.init, InitRequest),
             Endpoint("POST", "/start_weight_update", weights.start, StartRequest, conflicts=True),

@@ -1,12 +1,14 @@
 """Updates of the weights by a trainer in another process, with vLLM's paths and phases, on the admin listener.
 
 The trainer writes safetensors files, into shared memory or a disk, and names them here. They are read only from the
-folders of `allowed_weight_dirs`; without any the endpoints that change weights are not there.
+folders of `allowed_weight_dirs`. Or it offers arrays, which are pulled only from `allowed_weight_hosts`. Without either
+the endpoints that change weights are not there.
 """
 
-from collections.abc import Sequence
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
@@ -16,19 +18,19 @@ from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.sleep import MODES
 from jaxpaged.entrypoints.http.body import check_media_type, json_response, read_body, read_struct, struct_of
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.errors import CapacityError, CheckpointError
+from jaxpaged.errors import CapacityError, CheckpointError, ServerError
 from jaxpaged.messages import WeightInfo
 from jaxpaged.serving.adapter_resolvers import below
 from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
 from jaxpaged.serving.requests import check_choice
 from jaxpaged.serving.service import Service
 
-BACKEND = "file"
+FILE, TRANSFER = "file", "transfer"
 MOST_PATHS = 4096
 
 
 class InitRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """`init_info` may name the backend: "file", the only one."""
+    """`init_info` may name the backend: "file" or "transfer"."""
 
     init_info: dict[str, Any] = {}
 
@@ -41,16 +43,17 @@ class StartRequest(msgspec.Struct, forbid_unknown_fields=True):
     is_checkpoint_format: bool = True
 
 
-class Files(msgspec.Struct, forbid_unknown_fields=True):
-    """Safetensors files, or folders of them."""
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """Safetensors files, or folders of them; or the address where a trainer offers arrays."""
 
-    paths: list[str]
+    paths: list[str] = []
+    address: str = ""
 
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A part of the weights."""
 
-    update_info: Files
+    update_info: Part
 
 
 class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,12 +81,21 @@ class PauseState(msgspec.Struct):
     status: Literal["paused", "resumed"]
 
 
+def host_of(address: str) -> str | None:
+    """The host that a trainer's address names; None: it is no address."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(address)
+        return parts.hostname if parts.scheme == TRANSFER else None
+    return None
+
+
 class Weights:
     """The endpoints."""
 
     def __init__(self, service: Service):
         self._service = service
         self._folders = [Path(folder).expanduser().resolve() for folder in service.options.allowed_weight_dirs]
+        self._hosts = service.options.allowed_weight_hosts
 
     async def pause(self, request: Request) -> Response:
         """Compute nothing until `/resume`. `mode`: requests under way end (abort), are finished first (wait), or go on
@@ -117,10 +129,11 @@ class Weights:
     async def init(self, request: Request) -> Response:
         """Ask whether weights can be sent in this way."""
         body = await read_struct(request, InitRequest, self._service.max_body_bytes)
-        if body.init_info.get("backend", BACKEND) != BACKEND or body.init_info.keys() - {"backend"}:
+        allowed = [each for each, option in ((FILE, self._folders), (TRANSFER, self._hosts)) if option]
+        if body.init_info.get("backend", allowed[0]) not in allowed or body.init_info.keys() - {"backend"}:
             raise ServingError(
-                f"init_info is {msgspec.json.encode(body.init_info).decode()[:80]}, but weights come in files only: "
-                'give {"backend": "file"}, and the paths of files to /update_weights.',
+                f"init_info is {msgspec.json.encode(body.init_info).decode()[:80]}, but weights come so: "
+                f"{', '.join(allowed)}. Give that as backend, and what to read to /update_weights.",
                 "init_info",
             )
         return json_response({"message": "Weight transfer initialized"})
@@ -134,13 +147,16 @@ class Weights:
         return json_response({"message": "Weight update started"})
 
     async def update(self, request: Request) -> Response:
-        """Send a part of the weights. 400 for what does not fit: nothing of it is taken. 409 when none was begun."""
+        """Send a part of the weights. 400 for what does not fit, 503 for a trainer who is not there: nothing of it is
+        taken. 409 when none was begun."""
         body = await read_struct(request, UpdateRequest, self._service.max_body_bytes)
-        paths = self._allowed(body.update_info.paths)
+        part = self._allowed(body.update_info)
         try:
-            num_bytes = await self._service.engine.update_weights(paths)
+            num_bytes = await self._service.engine.update_weights(part)
         except CheckpointError as error:
             raise ServingError(scrubbed(str(error)), "update_info") from error
+        except ServerError as error:
+            raise ServingError(scrubbed(str(error)), kind=ErrorKind.UNAVAILABLE) from error
         return json_response({"message": "Weights updated", "num_bytes": num_bytes})
 
     async def finish(self, request: Request) -> Response:
@@ -163,13 +179,25 @@ class Weights:
         await self._service.engine.abandon_weight_update()
         return json_response({"message": "Weight update abandoned"})
 
-    def _allowed(self, paths: Sequence[str]) -> list[str]:
-        """The paths without links. Raises ServingError for one that is not below an allowed folder."""
-        if not paths or len(paths) > MOST_PATHS:
-            raise ServingError(f"paths names {len(paths)} files; it must name 1 to {MOST_PATHS}.", "update_info")
-        found = [below(Path(path), self._folders) for path in paths]
+    def _allowed(self, part: Part) -> list[str]:
+        """The paths without links, or the address. Raises ServingError for what options do not allow."""
+        if part.address and not part.paths:
+            if host_of(part.address) not in self._hosts:
+                raise ServingError(
+                    f"{part.address[:200]!r} is no transfer://HOST:PORT of a host of allowed_weight_hosts.",
+                    "update_info",
+                )
+            return [part.address]
+        if part.address or not part.paths or len(part.paths) > MOST_PATHS:
+            raise ServingError(
+                f"update_info names {len(part.paths)} files and {bool(part.address):d} addresses; it must name 1 to "
+                f"{MOST_PATHS} files, or an address.",
+                "update_info",
+            )
+        found = [below(Path(path), self._folders) for path in part.paths]
         if None in found:
             raise ServingError(
-                f"{paths[found.index(None)][:200]!r} does not lie below a folder of allowed_weight_dirs.", "update_info"
+                f"{part.paths[found.index(None)][:200]!r} does not lie below a folder of allowed_weight_dirs.",
+                "update_info",
             )
         return [str(path) for path in found]

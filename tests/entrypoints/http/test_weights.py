@@ -61,8 +61,19 @@ def test_a_trainer_tells_how_far_its_log_probabilities_are(serving):
         ("/update_weights", {"update_info": {"paths": ["{folder}/link/a"]}}, 400, "does not lie below a folder"),
         ("/update_weights", {"update_info": {"paths": []}}, 400, "names 0 files"),
         ("/update_weights", {"update_info": {"names": ["a"]}}, 400, "names"),
-        ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, 400, "weights come in files only"),
-        ("/init_weight_transfer_engine", {"init_info": {"master_port": 1}}, 400, "weights come in files only"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, 400, "weights come so: file, transfer."),
+        ("/init_weight_transfer_engine", {"init_info": {"master_port": 1}}, 400, "weights come so: file"),
+        ("/update_weights", {"update_info": {"address": "transfer://127.0.0.1:9"}}, 409, "no update"),
+        ("/update_weights", {"update_info": {"address": "transfer://10.0.0.1:9"}}, 400, "host of allowed_weight_hosts"),
+        ("/update_weights", {"update_info": {"address": "127.0.0.1:9"}}, 400, "is no transfer://HOST:PORT"),
+        ("/update_weights", {"update_info": {"address": "transfer://[127.0.0.1:9"}}, 400, "is no transfer://HOST:PORT"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": ["file"]}}, 400, "weights come so: file, transfer."),
+        (
+            "/update_weights",
+            {"update_info": {"address": "transfer://127.0.0.1:9", "paths": ["a"]}},
+            400,
+            "1 files and 1",
+        ),
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "must be the checkpoint"),
         ("/pause?mode=never", None, 400, "mode"),
     ],
@@ -74,10 +85,11 @@ def test_what_cannot_be_is_refused_and_says_why(serving, folder, path, body, sta
         given = body
         if body and "update_info" in body and "paths" in body["update_info"]:
             paths = [each.replace("{folder}", str(folder)) for each in body["update_info"]["paths"]]
-            given = {"update_info": {"paths": paths}}
+            given = {"update_info": {**body["update_info"], "paths": paths}}
         return await server.admin.post(path, given)
 
-    answer = serving(scenario, options={"allowed_weight_dirs": [str(folder)]})
+    allowed = {"allowed_weight_dirs": [str(folder)], "allowed_weight_hosts": ["127.0.0.1"]}
+    answer = serving(scenario, options=allowed)
     assert answer.status == status and said in answer.error["message"]
 
 
@@ -94,6 +106,20 @@ def test_a_part_that_does_not_fit_leaves_the_update_and_a_missing_one_the_weight
     assert bad.status == 400 and "is truncated" in bad.error["message"] and str(folder) not in bad.error["message"]
     assert info["is_updating"] and info["num_bytes"] == 0
     assert abandoned.status == 200 and again.status == 409
+
+
+def test_weights_are_pulled_from_hosts_that_are_allowed(serving):
+    async def scenario(server):
+        init = await server.admin.post("/init_weight_transfer_engine", {"init_info": {"backend": "transfer"}})
+        none = await server.admin.post("/init_weight_transfer_engine", {"init_info": {"backend": "file"}})
+        await server.admin.post("/start_weight_update", {})
+        parts = [{"update_info": {"address": f"transfer://{host}:9"}} for host in ("trainer", "127.0.0.1")]
+        return init, none, *[await server.admin.post("/update_weights", part) for part in parts]
+
+    init, none, taken, gone = serving(scenario, options={"allowed_weight_hosts": ["127.0.0.1", "trainer"]})
+    assert (init.status, none.status, taken.status) == (200, 400, 200)
+    assert taken.json["num_bytes"] == 1
+    assert gone.status == 503 and "no weights came from the trainer at" in gone.error["message"]
 
 
 def test_a_pause_and_that_weights_do_not_change_without_a_folder(serving):

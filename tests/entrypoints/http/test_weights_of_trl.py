@@ -18,5 +18,5 @@ def test_its_phases_are_understood_and_its_transport_is_refused_by_name(serving,
 
     models, paused, nccl, *others = serving(scenario, options={"allowed_weight_dirs": [str(tmp_path)]})
     assert models > 0 and paused.json == {"status": "paused"}
-    assert nccl.status == 400 and "weights come in files only" in nccl.error["message"]
+    assert nccl.status == 400 and "weights come so: file." in nccl.error["message"]
     assert [each.status for each in others] == [200] * 4, [each.body for each in others]
