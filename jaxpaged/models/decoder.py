@@ -90,7 +90,15 @@ def self_attention(
     added_TD: jax.Array | None = None,
 ) -> tuple[jax.Array, KVTensor]:
     """Causal self-attention of T new tokens over all that their requests have cached, and `added_TD` more: ([T, D],
-    kv).
+    kv)."""
+    o_TNH, kv = attended(p, config, x_TD, kv, context)
+    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, added_TD), kv
+
+
+def attended(
+    p: Attention, config: DecoderConfig, x_TD: jax.Array, kv: KVTensor, context: LayerContext
+) -> tuple[jax.Array, KVTensor]:
+    """What the heads see of it, before the last projection: ([T, N, H], kv).
 
     This step's keys and values go into the cache before it is read, so a token sees itself and its neighbours.
     """
@@ -103,7 +111,7 @@ def self_attention(
         if rotation is None:
             q_TNH, k_TKH = rotated(q_TNH, k_TKH, config, context)
         heads = q_TNH, k_TKH, v_TKH
-    o_TNH, kv = attend_heads(
+    return attend_heads(
         context.attention,
         heads,
         kv,
@@ -112,7 +120,6 @@ def self_attention(
         sinks_N=p.sinks,
         rotation=rotation,
     )
-    return apply_linear("TNH,DNH->TD", o_TNH, p.o_proj, added_TD), kv
 
 
 def heads_of(x_TD: jax.Array, p: Attention) -> tuple[jax.Array, ...]:

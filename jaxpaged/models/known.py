@@ -81,6 +81,7 @@ KNOWN = (
     Known("ApertusForCausalLM", ("Apertus",), gguf="apertus"),
     Known("ArceeForCausalLM", ("Arcee's AFM",), gguf="arcee"),
     Known("MuseGlimmerForConditionalGeneration", ("Muse Glimmer",), LANGUAGE_MODEL_ONLY),
+    Known("LagunaForCausalLM", ("Laguna XS.2, S and M.1",), gguf="laguna"),
     Known("BertModel", ("all-MiniLM", "BGE", "E5", "GTE", "mxbai Embed", "multilingual E5 small"), pools_only=True),
     Known("BertForSequenceClassification", ("MS MARCO's MiniLM rerankers",), pools_only=True),
     Known("RobertaModel", ("all-RoBERTa", "Granite Embedding"), pools_only=True),

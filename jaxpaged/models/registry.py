@@ -25,6 +25,7 @@ from jaxpaged.models.glm4 import GLM4, GLM4_MOE
 from jaxpaged.models.gpt_oss import GPT_OSS
 from jaxpaged.models.granite import GRANITE
 from jaxpaged.models.interface import Model
+from jaxpaged.models.laguna import LAGUNA
 from jaxpaged.models.lfm2 import LFM2, LFM2_MOE
 from jaxpaged.models.llama import LLAMA, MISTRAL
 from jaxpaged.models.llama4 import LLAMA4
@@ -99,6 +100,7 @@ MODELS: dict[str, Model] = {
         GEMMA4,
         MIMO_V2,
         MUSE_GLIMMER,
+        LAGUNA,
     )
     for name in model.architectures
 }

@@ -43,6 +43,7 @@ ALPHABET = {
     "v": "width of a head's values, where it is another than its keys'",
     "p": "key and value heads of layers that see all tokens, where others have another number of them",
     "q": "width of their heads",
+    "o": "query heads of such layers, likewise",
     "y": "feed-forward width of layers with wide blocks",
     "l": "numbers of a layer's own input",
     "z": "those of all layers, one behind the other",

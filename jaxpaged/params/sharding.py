@@ -39,7 +39,7 @@ over it too; all other parameters are there once for each rank."""
 GROUP_AXIS, CONTEXT_AXIS = CONTEXT_AXES = ("group", "context")
 """The axes of the same devices where a context is split (`context_mesh`)."""
 
-MESH_AXES_OF = dict.fromkeys("NKFOVXxnfpy", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
+MESH_AXES_OF = dict.fromkeys("NKFOVXxnfpyo", MODEL_AXES) | {"e": EXPERT_AXIS, "Q": TENSOR_AXIS}
 """Letter -> mesh axes. Letters that are not here are whole on every device."""
 
 KEY_HEADS = {"K", "p"}
@@ -47,6 +47,7 @@ KEY_HEADS = {"K", "p"}
 
 SPLIT_EVENLY = {
     "N": "attention heads",
+    "o": "attention heads of layers that see all tokens",
     "F": "feed-forward columns",
     "O": "columns of shared experts",
     "x": "channels of convolutions",

@@ -61,6 +61,7 @@ OTHERS = (
     "apertus",
     "gemma4_moe",
     "muse_glimmer",
+    "laguna",
 )
 ON_ONE_DEVICE = ("qwen2_moe", "lfm2_moe")
 # What is split as in these, or in eight by `models/test_golden.py`, is exhaustive. `test_expert_balance.py` splits a

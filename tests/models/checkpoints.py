@@ -483,6 +483,42 @@ MUSE_GLIMMER = {
     "post_norm_eps": 1e-3,
 }
 
+LAGUNA = {
+    **BASE,
+    "architectures": ["LagunaForCausalLM"],
+    "model_type": "laguna",
+    "num_attention_heads_per_layer": [8, 16],
+    "max_position_embeddings": 64,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "gating": "per-head",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "moe_routed_scaling_factor": 1.7,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 300.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+    },
+}
+LAGUNA_PER_NUMBER = {
+    **{name: value for name, value in LAGUNA.items() if name != "rope_parameters"},
+    "num_attention_heads_per_layer": [8, 8],
+    "layer_types": ["full_attention", "full_attention"],
+    "gating": "per-element",
+    "attention_bias": True,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_mqa_bias_tied": {
@@ -635,6 +671,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4_moe": GEMMA4_MOE,
     "mimo_v2": MIMO_V2,
     "muse_glimmer": MUSE_GLIMMER,
+    "laguna": LAGUNA,
+    "laguna_per_number": LAGUNA_PER_NUMBER,
     "lfm2": LFM2,
     "lfm2_bias": {
         **{name: value for name, value in LFM2.items() if name not in ("layer_types", "rope_theta")},

@@ -20,6 +20,7 @@ CORRECTIONS: dict[str, tuple[Any, ...]] = {
     "ernie4_5_moe": ("moe_statics.e_score_correction_bias", 1),
     "minimax_m2": ("e_score_correction_bias",),
     "hy_v3": ("expert_bias",),
+    "laguna": ("experts.e_score_correction_bias",),
 }
 """The name of what is added to scores where experts are chosen, and its axes before that of experts."""
 
@@ -38,6 +39,7 @@ def tensor_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer = {**attention_shapes(hf), **(expert_shapes(hf) if i in sparse_layers(hf) else mlp_shapes(hf))}
         layer |= {f"{norm}.weight": (width,) for norm in NORMS.get(kind, PRE_NORMS)}
         layer |= mimo_v2_shapes(hf, hf["layer_types"][i]) if kind == "mimo_v2_flash" else {}
+        layer |= laguna_shapes(hf, hf["num_attention_heads_per_layer"][i]) if kind == "laguna" else {}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
@@ -68,7 +70,7 @@ def attention_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.sinks"] = (heads,)
     if kind in ("olmo2", "olmo3", "minimax_m2"):
         shapes |= {"self_attn.q_norm.weight": (heads * head_dim,), "self_attn.k_norm.weight": (kv_heads * head_dim,)}
-    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "apertus", "hy_v3") or (
+    elif kind in ("qwen3", "qwen3_moe", "gemma3_text", "exaone4", "apertus", "hy_v3", "laguna") or (
         hf.get("use_qk_norm") and kind != "llama4_text"
     ):
         shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
@@ -155,8 +157,9 @@ def expert_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         num_experts, inner = hf["num_local_experts"], hf["intermediate_size"]
     blocks = {f"experts.{i}": inner for i in range(num_experts)}
     shapes = {f"{block}.{'router.gate' if kind == 'hy_v3' else 'gate'}.weight": (num_experts, width)}
-    if kind == "qwen2_moe":
+    if "shared_expert_intermediate_size" in hf:
         blocks["shared_expert"] = hf["shared_expert_intermediate_size"]
+    if kind == "qwen2_moe":
         shapes[f"{block}.shared_expert_gate.weight"] = (1, width)
     for field in ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"):
         if field in hf:
@@ -332,4 +335,16 @@ def mimo_v2_shapes(hf: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
         "o_proj.weight": (width, heads * value_dim),
     }
     shapes |= {"attention_sink_bias": (heads,)} if has_window else {}
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def laguna_shapes(hf: dict[str, Any], heads: int) -> dict[str, tuple[int, ...]]:
+    """What is as large as a layer has query heads, in Laguna."""
+    width, columns = hf["hidden_size"], heads * hf["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (columns, width),
+        "o_proj.weight": (width, columns),
+        "g_proj.weight": (columns if hf["gating"] == "per-element" else heads, width),
+    }
+    shapes |= {"q_proj.bias": (columns,)} if hf.get("attention_bias") else {}
     return {f"self_attn.{name}": shape for name, shape in shapes.items()}

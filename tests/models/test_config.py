@@ -85,6 +85,28 @@ def test_the_publishers_spelling_of_mimo_v2_means_that_of_transformers():
         parse({**published, "swa_head_dim": 12})
 
 
+def test_positions_and_gates_of_a_laguna_have_several_spellings():
+    hf = CONFIGS["laguna"]
+    ropes = hf["rope_parameters"]
+    of_full = without(ropes["full_attention"], "partial_rotary_factor")
+    apart = {
+        **without(hf, "rope_parameters", "mlp_layer_types"),
+        "rope_scaling": of_full,
+        "swa_rope_parameters": ropes["sliding_attention"],
+        "partial_rotary_factor": 0.5,
+        "mlp_only_layers": [0],
+        "gating": True,
+        "gating_types": ["per_head", "per_head"],
+    }
+    assert parse(apart) == parse(hf)
+    with pytest.raises(CheckpointError, match="gating_types is .*'per_element'"):
+        parse({**hf, "gating_types": ["per_head", "per_element"]})
+    kinds = {"num_hidden_layers": 3, "layer_types": [*hf["layer_types"], "sliding_attention"]}
+    kinds["mlp_layer_types"] = [*hf["mlp_layer_types"], "sparse"]
+    with pytest.raises(CheckpointError, match=r"heads_per_layer is \[8, 16, 8\]; .* one kind of layer_types"):
+        parse({**hf, **kinds, "num_attention_heads_per_layer": [8, 16, 8]})
+
+
 def test_a_wrapper_of_a_model_with_images_gives_the_text_model():
     text = {
         "hidden_size": 2560,

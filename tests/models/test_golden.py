@@ -33,6 +33,8 @@ OTHERS = (
     "gemma4_moe",
     "mimo_v2",
     "muse_glimmer",
+    "laguna",
+    "laguna_per_number",
 )
 SHARDED_NAMES = [
     "llama_mqa_bias_tied",

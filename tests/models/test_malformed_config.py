@@ -50,7 +50,7 @@ OTHER_NAMES = {
 """What errors may call a field that means the same in another spelling."""
 OBJECTS = {
     *("rope_parameters", "rope_scaling", "text_config", "vision_config", "full_attention", "sliding_attention"),
-    *("quantization_config", "compression_config"),
+    *("quantization_config", "compression_config", "swa_rope_parameters"),
 }
 """Fields that hold fields, of which an error names a wrong one."""
 

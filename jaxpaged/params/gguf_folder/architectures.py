@@ -216,6 +216,7 @@ ARCHITECTURES = {
         hybrid.mimo2_fields,
         has_own_sizes=True,
     ),
+    "laguna": Architecture("LagunaForCausalLM", "laguna", names.LAGUNA_LAYER, hybrid.laguna_fields),
     "hy_v3": Architecture("HYV3ForCausalLM", "hy_v3", {**DENSE, **names.HY3_EXPERTS}, experts.hy3_fields),
     "arcee": Architecture(
         "ArceeForCausalLM",

@@ -14,15 +14,15 @@ END_TOKENS = tuple(
     "<|observation|>".split()
 )
 """Control tokens that end an answer, whatever else the file says of the end."""
-KEY_HEADS = "attention.head_count_kv"
+HEADS, KEY_HEADS = "attention.head_count", "attention.head_count_kv"
 OF_HARMONY, END_OF_MESSAGE = ("<|return|>", "<|call|>"), "<|end|>"
 """Where GPT-OSS ends an answer, of which it has several messages."""
 
 
 def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, Any]) -> dict[str, Any]:
     """config.json. `modules` says how matrices are stored (`schemes/gguf.py`). Raises CheckpointError."""
-    own, heads = facts.own_count, facts.own_count("attention.head_count")
-    head_dim, given = head_size(facts), architecture.fields(facts)
+    own, head_dim, given = facts.own_count, head_size(facts), architecture.fields(facts)
+    heads = given["num_attention_heads"] if "num_attention_heads" in given else own(HEADS)
     of_layers = {"intermediate_size": ("feed_forward_length",), "num_key_value_heads": (KEY_HEADS, heads)}
     facts.read |= {facts.own_name(name) for name, *_ in of_layers.values()}
     if not architecture.has_own_sizes and own("attention.value_length", head_dim) != head_dim:
@@ -48,7 +48,7 @@ def config_fields(facts: Facts, architecture: Architecture, modules: dict[str, A
 
 
 def head_size(facts: Facts) -> int:
-    heads = facts.own_count("attention.head_count")
+    heads = facts.own_counts(HEADS)[0]
     return facts.own_count("attention.key_length", max(1, facts.own_count("embedding_length") // heads))
 
 

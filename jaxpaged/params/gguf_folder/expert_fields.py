@@ -49,6 +49,12 @@ def expect_gate(facts: Facts, kind: int) -> None:
         raise facts.error(name, facts.all[name], f"{kind}, or nothing")
 
 
+def expect_sums(facts: Facts) -> None:
+    """CheckpointError where weights of a token's experts do not add up to one number."""
+    if not facts.flag(name := facts.own_name("expert_weights_norm"), True):
+        raise facts.error(name, False, "true, as of all models of this kind")
+
+
 def weighs(facts: Facts, default: bool = True) -> dict[str, Any]:
     """How weights of a token's experts are made."""
     return {
@@ -160,8 +166,7 @@ def kinds_of_blocks(facts: Facts) -> list[str]:
 def hy3_fields(facts: Facts) -> dict[str, Any]:
     expect_gate(facts, SIGMOID)
     facts.read.add(facts.own_name("leading_dense_block_count"))
-    if not facts.flag(norm := facts.own_name("expert_weights_norm"), True):
-        raise facts.error(norm, False, "true, as of every Hy3")
+    expect_sums(facts)
     width = facts.own_count("expert_feed_forward_length")
     shared = facts.own_count("expert_shared_feed_forward_length", width * num_shared(facts, width))
     return {

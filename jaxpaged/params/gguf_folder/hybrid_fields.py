@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxpaged.params.gguf_folder.dense_fields import FULL, listed_windows
-from jaxpaged.params.gguf_folder.expert_fields import SIGMOID, expect_gate, groups, kinds_of_blocks, weighs
+from jaxpaged.params.gguf_folder.dense_fields import FULL, PATTERN, SLIDING, listed_windows
+from jaxpaged.params.gguf_folder.expert_fields import SIGMOID, expect_gate, expect_sums, groups, kinds_of_blocks, weighs
 from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
 
 FREQUENCIES = "rope_freqs.weight"
@@ -93,4 +93,35 @@ def mimo2_fields(facts: Facts) -> dict[str, Any]:
         **weighs(facts),
         **groups(facts),
         **two_ropes(facts, {"rope_type": "default", **part}, part),
+    }
+
+
+def laguna_fields(facts: Facts) -> dict[str, Any]:
+    """Only layers without a window stretch positions: the first of every four, if nothing is said."""
+    expect_gate(facts, SIGMOID)
+    expect_sums(facts)
+    facts.read |= {facts.own_name(name) for name in ("leading_dense_block_count", "expert_shared_count")}
+    heads, head_dim = facts.own_counts("attention.head_count"), facts.own_count("attention.key_length")
+    window, listed = facts.whole(facts.own_name("attention.sliding_window")), listed_windows(facts)
+    every = facts.own_count(PATTERN, 4) if window and not listed else 1
+    gates = facts.tensor("blk.0.attn_gate.weight").shape[0] // heads[0]
+    return {
+        "num_attention_heads": heads[0],
+        "num_attention_heads_per_layer": heads,
+        "layer_types": [SLIDING if i % every else FULL for i in range(facts.num_layers)],
+        **listed,
+        "sliding_window": window,
+        "gating": "per-element" if gates == head_dim else "per-head",
+        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "num_experts": facts.own_count("expert_count"),
+        "num_experts_per_tok": facts.own_count("expert_used_count"),
+        "moe_intermediate_size": facts.own_count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": facts.own_count("expert_shared_feed_forward_length"),
+        "moe_routed_scaling_factor": facts.own_number("expert_weights_scale", 1.0) or 1.0,
+        "mlp_layer_types": kinds_of_blocks(facts),
+        "swa_rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": facts.own_number("rope.freq_base_swa", 10_000.0),
+            "partial_rotary_factor": facts.own_count("rope.dimension_count_swa", head_dim) / head_dim,
+        },
     }

@@ -64,6 +64,12 @@ MINIMAX_EXPERTS = of_experts("block_sparse_moe", ("w1", "w3", "w2"), correction=
 DEEPSEEK_EXPERTS = {**of_experts(correction="gate.e_score_correction_bias"), **of_shared("shared_experts")}
 HY3_EXPERTS = {**of_experts(router="router.gate", correction="expert_bias"), **of_shared("shared_mlp")}
 HY3_EXPERTS[BARE_CORRECTION] = HY3_EXPERTS[CORRECTION]
+LAGUNA_LAYER = {
+    **DENSE,
+    **of_experts(correction="experts.e_score_correction_bias"),
+    **of_shared("shared_expert"),
+    "attn_gate": "self_attn.g_proj",
+}
 GEMMA4_LAYER = {
     **ATTENTION,
     **MLP,

@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "HYV3ForCausalLM": "hy_v3",
     "MiMoV2FlashForCausalLM": "mimo2",
     "Gemma4ForCausalLM": "gemma4",
+    "LagunaForCausalLM": "laguna",
 }
 TURNED = {"mistral3", "llama", "granite", "smollm3", "arcee"}
 NAMED_AFTER_ATTENTION = {"gemma2", "gemma3", "gemma4", "olmo2", "exaone4", "seed_oss", "glm4moe", "gpt-oss"}
@@ -70,6 +71,7 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.g_proj": "attn_gate",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -164,6 +166,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     "gpt_oss": {"swiglu_limit": 7.0, "rope_scaling": {**CONFIGS["gpt_oss"]["rope_scaling"], "beta_slow": 1.0}},
     "mimo_v2": {"routed_scaling_factor": 1.0},
+    "laguna_per_number": {
+        "attention_bias": False,
+        "sliding_window": None,
+        "rope_parameters": {"full_attention": {"rope_theta": 5000.0}},
+    },
 }
 """Name of a checkpoint -> what a GGUF file of it can say, where it cannot say what the checkpoint does."""
 
@@ -194,7 +201,7 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "context_length": hf["max_position_embeddings"],
         "embedding_length": width,
         "feed_forward_length": hf["intermediate_size"],
-        "attention.head_count": heads,
+        "attention.head_count": hf.get("num_attention_heads_per_layer", heads),
         "attention.head_count_kv": hf.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
@@ -231,6 +238,7 @@ def facts_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         "first_k_dense_replace": "leading_dense_block_count",
         "num_dense_layers": "leading_dense_block_count",
         "routed_scaling_factor": "expert_weights_scale",
+        "moe_routed_scaling_factor": "expert_weights_scale",
         "norm_topk_prob": "expert_weights_norm",
         "n_group": "expert_group_count",
         "topk_group": "expert_group_used_count",
@@ -274,6 +282,8 @@ def of_one_kind(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
             "expert_weights_scale": hf["router_scaling_factor"],
         }
         own["expert_shared_feed_forward_length"] = hf["moe_intermediate_size"] * hf["num_shared_experts"]
+    if arch == "laguna":
+        own |= laguna_facts(hf)
     if arch in ("mimo2", "gemma4"):
         own |= facts_of_kinds(arch, hf)
     if "kv_lora_rank" in hf:
@@ -328,6 +338,16 @@ def facts_of_kinds(arch: str, hf: Mapping[str, Any]) -> dict[str, Any]:
         ],
     }
     return own | ({"expert_used_count": hf["top_k_experts"]} if "num_experts" in hf else {})
+
+
+def laguna_facts(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Files do not say which layers have a window, where every fourth has none."""
+    own = {"expert_gating_func": 2, "expert_weights_norm": True, "leading_dense_block_count": 1}
+    if "sliding_attention" not in hf["layer_types"]:
+        return own
+    rope = hf["rope_parameters"]["sliding_attention"]
+    rotated = int(hf["head_dim"] * rope["partial_rotary_factor"])
+    return {**own, "rope.freq_base_swa": rope["rope_theta"], "rope.dimension_count_swa": rotated}
 
 
 def latent_facts(hf: Mapping[str, Any]) -> dict[str, Any]:

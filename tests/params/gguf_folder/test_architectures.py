@@ -66,6 +66,8 @@ NAMES = [
     "mimo_v2",
     "gemma4",
     "gemma4_moe",
+    "laguna",
+    "laguna_per_number",
 ]
 OTHERWISE_SAID = ("quantization", "dtype", "eos_token_ids", "bos_token_id")
 """Fields that say the same of the checkpoint and of the file in other words, or nothing that is computed with."""
