@@ -16,7 +16,17 @@ def for_trainers(completion: CompletionOutput) -> dict[str, Any]:
     if completion.sampling_mask is not None:
         fields["sampling_mask"] = completion.sampling_mask.token_ids
     if completion.routed_experts is not None:
-        file = io.BytesIO()
-        np.save(file, completion.routed_experts, allow_pickle=False)
-        fields["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        fields["routed_experts"] = base64.b64encode(npy_of(completion.routed_experts)).decode()
     return fields
+
+
+def npy_of(array: np.ndarray) -> bytes:
+    """The bytes of an .npy file."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def array_of(npy: bytes) -> np.ndarray:
+    """The other way round. Raises ValueError for other bytes."""
+    return np.load(io.BytesIO(npy), allow_pickle=False)

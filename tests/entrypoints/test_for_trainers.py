@@ -1,10 +1,11 @@
-"""What outputs say to trainers, in JSON: in choices by HTTP, and in answers of the command line."""
+"""What outputs say to trainers: in choices by HTTP, in answers of the command line, and by gRPC."""
 
 import base64
 import io
 
 import msgspec
 import numpy as np
+import pytest
 
 from jaxpaged.entrypoints.cli.results import answer_object
 from jaxpaged.entrypoints.http.openai.completions import CompletionRequest, CompletionStyle, choices
@@ -31,3 +32,22 @@ def test_masks_are_lists_and_experts_are_a_file():
 def test_engines_that_tell_nothing_have_no_such_fields():
     for fields in shown():
         assert not {"sampling_mask", "routed_experts"} & fields.keys()
+
+
+def test_grpc_gives_masks_with_their_tokens_and_experts_with_the_last():
+    pytest.importorskip("grpc")
+    from jaxpaged.entrypoints.cli.remote_engine import GrowingOutput
+    from jaxpaged.entrypoints.grpc.responses import Responses
+    from jaxpaged.proto import jaxpaged_pb2 as pb
+
+    responses = Responses("r", None, None, with_prompt=False, with_cached_tokens=False)
+    grown = GrowingOutput("r")
+    parts = [(5, [[5]], None), (6, [[6, 7]], None), (8, [[8, 9]], EXPERTS)]
+    for number, (token, mask, experts) in enumerate(parts, 1):
+        is_last = number == len(parts)
+        completion = CompletionOutput(0, "a", [token], None, None, "length" if is_last else None)
+        completion.sampling_mask, completion.routed_experts = SamplingMask(mask), experts
+        written = responses.of(RequestOutput("r", "a", [3], None, [completion], is_last))
+        output = grown.grown(pb.GenerateResponse.FromString(written))
+    assert output.outputs[0].sampling_mask.token_ids == [[5], [6, 7], [8, 9]]
+    np.testing.assert_array_equal(output.outputs[0].routed_experts, EXPERTS)

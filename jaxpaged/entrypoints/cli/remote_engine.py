@@ -18,8 +18,9 @@ from jaxpaged.client import Client, ClientError
 from jaxpaged.entrypoints.cli.conversation import Answer
 from jaxpaged.entrypoints.cli.engine import CHAT_MAX_TOKENS, default_max_tokens
 from jaxpaged.entrypoints.cli.remote import flag_of, told
+from jaxpaged.entrypoints.for_trainers import array_of
 from jaxpaged.errors import RequestError, UsageError
-from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
+from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput, SamplingMask
 from jaxpaged.proto import jaxpaged_pb2 as pb
 
 NOT_SENT = ("detokenize", "skip_reading_prefix_cache")
@@ -212,6 +213,9 @@ def longer(before: CompletionOutput, delta: pb.SequenceDelta) -> CompletionOutpu
         new = [candidates(line) for line in delta.logprobs]
         lines = [*(lines or ()), *new]
         total = (total or 0.0) + sum(next(iter(line.values())).logprob for line in new)
+    mask = before.sampling_mask
+    if delta.sampling_mask:
+        mask = SamplingMask([*(mask.token_ids if mask else ()), *(list(each.ids) for each in delta.sampling_mask)])
     stop = delta.WhichOneof("stop_reason")
     return msgspec.structs.replace(
         before,
@@ -221,6 +225,8 @@ def longer(before: CompletionOutput, delta: pb.SequenceDelta) -> CompletionOutpu
         cumulative_logprob=total,
         finish_reason=delta.finish_reason or None,
         stop_reason=getattr(delta, stop) if stop else None,
+        sampling_mask=mask,
+        routed_experts=array_of(delta.routed_experts) if delta.routed_experts else None,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
+from jaxpaged.entrypoints.for_trainers import npy_of
 from jaxpaged.entrypoints.grpc.wire_format import nested, packed, varint
 from jaxpaged.messages import CompletionOutput, Logprob, RequestOutput
 from jaxpaged.proto import jaxpaged_pb2 as pb
@@ -50,7 +51,9 @@ class Responses:
         """Whether a result brings nothing but more tokens, all of whose text is content. This is the way of most."""
         if output.finished or self._new_reader is not None or not self._begun or output.prompt_logprobs is not None:
             return False
-        others = [each for each in output.outputs if each.finish_reason is not None or each.logprobs]
+        others = [
+            each for each in output.outputs if each.finish_reason is not None or each.logprobs or each.sampling_mask
+        ]
         return not others
 
     def _write(self, output: RequestOutput, response: pb.GenerateResponse) -> bool:
@@ -97,6 +100,10 @@ class Responses:
         sequence.token_ids.extend(completion.token_ids)
         if completion.logprobs:
             sequence.logprobs.extend(self._candidates(each) for each in completion.logprobs)
+        if completion.sampling_mask is not None:
+            sequence.sampling_mask.extend(pb.TokenIds(ids=each) for each in completion.sampling_mask.token_ids)
+        if completion.routed_experts is not None:
+            sequence.routed_experts = npy_of(completion.routed_experts)
         if finish_reason is not None:
             sequence.finish_reason = finish_reason
             if isinstance(stop_reason, str):
