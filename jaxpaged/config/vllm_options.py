@@ -132,8 +132,7 @@ MODEL = (
     absent("tokenizer_revision", None, why="a tokenizer of its own is named by a folder",
            do="Download that revision, and give its folder as tokenizer."),
     absent("code_revision", None, why=NO_CODE),
-    absent("config_format", "auto", "hf", why="models are read in Hugging Face format",
-           do="Name a folder or a hub id that has config.json."),
+    absent("config_format", "auto", "hf", why="a folder's files say their format", do="Leave it out."),
     absent("hf_config_path", None, why="config.json is read from the model's folder", do="Copy it there."),
     absent("hf_token", None, False, True, why="no option holds a secret",
            do="Log in with `hf auth login`, or set HF_TOKEN in the environment."),
@@ -448,8 +447,9 @@ VALUES: dict[str, dict[str, str]] = {
     ), "keys and values are cached in 8 bits or more. Give 'int8_per_token_head' or 'fp8'."),
     "load_format": {
         **dict.fromkeys(
-            ("bitsandbytes", "hf", "mistral", "npcache", "pt", "sharded_state", "tensorizer"), ONLY_SAFETENSORS
+            ("bitsandbytes", "npcache", "pt", "sharded_state", "tensorizer"), ONLY_SAFETENSORS
         ),
+        **dict.fromkeys(("hf", "mistral"), "a folder's files say their format. Leave it out."),
         **dict.fromkeys(
             ("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
             "files are mapped and read as they are needed. Give 'safetensors'.",

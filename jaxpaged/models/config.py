@@ -19,7 +19,13 @@ from jaxpaged.layers.mlp import Activation
 from jaxpaged.layers.norm import NormConfig
 from jaxpaged.layers.rope import QueryGrowth, RopeConfig
 from jaxpaged.models.vision.interface import VisionConfig
-from jaxpaged.params.other_formats import refuse_adapter, refuse_other_folder, refuse_part_of_pipeline
+from jaxpaged.params.mistral_folder import description_of
+from jaxpaged.params.other_formats import (
+    is_mistral_folder,
+    refuse_adapter,
+    refuse_other_folder,
+    refuse_part_of_pipeline,
+)
 from jaxpaged.params.schemes import reading
 from jaxpaged.params.schemes.scheme import Quantization
 
@@ -370,8 +376,11 @@ class HfFields:
 
 
 def load_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a model folder as a dictionary. CheckpointError when missing or not a JSON object."""
+    """config.json of a model folder as a dictionary, or what it would say of a folder in Mistral's own format.
+    CheckpointError when missing or not a JSON object."""
     path = Path(folder) / "config.json"
+    if is_mistral_folder(Path(folder)):
+        return description_of(Path(folder))
     try:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

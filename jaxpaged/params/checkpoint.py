@@ -27,7 +27,8 @@ from jaxpaged.params.expected import check_entries, stored_tensors, tensors_of
 from jaxpaged.params.gguf_folder.places_file import gguf_entries, is_gguf_folder
 from jaxpaged.params.hub import ASSETS
 from jaxpaged.params.kv_scales import LayerScales, stored_scales, without_kv_scales
-from jaxpaged.params.other_formats import refuse_other_folder, refuse_pointers
+from jaxpaged.params.mistral_folder import MISTRAL_INDEX, MISTRAL_WEIGHTS, description_of, in_checkpoint
+from jaxpaged.params.other_formats import is_mistral_folder, refuse_other_folder, refuse_pointers
 from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
 from jaxpaged.params.quantized import (
     ZERO,
@@ -203,6 +204,8 @@ def every_entry(folder: Path) -> dict[str, TensorEntry]:
     if is_gguf_folder(folder):
         return gguf_entries(folder)
     refuse_pointers(folder)
+    if is_mistral_folder(folder):
+        return mistral_entries(folder)
     found: dict[str, TensorEntry] = {}
     copies: dict[str, list[TensorEntry]] = {}
     index = read_index(folder / INDEX) if (folder / INDEX).exists() else None
@@ -219,6 +222,27 @@ def every_entry(folder: Path) -> dict[str, TensorEntry]:
     for name, others in copies.items():
         check_copies(found[name], others)
     return found
+
+
+def mistral_entries(folder: Path) -> dict[str, TensorEntry]:
+    """The same of a folder in Mistral's own format."""
+    hf, found = description_of(folder), dict[str, TensorEntry]()
+    for path in mistral_files(folder):
+        for stored in read_header(path):
+            entry = in_checkpoint(stored, hf)
+            if entry.name in found:
+                check_copies(found[entry.name], [entry])
+            found[entry.name] = entry
+    return found
+
+
+def mistral_files(folder: Path) -> list[Path]:
+    """Those of the index, or all that are called so. CheckpointError where there is none."""
+    index = folder / MISTRAL_INDEX
+    names = read_index(index).values() if index.exists() else [path.name for path in folder.glob(MISTRAL_WEIGHTS)]
+    if not names:
+        raise CheckpointError(f"{folder} holds params.json, but no {MISTRAL_WEIGHTS}. Download the model again.")
+    return [folder / name for name in sorted({*names})]
 
 
 def check_index(folder: Path, index: Mapping[str, str], names: Mapping[str, Collection[str]]) -> None:

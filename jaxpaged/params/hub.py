@@ -16,7 +16,7 @@ from jaxpaged.config.lora import ADAPTER_CONFIG
 from jaxpaged.config.speculation import OWN_DRAFT_MODELS
 from jaxpaged.errors import CheckpointError, without_secrets
 from jaxpaged.params.gguf_folder.hub_names import PART, HubName, chosen, hub_name, models_in
-from jaxpaged.params.other_formats import refuse_pointers
+from jaxpaged.params.other_formats import is_mistral_folder, refuse_pointers
 
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_FOLDER = ASSETS / EMBEDDED_MODEL
@@ -29,6 +29,7 @@ EMBEDDED_FOLDERS = {name: ASSETS / name for name in (EMBEDDED_MODEL, EMBEDDED_SE
 WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "vocab.txt", "merges.txt"]
 DESCRIPTION_FILES = [
     "config.json",
+    "params.json",
     "model_index.json",
     ADAPTER_CONFIG,
     "*quant*_config.json",
@@ -36,7 +37,9 @@ DESCRIPTION_FILES = [
 ]
 TOKENIZER_FILES = [name for name in WANTED_FILES if not name.endswith(".safetensors")]
 ADAPTER_FILES = [ADAPTER_CONFIG, "adapter_model.safetensors"]
-UNWANTED_FILES = ["consolidated*", "original/*", "onnx/*", "*/*"]
+OF_MISTRAL = "consolidated*"
+"""Weights in Mistral's own format, mostly a second copy of what is there in Hugging Face's."""
+UNWANTED_FILES = [OF_MISTRAL, "original/*", "onnx/*", "*/*"]
 """Second copies of the weights in other layouts, and whatever lies in sub-folders."""
 
 
@@ -75,6 +78,8 @@ def resolve_model_folder(
     folder = download(name, revision, download_dir, wanted)
     if of_hub and not (folder / "config.json").exists() and models_in(files_of(name, revision, download_dir)):
         return folder_of(download_gguf(of_hub, revision, download_dir))
+    if is_mistral_folder(folder):
+        return download(name, revision, download_dir, wanted, [each for each in UNWANTED_FILES if each != OF_MISTRAL])
     return folder
 
 

@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.params.gguf_folder.places_file import PLACES
+from jaxpaged.params.mistral_folder import MISTRAL_INDEX, description_of
+from jaxpaged.params.other_formats import PARAMS
 from jaxpaged.params.placing import place_part
 from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
@@ -81,11 +83,12 @@ def copy_side_files(
 ) -> None:
     """Whatever the tokenizer needs, and configuration: what `described` makes of the model's config.json."""
     for path in (path for pattern in SIDE_FILES for path in model_folder.glob(pattern)):
-        if path.name not in {"model.safetensors.index.json", PLACES, *BESIDE}:
+        if path.name not in {"model.safetensors.index.json", MISTRAL_INDEX, PARAMS, PLACES, *BESIDE}:
             shutil.copyfile(path, out_folder / path.name)
-    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    own = model_folder / "config.json"
+    config = json.loads(own.read_text(encoding="utf-8")) if own.exists() else description_of(model_folder)
     changed = described(config)
-    if changed != config:
+    if changed != config or not own.exists():
         (out_folder / "config.json").write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 

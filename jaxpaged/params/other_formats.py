@@ -65,8 +65,18 @@ def refuse_other_folder(folder: Path) -> None:
         )
 
 
+PARAMS = "params.json"
+"""The description of a model in Mistral's own format, and in Meta's."""
+
+
+def is_mistral_folder(folder: Path) -> bool:
+    """Whether a folder has Mistral's own format, and no other (`mistral_folder.py`)."""
+    is_described = (folder / PARAMS).exists() and not (folder / "config.json").exists()
+    return is_described and not any(folder.glob("*.pth"))  # those are Meta's
+
+
 OTHER_FILES = {
-    "params.json": "Meta's or Mistral's own tools",
+    PARAMS: "Meta's own tools",
     "*.onnx": "ONNX",
     "onnx/*.onnx": "ONNX",
     "openvino_model.xml": "OpenVINO",

@@ -70,6 +70,13 @@ class HeldTensor(TensorEntry):
     array: np.ndarray
 
 
+@dataclass(frozen=True)
+class ReorderedTensor(TensorEntry):
+    """A tensor whose rows lie in another order: `rows` says of each where it is in the file."""
+
+    rows: np.ndarray
+
+
 def read_header(path: Path) -> list[TensorEntry]:
     """All tensors of a file. CheckpointError naming file and tensor when anything does not add up."""
     try:
@@ -130,7 +137,8 @@ def parse_entry(path: Path, name: str, entry: Any, data_start: int, file_bytes: 
 
 @contextmanager
 def mapped(entry: TensorEntry, dtypes: Mapping[str, np.dtype] = DTYPES) -> Iterator[np.ndarray]:
-    """The tensor as a read-only view of the file; what is kept of it must be copied before the block ends.
+    """The tensor as a read-only view of the file, or a copy where its rows lie in another order; what is kept of it
+    must be copied before the block ends.
 
     `dtypes`: those that it may have. Only this tensor is mapped, and it is unmapped afterwards: the pages that were
     read do not add up.
@@ -152,4 +160,5 @@ def mapped(entry: TensorEntry, dtypes: Mapping[str, np.dtype] = DTYPES) -> Itera
         memory = mmap.mmap(file.fileno(), length, offset=start, access=mmap.ACCESS_READ)
     buffer = np.frombuffer(memory, np.uint8)[entry.begin - start :]
     # The map is released with the last view of it: closing it here would fail while a caller's frame holds one.
-    yield buffer.view(dtypes[entry.dtype]).reshape(entry.shape)
+    stored = buffer.view(dtypes[entry.dtype]).reshape(entry.shape)
+    yield stored[entry.rows] if isinstance(entry, ReorderedTensor) else stored

@@ -221,10 +221,11 @@ def test_a_model_beside_which_an_adapter_lies_is_a_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("file", "what"),
-    [("params.json", "Meta's or Mistral's own tools"), ("model.onnx", "ONNX"), ("openvino_model.xml", "OpenVINO")],
+    [("params.json", "Meta's own tools"), ("model.onnx", "ONNX"), ("openvino_model.xml", "OpenVINO")],
 )
 def test_files_of_other_programs_are_recognised(file, what, tmp_path):
-    (tmp_path / file).write_text("{}")
+    for name in (file, "consolidated.00.pth"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError) as caught:
         load_hf_config(tmp_path)
     assert f"holds a model for {what} ({file})" in plain_words(caught)
