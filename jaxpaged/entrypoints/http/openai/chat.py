@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
-from jaxpaged.entrypoints.for_trainers import for_trainers
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import (
     beam_params,
@@ -40,6 +39,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     FunctionDelta,
     NamedToolChoice,
     TokenizeRequest,
+    told_to_trainers,
     usage_of,
 )
 from jaxpaged.entrypoints.http.respond import Parsed, Stages, respond
@@ -201,7 +201,6 @@ def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput,
         as_ids = bool(body.return_tokens_as_token_ids)
         logprobs = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, body.num_logprobs, as_ids)
     part = reader.read(completion)
-    is_told = completion.sampling_mask is not None or completion.routed_experts is not None
     return ChatChoice(
         index=completion.index,
         message=chat_message(chat, part.message),
@@ -209,7 +208,7 @@ def choice(chat: ParsedChat, tokenizer: Tokenizer, completion: CompletionOutput,
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
         token_ids=completion.token_ids if body.return_token_ids else None,
-        **(for_trainers(completion) if is_told else {}),
+        **told_to_trainers(completion),
     )
 
 
@@ -264,8 +263,9 @@ class ChatStream(OpenAIStream):
 
     def _is_text(self, completion: CompletionOutput) -> bool:
         """Whether a result brings nothing but text, all of which is content. This is the way of most tokens."""
-        goes_on = completion.finish_reason is None and completion.logprobs is None
-        return goes_on and self._only_text and self._readers[completion.index].is_plain
+        if completion.finish_reason is not None or completion.logprobs is not None:
+            return False
+        return completion.sampling_mask is None and self._only_text and self._readers[completion.index].is_plain
 
     def _text_event(self, index: int, text: str) -> bytes:
         events = self._text_events.get(index)
@@ -291,7 +291,8 @@ class ChatStream(OpenAIStream):
 
     def _shows_tokens(self, completion: CompletionOutput) -> bool:
         """Whether there is something to show although the text has not grown."""
-        return bool(completion.token_ids) and (self._with_ids or completion.logprobs is not None)
+        has_more = completion.logprobs is not None or completion.sampling_mask is not None
+        return bool(completion.token_ids) and (self._with_ids or has_more)
 
     def _choices(self, completion: CompletionOutput) -> Iterator[ChatStreamChoice]:
         """One for every piece. The first has the tokens, the last says how the response ended."""
@@ -309,6 +310,7 @@ class ChatStream(OpenAIStream):
                 finish_reason=part.finish_reason if is_last else None,
                 stop_reason=part.stop_reason if is_last else msgspec.UNSET,
                 token_ids=completion.token_ids if self._with_ids and not place else None,
+                **({} if place else told_to_trainers(completion)),
             )
 
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:

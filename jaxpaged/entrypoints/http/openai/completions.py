@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from jaxpaged.engine.input.tokenizer import Tokenizer
 from jaxpaged.engine.output.token_texts import texts_of
-from jaxpaged.entrypoints.for_trainers import for_trainers
 from jaxpaged.entrypoints.http.openai.events import PLACEHOLDER, Chunk, OpenAIStream, TextEvents
 from jaxpaged.entrypoints.http.openai.fields import (
     beam_params,
@@ -37,6 +36,7 @@ from jaxpaged.entrypoints.http.openai.protocol import (
     CompletionRequest,
     CompletionResponse,
     CompletionStreamChoice,
+    told_to_trainers,
     usage_of,
 )
 from jaxpaged.entrypoints.http.respond import Parsed, Stages, respond
@@ -257,7 +257,7 @@ class CompletionStream(OpenAIStream):
         events = self.lent(output)
         for completion in output.outputs:
             index = number * self._n + completion.index
-            if self._only_text and completion.finish_reason is None:
+            if self._only_text and completion.finish_reason is None and completion.sampling_mask is None:
                 if completion.text or completion.token_ids:
                     events += self._text_event(index, completion.text)
                 continue
@@ -288,6 +288,7 @@ class CompletionStream(OpenAIStream):
             stop_reason=completion.stop_reason if ended and not only_echo else msgspec.UNSET,
             token_ids=list(completion.token_ids) if self._with_ids else None,
             prompt_token_ids=output.prompt_token_ids if self._with_ids and first else None,
+            **told_to_trainers(completion),
         )
 
 
@@ -309,7 +310,7 @@ def choices(
                 token_ids=list(each.token_ids) if body.return_token_ids else None,
                 prompt_logprobs=of_prompt,
                 prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
-                **for_trainers(each),
+                **told_to_trainers(each),
             )
         )
     return shown

@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 
 from jaxpaged import __version__
+from jaxpaged.entrypoints.for_trainers import for_trainers
 from jaxpaged.entrypoints.http.openai.fields import GenerationFields
 from jaxpaged.entrypoints.http.openai.logprobs import ChatLogprobs, CompletionLogprobs
-from jaxpaged.messages import Logprob
+from jaxpaged.messages import CompletionOutput, Logprob
 from jaxpaged.serving.output_reader import UsageCounter
 
 
@@ -34,6 +35,13 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | None | msgspec.UnsetType = None
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+def told_to_trainers(completion: CompletionOutput) -> dict[str, Any]:
+    """More fields of a choice; none where engines tell trainers nothing, which are most."""
+    if completion.sampling_mask is None and completion.routed_experts is None:
+        return {}
+    return for_trainers(completion)
 
 
 def usage_of(counter: UsageCounter, in_stream: bool = False, num_thinking: int | None = None) -> Usage:
@@ -118,6 +126,8 @@ class CompletionStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    sampling_mask: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 # ---- chats
@@ -280,6 +290,8 @@ class ChatStreamChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None
     stop_reason: int | str | None | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | None = None
+    sampling_mask: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+    routed_experts: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionChunk(Chunk, kw_only=True, omit_defaults=True):
