@@ -82,13 +82,23 @@ KNOWN = (
     Known("ArceeForCausalLM", ("Arcee's AFM",), gguf="arcee"),
     Known("MuseGlimmerForConditionalGeneration", ("Muse Glimmer",), LANGUAGE_MODEL_ONLY),
     Known("LagunaForCausalLM", ("Laguna XS.2, S and M.1",), gguf="laguna"),
-    Known("BertModel", ("all-MiniLM", "BGE", "E5", "GTE", "mxbai Embed", "multilingual E5 small"), pools_only=True),
+    Known(
+        "BertModel",
+        ("all-MiniLM", "BGE", "E5", "GTE", "mxbai Embed", "multilingual E5 small"),
+        gguf="bert",
+        pools_only=True,
+    ),
     Known("BertForSequenceClassification", ("MS MARCO's MiniLM rerankers",), pools_only=True),
     Known("RobertaModel", ("all-RoBERTa", "Granite Embedding"), pools_only=True),
     Known("RobertaForSequenceClassification", ("cross-encoders of RoBERTa",), pools_only=True),
     Known("XLMRobertaModel", ("BGE-M3", "multilingual E5", "Arctic Embed L 2"), pools_only=True),
     Known("XLMRobertaForSequenceClassification", ("BGE reranker", "BGE reranker v2 M3"), pools_only=True),
-    Known("ModernBertModel", ("GTE ModernBERT", "ModernBERT Embed", "Granite Embedding R2"), pools_only=True),
+    Known(
+        "ModernBertModel",
+        ("GTE ModernBERT", "ModernBERT Embed", "Granite Embedding R2"),
+        gguf="modern-bert",
+        pools_only=True,
+    ),
     Known("ModernBertForSequenceClassification", ("GTE ModernBERT's reranker",), pools_only=True),
 )
 """Every architecture of `registry.MODELS` and of `registry.ENCODERS`, by family; `ForMaskedLM` is taken as `Model`."""

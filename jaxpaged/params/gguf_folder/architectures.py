@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder import dense_fields as dense
+from jaxpaged.params.gguf_folder import encoder_fields as encoders
 from jaxpaged.params.gguf_folder import expert_fields as experts
 from jaxpaged.params.gguf_folder import hybrid_fields as hybrid
 from jaxpaged.params.gguf_folder import latent_fields as latents
@@ -37,7 +38,8 @@ class Architecture:
     quantised. `has_own_sizes`: `fields` says how large heads are.
 
     `shaped`: the names of small tensors -> what makes a checkpoint's shape of theirs; `completed` is given all of them.
-    `stretched`: what the rope of config.json has besides where yarn stretches it.
+    `stretched`: what the rope of config.json has besides where yarn stretches it. `layers`: the checkpoint's name of
+    these. `pools_only`: an encoder.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Architecture:
     shaped: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     completed: Callable[[Facts, Vectors], Vectors] = as_they_are
     stretched: Callable[[Facts], dict[str, Any]] = dense.nothing
+    layers: str = "model.layers"
+    pools_only: bool = False
 
 
 OF_GEMMA = {**names.ATTENTION, **names.MLP, **names.SANDWICH_NORMS}
@@ -217,6 +221,23 @@ ARCHITECTURES = {
         has_own_sizes=True,
     ),
     "laguna": Architecture("LagunaForCausalLM", "laguna", names.LAGUNA_LAYER, hybrid.laguna_fields),
+    "bert": Architecture(
+        "BertModel",
+        "bert",
+        names.BERT_LAYER,
+        encoders.bert_fields,
+        names.BERT_OUTSIDE,
+        layers="model.encoder.layer",
+        pools_only=True,
+    ),
+    "modern-bert": Architecture(
+        "ModernBertModel",
+        "modernbert",
+        names.MODERN_BERT_LAYER,
+        encoders.modern_bert_fields,
+        names.MODERN_BERT_OUTSIDE,
+        pools_only=True,
+    ),
     "hy_v3": Architecture("HYV3ForCausalLM", "hy_v3", {**DENSE, **names.HY3_EXPERTS}, experts.hy3_fields),
     "arcee": Architecture(
         "ArceeForCausalLM",

@@ -1,6 +1,7 @@
 """Makes the folder of a model that is a GGUF file, once, and says where its matrices lie.
 
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json   what the file says
+    modules.json, 1_Pooling/config.json                                          how an encoder's states are pooled
     vectors.safetensors                                                          norms and biases
     places.json                                                                  where matrices lie
     model.gguf, or its parts                                                     links to the file
@@ -20,6 +21,7 @@ from jaxpaged.errors import CheckpointError
 from jaxpaged.params.formats.gguf.reader import GgufHeader, read_gguf
 from jaxpaged.params.gguf_folder.architectures import architecture_of
 from jaxpaged.params.gguf_folder.description import config_fields, token_ids
+from jaxpaged.params.gguf_folder.encoder_fields import pooling_files
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.keeping import MAKING, held, identity, remove_old
 from jaxpaged.params.gguf_folder.places import Place, modules_of, places_and_vectors
@@ -52,6 +54,7 @@ def make_folder(path: Path, cache: Path | None = None) -> Path:
             "writable, or set XDG_CACHE_HOME to another folder."
         ) from None
     for name, data in files.items():
+        (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_bytes(data)
     for part in header.paths:
         (made / part.name).symlink_to(part.resolve())
@@ -80,7 +83,8 @@ def contents(header: GgufHeader) -> dict[str, bytes]:
         "config.json": config,
         "generation_config.json": token_ids(facts),
         PLACES: {place.name: facts_of(place) for place in places},
-        **tokenizer_files(facts),
+        **tokenizer_files(facts, architecture.pools_only),
+        **(pooling_files(facts) if architecture.pools_only else {}),
     }
     files = {name: json.dumps(value, ensure_ascii=False).encode() for name, value in described.items()}
     return {**files, VECTORS: b"".join(safetensors_of(vectors))}

@@ -82,7 +82,7 @@ def checkpoint_names(tensor: GgufTensor, facts: Facts, architecture: Architectur
     experts; several names of matrices one after the other. CheckpointError for a tensor that no such model has."""
     start, name, known = "", tensor.name, architecture.outside
     if found := LAYER_NUMBER.match(name):
-        start, name, known = f"model.layers.{found[1]}.", name[found.end() :], architecture.layer
+        start, name, known = f"{architecture.layers}.{found[1]}.", name[found.end() :], architecture.layer
     if whole := known.get(name):
         assert isinstance(whole, str)
         stem, _, kind = name.rpartition(".")

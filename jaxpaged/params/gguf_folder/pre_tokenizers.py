@@ -55,6 +55,8 @@ OF_GPT2, OF_DIGITS = PreTokenizer((GPT2,)), PreTokenizer((r"\p{N}", GPT2))
 OF_LLAMA3, OF_QWEN2 = PreTokenizer((LLAMA3,), takes_whole=True, begins=True), PreTokenizer((QWEN2,), composes=True)
 PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jina-v2-code", "exaone4"), OF_GPT2),
+    "roberta-bpe": PreTokenizer((GPT2,), begins=True),
+    "modern-bert": PreTokenizer((GPT2,), composes=True, begins=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), OF_DIGITS),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), OF_LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), PreTokenizer((LLAMA3,))),

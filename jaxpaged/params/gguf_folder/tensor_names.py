@@ -93,6 +93,35 @@ GEMMA4_OUTSIDE = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+BERT_LAYER = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+BERT_OUTSIDE = {
+    "token_embd": "model.embeddings.word_embeddings",
+    "position_embd": "model.embeddings.position_embeddings",
+    "token_types": "model.embeddings.token_type_embeddings",
+    "token_embd_norm": "model.embeddings.LayerNorm",
+}
+MODERN_BERT_LAYER = {
+    "attn_norm": "attn_norm",
+    "attn_qkv": "attn.Wqkv",
+    "attn_output": "attn.Wo",
+    "ffn_norm": "mlp_norm",
+    "ffn_up": "mlp.Wi",
+    "ffn_down": "mlp.Wo",
+}
+MODERN_BERT_OUTSIDE = {
+    "token_embd": "model.embeddings.tok_embeddings",
+    "token_embd_norm": "model.embeddings.norm",
+    "output_norm": "model.final_norm",
+}
 ERNIE_EXPERTS = {**of_experts(correction="moe_statics.e_score_correction_bias"), **of_shared("shared_experts")}
 LATENT = {
     **PRE_NORMS,

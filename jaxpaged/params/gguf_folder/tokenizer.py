@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file -> tokenizer.json and tokenizer_config.json, which load as those of any model.
 
-Three kinds are read: "gpt2", byte-level pairs that are joined in order, "llama", sentencepiece's pieces with scores,
-whose joins are found: two pieces that are a third one, the best first, and "gemma4", such pieces whose joins are said.
+Four kinds are read: "gpt2", byte-level pairs that are joined in order, "llama", sentencepiece's pieces with scores,
+whose joins are found: two pieces that are a third one, the best first, "gemma4", such pieces whose joins are said, and
+"bert", words and their pieces (`word_pieces.py`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from jaxpaged.encoding.tokenizer_json import BYTES, added_token, bpe, split_to_b
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from jaxpaged.params.gguf_folder.word_pieces import own_tokens, word_pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
@@ -18,13 +20,20 @@ SPACE = "▁"
 SAID = "gemma4"
 PIECES = ("llama", SAID)
 """Kinds of tokenizers that know spaces by a letter of their own, and other bytes by tokens."""
+WORDS = "bert"
+"""The kind that knows words and pieces of them."""
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """What tokenizer_config.json calls a token -> what a GGUF file calls its id."""
+OF_ENCODERS = {"bos_token": "cls bos", "eos_token": "seperator separator eos"}
+"""The same of encoders, whose texts begin and end with other tokens; the first that is there."""
+USUAL = {"bos_token": "[CLS]", "eos_token": "[SEP]"}
+"""Of words and their pieces, where a file does not say."""
 TEMPLATE = "tokenizer.chat_template"
 
 
-def tokenizer_files(facts: Facts) -> dict[str, Any]:
-    """File name -> its content; nothing without a tokenizer. Raises CheckpointError for one that is not read."""
+def tokenizer_files(facts: Facts, of_encoder: bool = False) -> dict[str, Any]:
+    """File name -> its content; nothing without a tokenizer. Encoders have a token before a text, and one behind it.
+    Raises CheckpointError for a tokenizer that is not read."""
     tokens = facts.texts("tokenizer.ggml.tokens")
     if not tokens:
         return {}
@@ -37,18 +46,24 @@ def tokenizer_files(facts: Facts) -> dict[str, Any]:
             f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(kinds)} types of them. Download the file "
             "again."
         )
-    named = {name: token_of(facts, tokens, theirs) for name, theirs in NAMES.items()}
-    named = {name: token for name, token in named.items() if token is not None}
     model = facts.text("tokenizer.ggml.model", "")
+    tokens = own_tokens(tokens, kinds) if model == WORDS else tokens
+    names = {**NAMES, **OF_ENCODERS} if of_encoder else NAMES
+    given = {name: [token_of(facts, tokens, each) for each in theirs.split()] for name, theirs in names.items()}
+    named = {name: next(filter(None, each)) for name, each in given.items() if any(each)}
+    if model == WORDS:
+        named = {name: token for name, token in USUAL.items() if token in tokens} | named
     if model == "gpt2":
         made, begins = byte_level(facts, tokens)
+    elif model == WORDS:
+        made, begins = word_pieces(facts, tokens, kinds), True
     elif model in PIECES:
         merges = joins_said(facts) if model == SAID else joins(facts, tokens, kinds)
         made, begins = sentencepiece(facts, tokens, kinds, merges, named.get("unk_token")), True
     else:
         raise CheckpointError(
-            f"{facts.path} has a tokenizer of the kind {model!r}; gpt2, {', '.join(PIECES)} are read. Name the folder "
-            "of the model's own with the option tokenizer, or serve the safetensors version."
+            f"{facts.path} has a tokenizer of the kind {model!r}; gpt2, {WORDS}, {', '.join(PIECES)} are read. Name "
+            "the folder of the model's own with the option tokenizer, or serve the safetensors version."
         )
     spaced = model in PIECES and not has_prefix(facts)
     added = [
@@ -58,7 +73,7 @@ def tokenizer_files(facts: Facts) -> dict[str, Any]:
     ]
     around = {
         "bos_token": facts.flag("tokenizer.ggml.add_bos_token", begins),
-        "eos_token": facts.flag("tokenizer.ggml.add_eos_token", False),
+        "eos_token": facts.flag("tokenizer.ggml.add_eos_token", False) or of_encoder,
     }
     ids = {name: tokens.index(named[name]) for name, is_wanted in around.items() if is_wanted and name in named}
     description = {
