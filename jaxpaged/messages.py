@@ -158,19 +158,20 @@ class EncoderInput(msgspec.Struct):
 class StepPrograms(NamedTuple):
     """The programs of a step, in the order of calls: `draft` proposes tokens, `forward` has the model's layers, and
     `finish` samples tokens, or pools. A multi-step decode is one program, `multi_step`, in their place. None: the step
-    has no such program. `encode`: those of the batches of its pictures, before all others."""
+    has no such program. Before these, `adapters` loads and probes what gets a slot, and `encode` computes pictures."""
 
     draft: ProgramKey | None = None
     forward: ProgramKey | None = None
     finish: ProgramKey | None = None
     multi_step: ProgramKey | None = None
     encode: tuple[ProgramKey, ...] = ()
+    adapters: tuple[ProgramKey, ...] = ()
 
     @property
     def keys(self) -> list[ProgramKey]:
         """The programs that the step has."""
         one_each = (self.draft, self.forward, self.finish, self.multi_step)
-        return [*self.encode, *(key for key in one_each if key is not None)]
+        return [*self.adapters, *self.encode, *(key for key in one_each if key is not None)]
 
 
 class SchedulerOutput(msgspec.Struct):

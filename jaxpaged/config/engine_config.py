@@ -5,7 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpaged.config.lora import LoRAConfig, check_adapters
+from jaxpaged.config.lora import LoRAConfig
 from jaxpaged.config.multimodal import MultiModalConfig
 from jaxpaged.config.option_checks import checked
 from jaxpaged.config.plugin_options import PluginConfig
@@ -108,7 +108,6 @@ class EngineConfig:
         sections = cache, self.parallel, scheduler, self.compile
         check_stages(*sections, self.load.load_format, speculative.num_drafts)
         check_ranks(cache, self.parallel, speculative.num_drafts)
-        check_adapters(self.lora, self.parallel.num_processes)
         if model.runner == "pooling":
             cache, scheduler = for_pooling(model, cache, scheduler, self.compile, facts)
             cache = for_encoder(cache, self.parallel, scheduler, facts)

@@ -57,15 +57,6 @@ class LoRAConfig:
         return self.max_cpu_loras or self.max_loras
 
 
-def check_adapters(lora: LoRAConfig, num_processes: int) -> None:
-    """Raise ConfigError for adapters where they cannot be."""
-    if lora.enable_lora and num_processes > 1:
-        raise ConfigError(
-            f"enable_lora is given, but {num_processes} processes compute as one, and adapters are not read in all of "
-            "them yet. Let one process compute, or merge the adapter: jaxpaged merge."
-        )
-
-
 def adapter_config(folder: Path) -> dict[str, Any]:
     """What an adapter says of itself; nothing where that cannot be seen: reading the adapter says why."""
     try:

@@ -61,7 +61,7 @@ class OnlyFollowers:
 class DriverEnd:
     """Where followers connect to: two ports of `host`, from `port` on, or whichever are free.
 
-    `send` is for one thread, `receive` for another. Raises zmq.ZMQError when an address is taken.
+    `send` is for one thread at a time, `receive` for another one. Raises zmq.ZMQError when an address is taken.
     """
 
     def __init__(self, host: str, port: int | None, secret: bytes):

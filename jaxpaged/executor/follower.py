@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import FollowerEnd
@@ -18,8 +19,10 @@ from jaxpaged.executor.group_messages import (
     Ask,
     Broken,
     Command,
+    DropLoRA,
     Hello,
     Loaded,
+    ReadLoRA,
     Reply,
     Report,
     Sample,
@@ -148,18 +151,29 @@ class Follower:
             programs = self._executor.worker.programs
             programs.prepare(command.key) if command.hurry else programs.is_ready(command.key)
         elif isinstance(command, Ask):
-            self._post.say(self._answer(command))
+            while self._pending:
+                self._pending.popleft().result()
+            self._answer(command, lambda: self._call(command))
+        elif isinstance(command, ReadLoRA):
+            read = lambda: self._executor.worker.read_lora(command.request).digest
+            threading.Thread(target=self._answer, args=(command, read), name="adapter reader", daemon=True).start()
+        elif isinstance(command, DropLoRA):
+            self._executor.worker.drop_lora(command.lora_int_id)
 
-    def _answer(self, ask: Ask) -> Reply:
-        while self._pending:
-            self._pending.popleft().result()
+    def _call(self, ask: Ask) -> Any:
+        result = getattr(self._executor.worker, ask.method)(*ask.arguments)
+        return result if ask.returns else None
+
+    def _answer(self, question: Ask | ReadLoRA, answer: Callable[[], Any]) -> None:
+        """Say what `answer` returns, or raises."""
+        result = error = None
         try:
-            result = getattr(self._executor.worker, ask.method)(*ask.arguments)
-        except Exception as error:
-            if not isinstance(error, JaxpagedError):
-                logger.exception("%s failed", ask.method)
-            return Reply(self._post.rank, ask.call_id, (type(error).__name__, str(error)))
-        return Reply(self._post.rank, ask.call_id, result=result if ask.returns else None)
+            result = answer()
+        except Exception as raised:
+            if not isinstance(raised, JaxpagedError):
+                logger.exception("%r failed", question)
+            error = (type(raised).__name__, str(raised))
+        self._post.say(Reply(self._post.rank, question.call_id, error, result))
 
 
 def leave_late(post: Post, error: EngineError) -> None:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import zmq
@@ -18,7 +19,7 @@ import zmq
 from jaxpaged.distributed.channel import SILENCE_SECONDS, DriverEnd, LostError, bracketed
 from jaxpaged.distributed.group import Membership, join
 from jaxpaged.encoding.frames import FrameDecoder, FrameEncoder
-from jaxpaged.errors import ConfigError, EngineDeadError, JaxpagedError, error_named
+from jaxpaged.errors import CheckpointError, ConfigError, EngineDeadError, JaxpagedError, error_named
 from jaxpaged.executor.group_messages import (
     Alive,
     Ask,
@@ -26,6 +27,7 @@ from jaxpaged.executor.group_messages import (
     Command,
     Hello,
     Loaded,
+    ReadLoRA,
     Reply,
     Report,
     Settled,
@@ -34,7 +36,7 @@ from jaxpaged.executor.group_messages import (
     Want,
     Welcome,
 )
-from jaxpaged.messages import ProgramKey, Progress
+from jaxpaged.messages import LoRAInfo, LoRARequest, ProgramKey, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,8 @@ class Group:
     or at free ones. `last_resort` says why, and ends this process, if it does not end itself. `release` gives back what
     was borrowed for the others, after they were told to end.
 
-    A thread hears the others; everything else is for the thread that drives. Raises ConfigError when the address cannot
-    be used.
+    A thread hears the others; everything else is for the thread that drives, but `read_lora`, which waits beside it.
+    Raises ConfigError when the address cannot be used.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class Group:
         self._sizes: dict[int, int] = {}
         self._ready: dict[int, set[ProgramKey]] = {rank: set() for rank in self.ranks}
         self._replies: dict[tuple[int, int], Reply] = {}
-        self._num_calls = 0
+        self._call_ids = count(1)
         self._wanted: set[tuple[ProgramKey, bool]] = set()
-        self._encoder = FrameEncoder()
+        self._encoder, self._sending = FrameEncoder(), threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._listen, name="group", daemon=True)
         self._thread.start()
@@ -148,24 +150,47 @@ class Group:
 
     def tell(self, command: Command) -> None:
         """Say something to all. Raises EngineDeadError when the group has lost somebody."""
-        self.check()
         self._send(self.ranks, command)
 
     def ask[R](self, method: str, arguments: Iterable[Any], own: Callable[[], R], *, returns: bool = False) -> list[R]:
         """Call a method of every worker; `own` is that of this process. The results, by rank, if others are to say
         theirs (`returns`). Raises what one of them raised."""
-        self._num_calls += 1
-        call_id = self._num_calls
-        self.tell(Ask(call_id, method, list(arguments), returns))
+        question = Ask(next(self._call_ids), method, list(arguments), returns)
+        result, replies = self._ask(question, f"end {method}", own)
+        return [result, *(reply.result for reply in replies)] if returns else [result]
+
+    def read_lora(self, request: LoRARequest, own: Callable[[], LoRAInfo]) -> LoRAInfo:
+        """Have every worker read an adapter, beside steps; `own` is that of this process. For any thread. Raises what
+        one of them raised, and CheckpointError where their files differ."""
+
+        def read() -> LoRAInfo:
+            try:
+                return own()
+            except CheckpointError as error:
+                raise CheckpointError(f"{self._name(0)}: {error}") from error
+
+        info, replies = self._ask(ReadLoRA(next(self._call_ids), request), f"read {request.lora_path}", read)
+        for reply in replies:
+            if reply.result != info.digest:
+                raise CheckpointError(
+                    f"{request.lora_path}: the files of the adapter have the digest {info.digest} where rank 0 reads "
+                    f"them, and {reply.result} at {self._name(reply.rank)}. Copy the same ones to all hosts."
+                )
+        return info
+
+    def _ask[R](self, question: Ask | ReadLoRA, what: str, own: Callable[[], R]) -> tuple[R, list[Reply]]:
+        """What `own` returns, and what the others reply once they have done so, too. Raises what one of them raised."""
+        self.tell(question)
         try:
             result = own()
         finally:
-            self._wait_for_all(f"end {method}", lambda rank: (rank, call_id) in self._replies)
-            replies = [self._replies.pop((rank, call_id)) for rank in self.ranks]
+            self._wait_for_all(what, lambda rank: (rank, question.call_id) in self._replies)
+            replies = [self._replies.pop((rank, question.call_id)) for rank in self.ranks]
         for reply in replies:
             if reply.error is not None:
-                raise error_named(*reply.error)
-        return [result, *(reply.result for reply in replies)] if returns else [result]
+                kind, words = reply.error
+                raise error_named(kind, f"{self._name(reply.rank)}: {words}")
+        return result, replies
 
     def is_ready(self, key: ProgramKey) -> bool:
         """Whether the others have a program."""
@@ -194,9 +219,11 @@ class Group:
     # ---- end
 
     def check(self) -> None:
-        """Raises EngineDeadError when the group has lost somebody."""
+        """Raises EngineDeadError when the group has lost somebody, or was closed."""
         if self.failure is not None:
             raise EngineDeadError(str(self.failure)) from self.failure
+        if self._closed:
+            raise EngineDeadError("the engine has ended.")
 
     def fail_soon(self, error: JaxpagedError) -> None:
         """The group cannot go on for what ended one of the others, if that is known in a moment, else for `error`."""
@@ -220,10 +247,12 @@ class Group:
             if self._closed:
                 return
             self._closed = True
-        stop = self._encoder.encode(Stop(reason or str(self.failure or "")))
-        for rank in self._hellos.keys() & set(self.ranks):
-            with contextlib.suppress(LostError):  # it has left before
-                self._end.send((rank,), stop, MOMENT_SECONDS)
+            self._changed.notify_all()
+        with self._sending:
+            stop = self._encoder.encode(Stop(reason or str(self.failure or "")))
+            for rank in self._hellos.keys() & set(self.ranks):
+                with contextlib.suppress(LostError):  # it has left before
+                    self._end.send((rank,), stop, MOMENT_SECONDS)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():  # which uses the sockets
             logger.error(
@@ -242,7 +271,9 @@ class Group:
 
     def _send(self, ranks: Iterable[int], command: Command) -> None:
         try:
-            self._end.send(ranks, self._encoder.encode(command))
+            with self._sending:
+                self.check()  # the sockets may be closed
+                self._end.send(ranks, self._encoder.encode(command))
         except LostError as error:  # who has started it knows why, and says so in a moment
             self.fail_soon(EngineDeadError(f"{self._name(error.rank)} has left, or its host cannot be reached"))
             self.check()
@@ -250,9 +281,10 @@ class Group:
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Until `ready()`, or for so long; whether it is. Raises what ended the group meanwhile."""
         with self._changed:
-            is_ready = self._changed.wait_for(lambda: ready() or self.failure is not None, seconds)
+            is_ready = self._changed.wait_for(lambda: ready() or self.failure is not None or self._closed, seconds)
         if self.failure is not None:
             raise self.failure
+        self.check()
         return is_ready
 
     def _wait_for_all(self, what: str, done: Callable[[int], bool]) -> None:

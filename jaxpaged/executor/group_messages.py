@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from jaxpaged.distributed.group import Membership
-from jaxpaged.messages import ProgramKey, SchedulerOutput
+from jaxpaged.messages import LoRARequest, ProgramKey, SchedulerOutput
 
 # ---- what the driver says ------------------------------------------------------------------------
 
@@ -52,13 +52,26 @@ class Ask(msgspec.Struct, tag=True, array_like=True):
     returns: bool = False
 
 
+class ReadLoRA(msgspec.Struct, tag=True, array_like=True):
+    """Read an adapter into host memory, beside steps. The result is the digest of its files."""
+
+    call_id: int
+    request: LoRARequest
+
+
+class DropLoRA(msgspec.Struct, tag=True, array_like=True):
+    """Take an adapter out of host memory, if it is there."""
+
+    lora_int_id: int
+
+
 class Stop(msgspec.Struct, tag=True, array_like=True):
     """The engine ends, and what ended it if that was not in peace."""
 
     reason: str = ""
 
 
-Command = Welcome | Settled | Step | Sample | Want | Ask | Stop
+Command = Welcome | Settled | Step | Sample | Want | Ask | ReadLoRA | DropLoRA | Stop
 
 # ---- what followers say --------------------------------------------------------------------------
 

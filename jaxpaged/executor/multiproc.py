@@ -3,6 +3,7 @@
 It schedules nothing twice: what it dispatches here is what it has told the others to dispatch. See `group.py`.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.errors import EngineDeadError, EngineError, UsageError
 from jaxpaged.executor.base import PendingOutput
 from jaxpaged.executor.group import Group
-from jaxpaged.executor.group_messages import Sample, Step
+from jaxpaged.executor.group_messages import DropLoRA, Sample, Step
 from jaxpaged.executor.uniproc import UniProcExecutor
 from jaxpaged.messages import LoRAInfo, LoRARequest, ModelRunnerOutput, ProgramKey, Progress, SchedulerOutput
 from jaxpaged.models.config import DecoderConfig
@@ -90,10 +91,17 @@ class Everybody:
         self._ask("wake_up", part)
 
     def read_lora(self, request: LoRARequest) -> LoRAInfo:
-        raise UsageError("several processes that compute as one take no LoRA adapters yet. Let one process compute.")
+        """See `Group.read_lora`. What one cannot read, none keeps."""
+        try:
+            return self._group.read_lora(request, lambda: self._own.read_lora(request))
+        except BaseException:
+            self.drop_lora(request.lora_int_id)
+            raise
 
     def drop_lora(self, lora_int_id: int) -> None:
-        raise UsageError("several processes that compute as one have no LoRA adapters.")
+        self._own.drop_lora(lora_int_id)
+        with contextlib.suppress(EngineDeadError):  # nobody is left who has it
+            self._group.tell(DropLoRA(lora_int_id))
 
     def start_weight_update(self, is_partial: bool) -> None:
         self._ask("start_weight_update", is_partial)

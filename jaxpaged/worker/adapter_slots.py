@@ -34,6 +34,14 @@ NUM_PROBED = 4
 """Tokens of a probe."""
 
 
+Version = tuple[int, str]
+"""The number of an adapter, and the digest of its files."""
+
+
+def version_of(info: LoRAInfo) -> Version:
+    return info.lora_int_id, info.digest
+
+
 class HostAdapter(NamedTuple):
     """An adapter in host memory: what travels, of each stage, and the level of programs that it needs."""
 
@@ -47,17 +55,19 @@ class HostAdapter(NamedTuple):
 class Probe:
     """What the layers made of a few tokens with an adapter and without it, arrays on their way to the host."""
 
-    def __init__(self, name: str, with_it: Any, without: Any):
-        self._name, self._arrays = name, (with_it, without)
+    def __init__(self, info: LoRAInfo, with_it: Any, without: Any):
+        self.info, self._arrays, self._differ = info, (with_it, without), False
 
     def complaint(self) -> str | None:
         """Why the adapter must not be used; None: it changes what the model computes."""
-        with_it, without = (np.asarray(plain_lines(each)) for each in self._arrays)
-        if not np.array_equal(with_it, without):
+        if self._arrays:
+            with_it, without = (np.asarray(plain_lines(each)) for each in self._arrays)
+            self._arrays, self._differ = (), not np.array_equal(with_it, without)
+        if self._differ:
             return None
         return (
-            f"the adapter {self._name!r} changes nothing: with it and without it the model computes the same of "
-            f"{NUM_PROBED} tokens. Its weights are zeros, or it was made for another model."
+            f"the adapter {self.info.lora_name!r} changes nothing: with it and without it the model computes the "
+            f"same of {NUM_PROBED} tokens. Its weights are zeros, or it was made for another model."
         )
 
 
@@ -66,14 +76,13 @@ class ProbeReading:
     """Fails requests of an adapter that changes nothing. It comes before what reads their tokens."""
 
     slots: "AdapterSlots"
-    slot: int
     probe: Probe
     request_ids: Sequence[str]
 
     def read(self, output: ModelRunnerOutput) -> None:
         complaint = self.probe.complaint()
         if complaint is None:
-            self.slots.passed(self.slot, self.probe)
+            self.slots.passed(self.probe)
             return
         for request_id in self.request_ids:
             output.failed.setdefault(request_id, complaint)
@@ -95,8 +104,8 @@ class AdapterSlots:
         self._host: dict[int, HostAdapter] = {}
         self._in_slots: dict[int, HostAdapter] = {}
         self._levels = np.zeros(specs[-1].max_loras + 1, np.int32)  # by slot
-        self.probes: dict[int, Probe] = {}  # of slots whose adapter has not passed
-        self._probed: set[tuple[int, str]] = set()
+        self.probes: dict[Version, Probe] = {}  # of adapters that have not passed
+        self._probed: set[Version] = set()
 
     # ---- host memory -----------------------------------------------------------------------------
 
@@ -144,12 +153,12 @@ class AdapterSlots:
     # ---- slots -----------------------------------------------------------------------------------
 
     def load(self, device: Device, slot: int, lora_int_id: int) -> bool:
-        """Dispatch an adapter's move into a slot; whether it is to be probed."""
+        """Dispatch an adapter's move into a slot; whether it is to be probed, which follows from what was dispatched
+        and not from what was read back: all processes of an engine say the same."""
         adapter = self._host[lora_int_id]
         self._in_slots[slot], self._levels[slot] = adapter, adapter.level
-        self.probes.pop(slot, None)
         self._put(device, slot, adapter)
-        return adapter.changes_layers and (lora_int_id, adapter.info.digest) not in self._probed
+        return adapter.changes_layers and version_of(adapter.info) not in self._probed
 
     def _put(self, device: Device, slot: int, adapter: HostAdapter) -> None:
         uploads = tuple(map(uploads_of, self._specs, adapter.lines))
@@ -160,6 +169,8 @@ class AdapterSlots:
 
     def begin_anew(self, device: Device) -> None:
         """Stacks of zeros, and in them what was in slots."""
+        self._probed -= self.probes.keys()  # whose arrays may be lost
+        self.probes.clear()
         device.stacks = device.call(ProgramKey(ProgramKind.LORA_ZEROS))
         self.follow_experts(device)
 
@@ -168,15 +179,22 @@ class AdapterSlots:
         for slot, adapter in self._in_slots.items():
             self._put(device, slot, adapter)
 
-    def name_in(self, slot: int) -> str:
-        return self._in_slots[slot].info.lora_name
+    # ---- probes ----------------------------------------------------------------------------------
 
-    def passed(self, slot: int, probe: Probe) -> None:
-        """The adapter in a slot changes what the model computes."""
-        if self.probes.get(slot) is probe:
-            info = self._in_slots[slot].info
-            self._probed.add((info.lora_int_id, info.digest))
-            del self.probes[slot]
+    def note_probe(self, slot: int, with_it: Any, without: Any) -> None:
+        """What the layers make with the adapter in a slot, and without it."""
+        info = self._in_slots[slot].info
+        self.probes[version_of(info)] = Probe(info, with_it, without)
+        self._probed.add(version_of(info))
+
+    def probe_of(self, slot: int) -> Probe | None:
+        """That of the adapter in a slot, until it has passed."""
+        return self.probes.get(version_of(self._in_slots[slot].info))
+
+    def passed(self, probe: Probe) -> None:
+        """An adapter changes what the model computes."""
+        if self.probes.get(version_of(probe.info)) is probe:
+            del self.probes[version_of(probe.info)]
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import ModelRunnerOutput, NewRequestData, ProgramKey, SchedulerOutput, StepBuckets
-from jaxpaged.worker.adapter_slots import NUM_PROBED, AdapterSlots, Probe, ProbeReading, probe_step
+from jaxpaged.worker.adapter_slots import AdapterSlots, ProbeReading, probe_step
 from jaxpaged.worker.device import Device, start_copy
 from jaxpaged.worker.encoder import Encoder
 from jaxpaged.worker.programs.compile_queue import Activity
@@ -187,7 +187,7 @@ class ModelRunner:
         waited_before, refused = device.programs.seconds_waited, dict[str, str]()
         updates: list[Updates] = [[] for _ in parts]
         if scheduled.lora_loads:
-            self._load_adapters(scheduled.lora_loads)
+            self._load_adapters(scheduled)
         for rank, part in enumerate(parts):
             if part.new_requests or part.removed_request_ids or any(part.new_block_ids):
                 updates[rank], refused_here = self._update_rows(rank, part)
@@ -252,26 +252,25 @@ class ModelRunner:
         state.kv, state.tables, state.rows, state.hidden, hidden_SD, experts = device.call(program, *arguments)
         return hidden_SD, experts
 
-    def _load_adapters(self, loads: Sequence[tuple[int, int]]) -> None:
+    def _load_adapters(self, scheduled: SchedulerOutput) -> None:
         """Move adapters into slots, and see what those do that are there for the first time."""
-        adapters, layouts = self.adapters, self.layouts
+        adapters, (_, key) = self.adapters, scheduled.programs.adapters
         assert adapters is not None, "only an engine with adapters loads some"
-        for slot, lora_int_id in loads:
+        make_step = partial(probe_step, self.layouts[key.size], self.ranks[0].null_row, len(self.ranks))
+        for slot, lora_int_id in scheduled.lora_loads:
             if adapters.load(self.device, slot, lora_int_id):
-                size = self.device.programs.smallest_ready(ProgramKind.FORWARD, NUM_PROBED, sorted(layouts))
-                make_step = partial(probe_step, layouts[size], self.ranks[0].null_row, len(self.ranks))
-                key = ProgramKey(ProgramKind.FORWARD, size)
                 hidden = [start_copy(self._forward(key, make_step(each))[0]) for each in (slot, 0)]
-                adapters.probes[slot] = Probe(adapters.name_in(slot), *hidden)
+                adapters.note_probe(slot, *hidden)
 
     def _probe_readings(self, parts: Sequence[SchedulerOutput]) -> list[Reading]:
         """What fails new requests whose adapter changes nothing."""
         adapters, by_slot = self.adapters, dict[int, list[str]]()
         assert adapters is not None, "only an engine with adapters probes some"
         for request in itertools.chain.from_iterable(part.new_requests for part in parts):
-            if request.lora_slot in adapters.probes:
+            if request.lora_slot:
                 by_slot.setdefault(request.lora_slot, []).append(request.request_id)
-        return [ProbeReading(adapters, slot, adapters.probes[slot], ids) for slot, ids in by_slot.items()]
+        probes = [(adapters.probe_of(slot), ids) for slot, ids in by_slot.items()]
+        return [ProbeReading(adapters, probe, ids) for probe, ids in probes if probe is not None]
 
     def _update_rows(self, rank: int, scheduled: SchedulerOutput) -> tuple[Updates, dict[str, str]]:
         """Take rows and give rows of a rank -> (block table entries that the step brings, requests that are refused and

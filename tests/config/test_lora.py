@@ -2,15 +2,8 @@
 
 import pytest
 
-from jaxpaged.config.lora import LoRAConfig, check_adapters
+from jaxpaged.config.lora import LoRAConfig
 from jaxpaged.errors import ConfigError
-
-
-def test_adapters_are_read_in_one_process():
-    check_adapters(LoRAConfig(enable_lora=True), 1)
-    check_adapters(LoRAConfig(), 2)
-    with pytest.raises(ConfigError, match="2 processes compute as one.*Let one process compute, or merge"):
-        check_adapters(LoRAConfig(enable_lora=True), 2)
 
 
 def test_host_memory_has_places_for_all_slots():

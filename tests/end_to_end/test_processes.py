@@ -2,22 +2,27 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import shutil
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from jaxpaged import AsyncLLM, SamplingParams
+from jaxpaged import AsyncLLM, LoRARequest, SamplingParams
 from jaxpaged.config import EngineConfig
 from jaxpaged.distributed.channel import SILENCE_SECONDS
-from jaxpaged.errors import EngineRestartError
+from jaxpaged.errors import CheckpointError, EngineRestartError
+from tests.models.adapted import GOLDEN, write_other
 from tests.models.checkpoints import prompt_of, write_checkpoint
 from tests.models.paged import golden_of
 
-NAME = "qwen3"
+NAME = "llama"
 # One bucket that the prompt does not fit: it takes several steps.
 OPTIONS = {
     "max_num_seqs": 4,
@@ -36,12 +41,15 @@ def params(**more):
     return SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, detokenize=False, **more)
 
 
-async def answer(llm, request_id, data_parallel_rank=None, **more):
+async def answer(llm, request_id, **more):
     """The token ids that a request gets."""
-    prompt = {"prompt_token_ids": prompt_of(NAME)}
-    asked = llm.generate(prompt, params(**more), request_id, data_parallel_rank=data_parallel_rank)
+    return (await output_of(llm, request_id, **more)).token_ids
+
+
+async def output_of(llm, request_id, logprobs=None, **more):
+    asked = llm.generate({"prompt_token_ids": prompt_of(NAME)}, params(logprobs=logprobs), request_id, **more)
     outputs = [output async for output in asked]
-    return outputs[-1].outputs[0].token_ids
+    return outputs[-1].outputs[0]
 
 
 def children(pid):
@@ -106,7 +114,38 @@ def say_garbage(port):
             stranger.sendall(words)
 
 
-async def live(llm, others):
+async def check_adapter(llm, adapter, request_id):
+    """It makes of a prompt what PEFT makes of the golden's."""
+    [line, *_] = (await output_of(llm, request_id, logprobs=8, lora_request=adapter)).logprobs
+    top = json.loads((GOLDEN / "plain" / "logits.json").read_text())["top"][str(len(prompt_of(NAME)) - 1)]
+    found = [line[token].logprob - line[top["ids"][0]].logprob for token in top["ids"]]
+    assert found == pytest.approx([logit - top["logits"][0] for logit in top["logits"]], abs=5e-4)
+
+
+async def live_with_adapters(llm, others, folder):
+    """There is one place in slots and in host memory, so two adapters are read again and again."""
+    plain, other = LoRARequest("plain", 1, str(GOLDEN / "plain")), LoRARequest("other", 2, write_other(folder, "plain"))
+    wanted, beside = golden_of(NAME)["greedy"][:COUNT], answer(llm, "other", lora_request=other)
+    checks = [check_adapter(llm, plain, f"plain {i}") for i in range(2)]
+    without, with_other, *_ = await asyncio.gather(answer(llm, "none"), beside, *checks)
+    assert without == wanted != with_other
+    # What one process cannot read, none has.
+    driver = core(others)
+    [follower] = followers(driver)
+    for rank, reader in enumerate((follower, driver)):
+        path = folder / f"not for {rank}"
+        path.symlink_to(f"/proc/self/task/{reader}/root{folder}")
+        with pytest.raises(CheckpointError, match=rf"^rank {rank}\b.*: there is no folder {path}"):
+            await llm.add_lora(LoRARequest("third", 3, str(path)))
+    for file in (GOLDEN / "plain").iterdir():
+        shutil.copy(file, folder)
+    await check_adapter(llm, msgspec.structs.replace(other, load_inplace=True), "in place")
+    assert await llm.list_loras() == {1, 2} and await llm.remove_lora(2) and await llm.pin_lora(1)
+    await check_adapter(llm, plain, "pinned")
+    return plain
+
+
+async def live(tmp_path, llm, others):
     wanted = golden_of(NAME)["greedy"][:COUNT]
     assert await asyncio.gather(*(answer(llm, f"first {i}") for i in range(3))) == [wanted] * 3
     assert (await llm.executor_stats())["num_processes"] == 2
@@ -115,9 +154,11 @@ async def live(llm, others):
     for port in ports:
         say_garbage(port)
     assert await answer(llm, "undisturbed") == wanted
+    adapter = await live_with_adapters(llm, others, tmp_path / "other")
     await llm.sleep(level=1)
     await llm.wake_up()
     assert await answer(llm, "awake", logprobs=2) == wanted
+    await check_adapter(llm, adapter, "awake with it")
     # One of them dies while a request is under way: that one ends with an error, and the next is answered.
     first = core(others)
     [follower] = followers(first)
@@ -130,7 +171,8 @@ async def live(llm, others):
     while llm.errored:
         await asyncio.sleep(0.1)
     assert await answer(llm, "after") == wanted
-    assert core(others) != first
+    await check_adapter(llm, adapter, "after with it")
+    assert core(others) != first and await llm.list_loras() == {1}
     return all_below(core(others))
 
 
@@ -168,12 +210,12 @@ async def live_with_two_cores(llm, others):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_two_processes_answer_as_one(tmp_path, monkeypatch, backend):
-    check_group(tmp_path, monkeypatch, backend, live)
+    check_group(tmp_path, monkeypatch, backend, partial(live, tmp_path), enable_lora=True)
 
 
 @pytest.mark.slow
 def test_two_cores_of_two_processes_each_answer_alike(tmp_path, monkeypatch):
-    check_group(tmp_path, monkeypatch, "mp", live_with_two_cores, num_cores=2)
+    check_group(tmp_path, monkeypatch, "mp", live_with_two_cores, data_parallel_size=2)
 
 
 @pytest.mark.exhaustive
@@ -181,17 +223,17 @@ def test_who_follows_a_driver_that_stops_in_mid_step_ends_and_the_group_starts_a
     check_group(tmp_path, monkeypatch, "mp", live_with_a_driver_that_stops, step_timeout=SILENCE_SECONDS + 5)
 
 
-def check_group(tmp_path, monkeypatch, backend, main, num_cores=1, **more):
+def check_group(tmp_path, monkeypatch, backend, main, step_timeout=300.0, **options):
     """Two processes of each core do what `main` says, and nothing is left of those whose ids it returns."""
     folder = write_checkpoint(NAME, tmp_path / "model")
-    options = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "data_parallel_size": num_cores}
+    options |= {"tensor_parallel_size": 2, "distributed_executor_backend": backend}
     if backend == "ray":  # two virtual devices for each of two processes
         pytest.importorskip("ray", reason="the extra ray is not installed")
         options |= {"tensor_parallel_size": 4, "nnodes": 2, "master_port": free_port_of_three()}
         monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     config = EngineConfig.from_options(model=folder, **options, **OPTIONS)
     others = children(os.getpid())
-    llm = AsyncLLM.from_config(config, **more)
+    llm = AsyncLLM.from_config(config, step_timeout=step_timeout)
     try:
         last = asyncio.run(main(llm, others))
     finally:

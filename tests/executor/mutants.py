@@ -81,6 +81,30 @@ MUTANTS = (
         ("ports are closed that a thread uses", "if self._thread.is_alive():", "if False:"),
     ),
     *_of(
+        "jaxpaged/executor/group.py",
+        "adapter",
+        ("files of other hosts may differ", "if reply.result != info.digest:", "if False:"),
+        (
+            "nobody hears that the engine has ended",
+            "            self._closed = True\n            self._changed.notify_all()",
+            "            self._closed = True",
+        ),
+    ),
+    *_of(
+        "jaxpaged/executor/follower.py",
+        "adapter",
+        (
+            "an adapter is read within a step",
+            'args=(command, read), name="adapter reader", daemon=True).start()',
+            "args=(command, read)).run()",
+        ),
+    ),
+    *_of(
+        "jaxpaged/executor/multiproc.py",
+        "adapter",
+        ("what one cannot read, others keep", "            self.drop_lora(request.lora_int_id)\n", ""),
+    ),
+    *_of(
         "jaxpaged/distributed/channel.py",
         "told or has_ended or heard",
         ("a process that has left is waited for", "raise LostError(rank) from error", "continue"),

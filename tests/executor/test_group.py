@@ -5,18 +5,31 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxpaged.engine.process.gathering import free_port
-from jaxpaged.errors import CapacityError, ConfigError, EngineDeadError, EngineError
+from jaxpaged.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError, EngineError
 from jaxpaged.executor import follower as follower_module
 from jaxpaged.executor import group as group_module
-from jaxpaged.executor.follower import Post, follow
-from jaxpaged.executor.group_messages import Alive, Ask, Broken, Hello, Loaded, Reply, Sample, Stop, Want, Welcome
-from jaxpaged.executor.multiproc import GroupStep, ReadyEverywhere
-from jaxpaged.messages import ProgramKey
+from jaxpaged.executor.follower import Follower, Post, follow
+from jaxpaged.executor.group_messages import (
+    Alive,
+    Ask,
+    Broken,
+    DropLoRA,
+    Hello,
+    Loaded,
+    Reply,
+    Sample,
+    Stop,
+    Want,
+    Welcome,
+)
+from jaxpaged.executor.multiproc import Everybody, GroupStep, ReadyEverywhere
+from jaxpaged.messages import LoRAInfo, LoRARequest, ProgramKey
 from tests.executor.members import GIVEN, SECRET, Members, hear, in_thread, wait_for
 
 
@@ -72,6 +85,60 @@ def test_what_a_question_raises_elsewhere_is_raised_here(members):
         post.say(Reply(post.rank, question.call_id, error))
     with pytest.raises(CapacityError, match="no memory"):
         asked()
+
+
+class Reader:
+    """A worker that reads adapters once others are dropped: both in one thread would wait for ever."""
+
+    def __init__(self):
+        self.dropped, self.has_dropped = [], threading.Event()
+        self.start_profile = self.stop_profile = None
+
+    def read_lora(self, request):
+        assert self.has_dropped.wait(20)
+        return LoRAInfo(request.lora_name, request.lora_int_id, request.lora_path, "abc")
+
+    def drop_lora(self, lora_int_id):
+        self.dropped.append(lora_int_id)
+        self.has_dropped.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "digest", "words"),
+    [
+        (None, "abc", None),
+        (None, "def", r"^/a: the files .* digest abc where rank 0 .* and def at rank 2 \(process 2 of here\)\. Copy"),
+        (("CheckpointError", "/a is empty"), None, r"^rank 2 \(process 2 of here\): /a is empty"),
+    ],
+)
+def test_all_read_an_adapter_beside_what_else_they_do_or_none_has_it(members, error, digest, words):
+    members.arrive()
+    [first, second], [own, other] = members.posts, [Reader(), Reader()]
+    following = in_thread(Follower(first, SimpleNamespace(worker=other)).run)
+    everybody = Everybody(own, members.group)
+    reading = in_thread(everybody.read_lora, LoRARequest("a", 3, "/a"))
+    question = hear(second)
+    everybody.drop_lora(2)
+    assert hear(second) == DropLoRA(2)
+    second.say(Reply(2, question.call_id, error, digest))
+    if words is None:
+        assert reading() == LoRAInfo("a", 3, "/a", "abc")
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            reading()
+        assert hear(second) == DropLoRA(3)
+    members.group.close()
+    following()
+    assert own.dropped == other.dropped == ([2] if words is None else [2, 3])
+
+
+def test_who_reads_an_adapter_when_the_engine_ends_waits_for_nobody(members):
+    members.arrive()
+    reading = in_thread(members.group.read_lora, LoRARequest("a", 3, "/a"), lambda: LoRAInfo("a", 3, "/a", "abc"))
+    hear(members.posts[0])
+    members.group.close()
+    with pytest.raises(EngineDeadError, match="the engine has ended"):
+        reading()
 
 
 def test_who_does_not_come_is_named():

@@ -68,6 +68,11 @@ OF_ADAPTERS = (
         ("slots have no level", "adapter, adapter.level\n", "adapter, 0\n"),
     ),
     *_of_adapters(
+        "jaxpaged/worker/adapter_slots.py",
+        "changes_nothing",
+        ("it is probed until it passes", "self._probed.add(version_of(info))", "pass"),
+    ),
+    *_of_adapters(
         "jaxpaged/worker/request_rows.py",
         ROWS,
         ("a row keeps the slot before", "self.lora_slots_R[row] = request.lora_slot", "pass"),

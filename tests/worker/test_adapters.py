@@ -178,6 +178,8 @@ def test_an_adapter_that_changes_nothing_fails_its_requests_alone(reference):
     with pytest.raises(AssertionError, match="changes nothing"):
         reference.steps.answers(PROMPTS[:1], [2])
     reference.executor.execute_model(SchedulerOutput(0, [], [reference.steps.last], [], [], [], [], []))
+    worker = reference.executor.worker
+    assert not worker.adapters.load(worker.device, 3, 21), "one is probed once, whoever has read back what came of it"
     assert reference.steps.answers(PROMPTS[:1], [0])[0][0]
 
 

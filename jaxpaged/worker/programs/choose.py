@@ -14,6 +14,7 @@ from jaxpaged.errors import EngineError, RequestError
 from jaxpaged.messages import EncoderInput, ProgramKey, SchedulerOutput, StepPrograms
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.sampling_params.features import Extra
+from jaxpaged.worker.adapter_slots import NUM_PROBED
 from jaxpaged.worker.encoder_spec import EncoderSpec
 from jaxpaged.worker.programs.declare import DECODE_KINDS, ENCODE_KINDS, VERIFY_KINDS, ProgramKind
 from jaxpaged.worker.programs.engine_programs import SMALL_PROMPT, EnginePrograms
@@ -130,9 +131,12 @@ class ProgramChoice:
                 self._full.add(request.request_id)
         if not scheduled.request_ids:
             return StepPrograms()
+        programs = self._choose_for_tokens(scheduled, parts)
         if scheduled.encoder_inputs:
-            return self._choose_for_tokens(scheduled, parts)._replace(encode=self._encode(scheduled.encoder_inputs))
-        return self._choose_for_tokens(scheduled, parts)
+            programs = programs._replace(encode=self._encode(scheduled.encoder_inputs))
+        if scheduled.lora_loads:
+            programs = programs._replace(adapters=self._adapters())
+        return programs
 
     def _choose_for_tokens(self, scheduled: SchedulerOutput, parts: Sequence[SchedulerOutput]) -> StepPrograms:
         num_sampling = max([len(part.max_sampled_tokens) - part.max_sampled_tokens.count(0) for part in parts])
@@ -150,6 +154,12 @@ class ProgramChoice:
         if self._sizes.verify and max(scheduled.max_sampled_tokens) > 1:
             return StepPrograms(self._smallest(ProgramKind.DRAFT, num_sampling, self._sizes.samples), forward, output)
         return StepPrograms(forward=forward, finish=output)
+
+    def _adapters(self) -> tuple[ProgramKey, ...]:
+        """What moves adapters into slots, and what probes them."""
+        num_probed = min(NUM_PROBED, self._sizes.tokens[-1])
+        probe = self._smallest(ProgramKind.FORWARD, num_probed, self._sizes.tokens)
+        return ProgramKey(ProgramKind.LOAD_LORA), probe
 
     def _encode(self, inputs: Sequence[EncoderInput]) -> tuple[ProgramKey, ...]:
         """The programs of batches of pictures, and of moments of videos."""
