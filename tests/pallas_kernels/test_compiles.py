@@ -29,7 +29,7 @@ def lacks_type(target: str, name: str) -> bool:
 
 GPUS = [target for target in gpu_targets.TARGETS if target != "h200"]
 """An H200 is an H100 with more memory, to a compiler."""
-OLD = pytest.mark.exhaustive  # attention is compiled for it in each run
+OTHERS = pytest.mark.exhaustive  # attention is compiled for them in each run
 
 
 @pytest.mark.aot_tpu
@@ -60,7 +60,7 @@ def test_a_kernel_lowers_to_triton(op, name, program, target):
 
 @pytest.mark.aot_gpu
 @pytest.mark.skipif(gpu_targets.why_not() is not None, reason=NO_GPU)
-@pytest.mark.parametrize("target", [pytest.param(each, marks=OLD if each == "a100" else ()) for each in GPUS])
+@pytest.mark.parametrize("target", [pytest.param(each, marks=() if each == "h100" else OTHERS) for each in GPUS])
 @pytest.mark.parametrize("op", [*(op for op in OPS if any(programs(op, "gpu"))), "few_rows_matmul"])
 def test_kernels_compile_for_a_gpu_without_spills_to_speak_of(op, target):
     # In a process of its own: the script must set up jax before it is imported.

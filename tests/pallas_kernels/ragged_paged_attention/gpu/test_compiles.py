@@ -74,11 +74,18 @@ def check(reports: list[dict], names: list[str], target: str, backend: str = "gp
 
 
 NO_TRITON = binding_refusal(is_pallas=False, interpret=False)
-BACKENDS = ["gpu", pytest.param("gpu-triton", marks=pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON)))]
+NEEDS_TRITON = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+BACKENDS = ["gpu", pytest.param("gpu-triton", marks=NEEDS_TRITON)]
 
 
 GPUS = [target for target in TARGETS if target != "h200"]
 """An H200 is an H100 with more memory, to a compiler."""
+IN_EACH_RUN = [*((target, "gpu") for target in GPUS), pytest.param("h100", "gpu-triton", marks=NEEDS_TRITON)]
+OTHERS = [
+    pytest.param(target, "gpu-triton", marks=[NEEDS_TRITON, pytest.mark.exhaustive])
+    for target in GPUS
+    if target != "h100"
+]
 
 
 class TestWithCompiler:
@@ -102,8 +109,7 @@ class TestWithCompiler:
         q_TNH = args[0]
         assert temporaries(8) < temporaries(2) + 2 * q_TNH.size * q_TNH.dtype.itemsize
 
-    @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.parametrize("target", GPUS)
+    @pytest.mark.parametrize(("target", "backend"), [*IN_EACH_RUN, *OTHERS])
     def test_kernels_compile_without_spills(self, target, backend):
         names = QUICK.get(target, [FIRST]) if backend == "gpu" else [FIRST]
         check(compiled(target, names, backend), names, target, backend)
@@ -114,7 +120,7 @@ class TestWithCompiler:
     def test_every_shape_compiles_without_spills(self, target, backend):
         check(compiled(target, list(SHAPE), backend), list(SHAPE), target, backend)
 
-    @pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
+    @NEEDS_TRITON
     @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
     def test_kernels_in_triton_itself_are_right_in_its_interpreter(self, marked):
         # Triton decides when it is imported, so this takes a process of its own.
