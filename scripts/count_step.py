@@ -129,12 +129,12 @@ class Counting:
         return counted
 
     def minimum(self, key: ProgramKey, context: int) -> Minimum:
-        """Of the whole model's program, whose rows, one for each token, have contexts of so many tokens."""
+        """Of the program of the whole model, or of its last stage. Each token is a row with so long a context."""
         (work,) = self.whole.works()[-1:]
         seen = context_bytes(work, key.size * work.num_ranks, context)
         layers, draws = key.kind in HAVE_LAYERS, key.kind in DRAW
         itemsize = self.whole.engine_spec.dtype.itemsize
-        return minimum_of(work, self.decoder, itemsize, key.size, seen, layers=layers, draws=draws)
+        return minimum_of(work, self.whole.engine_spec.decoder, itemsize, key.size, seen, layers=layers, draws=draws)
 
     def program(self, key: ProgramKey, depths: tuple[int, int]) -> tuple[Counted, dict[str, float], dict[str, float]]:
         """(the program at the second depth, what a layer adds, what all layers make of it)."""

@@ -40,8 +40,10 @@ def deal_layers(num_layers: int, num_stages: int) -> tuple[Stage, ...]:
 
 def decoder_of(stage: Stage, decoder: DecoderConfig) -> DecoderConfig:
     """The description of a model that has the layers of this stage only."""
-    layers = tuple(decoder.layers[i] for i in stage.layers)
-    return replace(decoder, num_layers=len(layers), layers=layers)
+    layers, experts = tuple(decoder.layers[i] for i in stage.layers), decoder.experts
+    if experts is not None:
+        experts = replace(experts, layers=tuple(i - stage.layers.start for i in experts.layers if i in stage.layers))
+    return replace(decoder, num_layers=len(layers), layers=layers, experts=experts)
 
 
 def params_of(stage: Stage, params: Any) -> Any:

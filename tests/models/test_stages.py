@@ -50,6 +50,14 @@ def test_every_parameter_is_on_one_stage_and_a_table_that_is_read_twice_on_two(t
     assert decoder_of(stages[1], config).layers == config.layers[1:]
 
 
+def test_a_stage_numbers_those_of_its_layers_that_have_experts():
+    config = model_for(CONFIGS["deepseek_v3"]).config_from_hf(CONFIGS["deepseek_v3"])
+    assert config.sparse_layers == (1, 2)
+    first, last = (decoder_of(stage, config) for stage in deal_layers(3, 2))
+    assert (first.num_layers, first.sparse_layers) == (2, (1,))
+    assert (last.num_layers, last.sparse_layers) == (1, (0,))
+
+
 def test_a_model_that_pools_has_its_classifier_on_the_last_stage():
     model = pooling_model(model_for(CONFIGS["llama"]), "classify")
     config = model.config_from_hf(CONFIGS["llama"])

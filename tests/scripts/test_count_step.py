@@ -144,6 +144,24 @@ def test_layers_repeat_from_the_depth_at_which_all_kinds_are_there(tmp_path):
     assert depths(first) == (1, 1)
 
 
+def test_the_least_of_a_program_is_that_of_the_last_stage_where_there_are_several(tmp_path):
+    target, key = parse_target("v6e:2x2", compile=False), ProgramKey("decode", 8)
+    model, decoder = read_model(write_checkpoint("deepseek_v3", tmp_path / "model"))
+    of = lambda stages: script().Counting(
+        model,
+        decoder,
+        target,
+        tmp_path,
+        **OPTIONS,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=stages,
+        attention_backend="reference",
+    )
+    whole, last = of(1).minimum(key, 64), of(2).minimum(key, 64)
+    assert (last.kv_written, last.logits) == (whole.kv_written / 3, whole.logits), "one of three layers"
+    assert 0 < last.activations < whole.activations / 2
+
+
 def write():
     """The counts of what compiles here."""
     sys.path.insert(0, str(SCRIPTS))

@@ -23,7 +23,15 @@ from jaxpaged.tools.counting.program_text import (
     total,
 )
 
-READERS = {"few_rows_matmul", "quantized_matmul", "paged_attend"}
+READERS = {
+    "few_rows_matmul",
+    "grouped_matmul",
+    "lora_matmul",
+    "mla_paged_attention",
+    "paged_attend",
+    "paged_attend_spans",
+    "quantized_matmul",
+}
 """Kernels of ours that read weights or contexts, and wait for the first of them as products do."""
 
 

@@ -49,6 +49,9 @@ def test_a_product_on_a_gpu_is_told_from_a_kernel_and_its_room_to_work_in_is_not
     assert (call.kernel, call.bytes, call.flops) == ("", TOKENS + 1000 * 512 * 2 + PRODUCT, 2 * 8 * 1000 * 512)
     assert ON_GPU.seconds(attend) == pytest.approx(3e-6 + attend.bytes / 1e12), "contexts are awaited as weights are"
     assert ON_GPU.seconds(call) == pytest.approx(3e-6 + call.bytes / 1e12)
+    others = ("grouped_matmul", "lora_matmul", "mla_paged_attention", "paged_attend_spans")
+    reading = [ProgramText(GPU.replace("paged_attend", name), [KV]).region[0] for name in others]
+    assert [*map(ON_GPU.seconds, reading)] == [ON_GPU.seconds(attend)] * 4
     slow = Rates(bandwidth=1e12, flops=1e9)
     assert slow.seconds(call) == pytest.approx(call.flops / 1e9), "the longer of both"
 

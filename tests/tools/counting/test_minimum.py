@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from jaxpaged.models import stages
 from jaxpaged.models.registry import model_for
 from jaxpaged.tools.counting.minimum import activations_of, minimum_of
 from jaxpaged.worker.costs import Work
@@ -49,3 +50,9 @@ def test_activations_are_what_blocks_hand_on():
     wider = replace(experts, experts=replace(kind, width=kind.width + 10))
     more = 2 * 10 * kind.router.experts_per_token * len(kind.layers)
     assert activations_of(wider, 1) - activations_of(experts, 1) == more
+
+
+def test_stages_hand_on_what_the_whole_model_does():
+    whole = decoder_of("deepseek_v3")
+    parts = [stages.decoder_of(stage, whole) for stage in stages.deal_layers(whole.num_layers, 2)]
+    assert sum(activations_of(part, 1) for part in parts) == activations_of(whole, 1)
