@@ -183,7 +183,8 @@ def pulled(address: str, choose: Callable[[Sequence[TensorEntry]], Sequence[Tens
             chosen = {entry.name for entry in choose(list(entries.values()))}
             own, peer = joined(connection.getsockname()[0], 0), joined(connection.getpeername()[0], manifest.port)
             server = start_transfer_server(host_device().client, own, [own])
-            bytes_of = pieces(server.connect(peer), manifest.tensors, chosen)
+            connection.setblocking(False)
+            bytes_of = pieces(server.connect(peer), manifest.tensors, chosen, connection)
             return [held(entries[each.name], each, bytes_of) for each in manifest.tensors if each.name in chosen]
     except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
         said = f"it said nothing for {SILENT_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
@@ -226,25 +227,29 @@ def held(entry: TensorEntry, tensor: Offered, bytes_of: Iterator[np.ndarray]) ->
     return HeldTensor(entry.path, entry.name, entry.dtype, entry.shape, 0, entry.num_bytes, array)
 
 
-def pieces(peer: Any, tensors: Sequence[Offered], chosen: set[str]) -> Iterator[np.ndarray]:
-    """The bytes of all shards of those that are chosen, of which some are on their way ahead of time."""
+def pieces(peer: Any, tensors: Sequence[Offered], chosen: set[str], connection: socket.socket) -> Iterator[np.ndarray]:
+    """The bytes of all shards of those that are chosen, of which some are on their way ahead of time, while the trainer
+    is there."""
     sharding, number, pending = jax.sharding.SingleDeviceSharding(host_device()), 0, deque[jax.Array]()
     for tensor in tensors:
         if tensor.name in chosen:
             shape = jax.ShapeDtypeStruct((tensor.part_bytes,), np.uint8, sharding=sharding)
             for each in range(number, number + tensor.num_parts):
                 if len(pending) == SHARDS_IN_FLIGHT:
-                    yield arrived(pending.popleft())
+                    yield arrived(pending.popleft(), connection)
                 pending.extend(peer.pull(each, [shape]))
         number += tensor.num_parts
     while pending:
-        yield arrived(pending.popleft())
+        yield arrived(pending.popleft(), connection)
 
 
-def arrived(shard: jax.Array) -> np.ndarray:
-    """A shard that was asked for. Raises TimeoutError for one that does not come."""
+def arrived(shard: jax.Array, connection: socket.socket) -> np.ndarray:
+    """A shard that was asked for. Raises TimeoutError for one that does not come, and ConnectionError once the trainer
+    has hung up, of which shards that are asked for later hear nothing."""
     until, pause = time.monotonic() + SILENT_SECONDS, SHORTEST_PAUSE
     while not shard.is_ready():
+        with contextlib.suppress(BlockingIOError):
+            whole(connection.recv(1), 1)
         if time.monotonic() > until:
             raise TimeoutError
         time.sleep(pause)

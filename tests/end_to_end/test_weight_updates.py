@@ -208,7 +208,7 @@ def test_weights_are_pulled_from_another_process_shard_by_shard(llm, folders, an
             llm.update_weights(bad)
         llm.start_weight_update(is_partial=True)
         monkeypatch.setattr(offered, "host_device", lambda: (trainer.kill(), trainer.wait(), host_device())[2])
-        with pytest.raises(ServerError, match="no weights came from the trainer"):  # which dies when it is to send them
+        with pytest.raises(ServerError, match="closed the connection|recv|reset"):  # which dies when it is to send them
             llm.update_weights(good)
         monkeypatch.undo()
         with pytest.raises(ServerError, match="no weights came from the trainer at .*Connection refused"):
