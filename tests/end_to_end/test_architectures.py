@@ -69,9 +69,7 @@ ON_ONE_DEVICE = ("qwen2_moe", "lfm2_moe")
 ON_FOUR_DEVICES = (
     "llama",
     "olmo3",
-    "cohere",
     "lfm2_moe",
-    "apertus",
     "mistral4",
 )
 WITH_EXPERTS = (
@@ -140,11 +138,9 @@ def generate(scheduler, executor, prompts, max_tokens):
 
 # The others are exhaustive: a verification knows nothing of the model.
 DRAFTED = (
-    ("gemma3", "ngram"),
     ("llama", "draft_model"),
     ("deepseek_v3", "ngram"),
     ("lfm2_moe", "ngram"),
-    ("lfm2_moe", "draft_model"),
 )
 
 

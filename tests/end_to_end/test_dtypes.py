@@ -122,6 +122,8 @@ ALIKE = (
     "small heads",
     "draft model int4",
     "cache of int8_per_token_head",
+    "int8 reference, pages fp8",
+    "latents",
 )
 
 
@@ -139,7 +141,13 @@ def test_every_type_generates_with_everything_that_options_offer(kind, dtype, tm
 
 
 @pytest.mark.parametrize("dtype", ONE_TYPE)
-@pytest.mark.parametrize("drafts", [{}, {"speculative_config": NGRAM}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.exhaustive),
+        pytest.param({"speculative_config": NGRAM}, id="drafts"),
+    ],
+)
 def test_every_program_of_a_sampler_is_compiled_in_every_type(drafts, dtype, tmp_path):
     check_generates("wide", tmp_path, FULL, dtype=dtype, **drafts)
 

@@ -58,7 +58,7 @@ class GivingEngine(Engine):
         return msgspec.structs.replace(feature, key=key, pixels=pixels, is_embeds=True)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param("gemma3_seeing", marks=pytest.mark.exhaustive), "qwen3_vl"])
 def engine(request, tmp_path_factory):
     folder = write_seeing_checkpoint(request.param, tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patches:

@@ -253,7 +253,7 @@ def test_latents_have_a_scale_of_their_own_and_one_of_their_rope_key(name, tmp_p
     np.testing.assert_allclose(near, values, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_change_no_bit_where_a_head_that_drafts_caches_in_8_bits_too():
     options = {"max_num_seqs": 4, "max_model_len": 256, "token_buckets": (16,), "num_gpu_blocks_override": 60}
     options |= {"kv_cache_dtype": "fp8", "deterministic": True, "max_num_batched_tokens": 16, "num_scheduler_steps": 1}

@@ -40,7 +40,7 @@ def scales_of_layers(path, factor):
     return {"kv_cache_dtype": "int8", "kv_cache_scales": str(path)}
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int8"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("int8", marks=pytest.mark.exhaustive)])
 def test_what_leaves_the_device_is_what_was_cached(folder, name, tmp_path):
     """Into a folder of pages, and back in the next engine, which has two devices; and nowhere else."""
     own = scales_of_layers(tmp_path / "own", 0.03) if name == "int8" else {"kv_cache_dtype": name}
@@ -81,7 +81,7 @@ def test_what_leaves_the_device_is_what_was_cached(folder, name, tmp_path):
                 llm.load_prefix(tmp_path / "beginning")
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("int8", marks=pytest.mark.exhaustive), "fp8"])
 def test_the_next_engine_goes_on_from_lmcaches_chunks(name, folder, tmp_path):
     """With the same answers as the one that computed all; an engine that caches otherwise finds nothing there."""
     own = scales_of_layers(tmp_path / "own", 0.03) if name == "int8" else {"kv_cache_dtype": name}

@@ -260,7 +260,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 @pytest.mark.parametrize(
     "options",
     [
-        {"deterministic": True},
+        pytest.param({"deterministic": True}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 2, "speculative_config": NGRAM}, marks=pytest.mark.exhaustive),
         pytest.param({"tensor_parallel_size": 4, "mm_encoder_tp_mode": "data"}, marks=pytest.mark.exhaustive),
     ],

@@ -7,7 +7,7 @@ import pytest
 from jaxpaged.errors import RequestError
 from jaxpaged.messages import MultiModalFeature
 from tests.end_to_end.test_pictures import Engine, Prompt, check_beginning, serve, text
-from tests.models.gemma4_checkpoints import GEMMA4_SEEING, MERGE, PATCH
+from tests.models.gemma4_checkpoints import MERGE, PATCH
 from tests.models.paged import golden_of
 from tests.models.seeing import features_in
 from tests.models.seeing_checkpoints import (
@@ -50,7 +50,9 @@ class Gemma4Prompt(Prompt):
             )
 
 
-@pytest.fixture(scope="module", params=GEMMA4_SEEING)
+@pytest.fixture(
+    scope="module", params=["gemma4_seeing_both_ways", pytest.param("gemma4_seeing", marks=pytest.mark.exhaustive)]
+)
 def engine(request, tmp_path_factory):
     engine = Engine(write_seeing_checkpoint(request.param, tmp_path_factory.mktemp("model")), **OPTIONS)
     engine.name = request.param

@@ -44,7 +44,10 @@ def never_done(array):
     return jax.pure_callback(lambda given: time.sleep(3600), jax.ShapeDtypeStruct(array.shape, array.dtype), array)
 
 
-@pytest.mark.parametrize("pools", [False, True], ids=["prompt_logprobs", "pooling"])
+@pytest.mark.parametrize(
+    "pools",
+    [pytest.param(False, id="prompt_logprobs", marks=pytest.mark.exhaustive), pytest.param(True, id="pooling")],
+)
 def test_a_hang_in_this_kind_of_step_is_noticed(pools, tmp_path):
     async def main():
         ids = prompt_of("llama")

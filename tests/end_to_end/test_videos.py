@@ -21,7 +21,7 @@ FRAMES = np.stack([np.asarray(drawn(24, 16, seed=number)) for number in range(5)
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2_5_vl", marks=pytest.mark.exhaustive), "qwen3_vl"])
 def llm(request, tmp_path_factory):
     with LLM(str(write_video_folder(request.param, tmp_path_factory.mktemp("model"))), **OPTIONS) as made:
         yield made

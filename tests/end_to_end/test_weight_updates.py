@@ -363,6 +363,7 @@ def test_parts_of_parameters_are_for_partial_updates(llm, answers):
     assert said(llm) == answers[0]
 
 
+@pytest.mark.exhaustive
 def test_single_experts_are_replaced(tmp_path):
     folders = [tmp_path / str(seed) for seed in range(2)]
     shapes = {name: tensor.shape for name, tensor in make_tensors("mixtral").items()}

@@ -93,7 +93,17 @@ def runner(tmp_path_factory):
     made.stop()
 
 
-@pytest.mark.parametrize("guide", sorted(GUIDES, key=starts_others), ids=lambda guide: guide.stem)
+# Those that are long to run, and whose commands other tests start too.
+LONG = ("measuring", "operations", "several_devices", "training")
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        pytest.param(guide, id=guide.stem, marks=pytest.mark.exhaustive if guide.stem in LONG else ())
+        for guide in sorted(GUIDES, key=starts_others)
+    ],
+)
 def test_what_a_guide_shows_runs(runner, guide, tmp_path):
     blocks = runnable(guide)
     if any("127.0.0.1:8000" in block.text for block in blocks) and not servers_of(guide):

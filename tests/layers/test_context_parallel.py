@@ -104,7 +104,7 @@ def run_heads(num_devices: int, shards: int, num_kv_heads: int, sinks_N, backend
         (4, 4, 1, "cpu", False),
         (4, 4, 1, "cpu", True),
         # Sinks are added once parts are together, whoever made them.
-        (2, 2, 1, "tpu-interpret", True),
+        pytest.param(2, 2, 1, "tpu-interpret", True, marks=pytest.mark.exhaustive),
         (2, 2, 1, "gpu-interpret", True),
     ],
 )

@@ -40,7 +40,7 @@ def test_every_attack_has_a_fixed_number_of_requests():
         assert len(make(0.01)) == len(make(0.02)) <= 32
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_small_part_runs_to_its_end_and_stops_its_server(monkeypatch, capsys):
     started, start = [], subprocess.Popen
 

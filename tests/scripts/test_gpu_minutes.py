@@ -25,7 +25,7 @@ def test_the_sampler_is_measured_both_ways_and_draws_the_same(tmp_path):
     assert len(rows) == 4 and all(row.endswith("| 1 |") for row in rows), report
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_engine_with_all_changes_undone_gives_every_token(tmp_path):
     changes = (
         "a kernel finds the sampler's limits",

@@ -61,7 +61,7 @@ def test_keys_and_values_survive_a_restart_and_travel_to_another_server(executed
     assert int(words[words.index("fetched") + 1]) > 500
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # `test_grpo.py` runs the script that it shows
 def test_grpo_learns_and_draws_reward_staleness_and_difference(executed):
     notebook = executed("grpo")
     lines = [line.split() for line in printed_by(notebook, "STEPS = ").splitlines() if line.startswith("step")]

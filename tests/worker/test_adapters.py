@@ -61,7 +61,13 @@ def reference(folder):
         yield engine
 
 
-@pytest.fixture(scope="module", params=[REFERENCE, *ENGINES])
+@pytest.fixture(
+    scope="module",
+    params=[
+        REFERENCE,
+        *(pytest.param(name, marks=pytest.mark.exhaustive) if name == "two stages" else name for name in ENGINES),
+    ],
+)
 def engine(request, folder, reference):
     if request.param == REFERENCE:
         yield reference

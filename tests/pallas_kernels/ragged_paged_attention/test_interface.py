@@ -125,7 +125,9 @@ def test_ends_of_what_tokens_see_lie_behind_them_and_within_their_rows():
     assert rpa.make_metadata(*where, **settings).visible_end_T is None
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "tpu-interpret", "gpu-interpret"])
+@pytest.mark.parametrize(
+    "backend", ["reference", "cpu", pytest.param("tpu-interpret", marks=pytest.mark.exhaustive), "gpu-interpret"]
+)
 def test_a_layer_may_read_what_another_has_cached_and_writes_nothing(backend):
     if backend == "cpu" and why_not() is not None:
         pytest.skip("this machine has no kernels of its own")

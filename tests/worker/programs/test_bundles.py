@@ -180,7 +180,7 @@ def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused
         start(model, bundle=str(tmp_path / "bundle"), **WITH_KERNELS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bundle_of_a_sharded_engine_loads_onto_the_same_mesh(model, tmp_path):
     config, executor = start(model, tensor_parallel_size=2, **ONE_STEP)
     executor.worker.save_bundle(tmp_path)
