@@ -79,6 +79,7 @@ def greedy_requests(num_requests, num_tokens):
     return [EngineCoreRequest(f"r{i}", prompt, params, 0.0) for i, prompt in enumerate(prompts)]
 
 
+@asked_of("eagle3", "mtp")
 def test_a_head_drafts_what_its_definition_says_whatever_came_before(headed):
     """Alone and in company, in chunks, behind cached beginnings, after preemption and sleep."""
     *engine, reference = headed

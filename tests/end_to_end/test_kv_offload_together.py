@@ -89,6 +89,7 @@ def test_an_abort_while_pages_come_and_preemption_of_who_runs_meanwhile(monkeypa
         assert nothing_is_held(llm) and worker_of(llm).stats()["recompiles"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_bundle_has_the_copies_and_is_refused_by_an_engine_without_them(tmp_path, capsys):
     folder = tmp_path / "bundle"
     options = {**FEW_PROGRAMS, "kv_offload": "host=64M"}
