@@ -42,7 +42,7 @@ def generate(llm, prompts, params, adapters):
     return llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", ["tables", pytest.param("dora", marks=pytest.mark.exhaustive), "rslora_patterns"])
 def test_logits_are_those_of_peft_and_tokens_follow_from_them(name, tmp_path):
     golden = json.loads((GOLDEN / name / "logits.json").read_text())
     prompt, adapter = prompt_of(golden["checkpoint"]), LoRARequest(name, 1, str(GOLDEN / name))

@@ -94,7 +94,7 @@ def runner(tmp_path_factory):
 
 
 # Those that are long to run, and whose commands other tests start too.
-LONG = ("measuring", "operations", "several_devices", "training")
+LONG = ("kv_cache_dtype", "measuring", "operations", "several_devices", "speculative_decoding", "training")
 
 
 @pytest.mark.parametrize(

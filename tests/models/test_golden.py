@@ -38,16 +38,16 @@ OTHERS = (
 )
 SHARDED_NAMES = [
     "llama_mqa_bias_tied",
-    "qwen2_moe",
-    "glm4_moe",
     "deepseek_v3",
-    "gemma3",
     "gpt_oss",
     "llama4",
     "lfm2_bias",
     "minimax_m2",
     "gemma4",
-    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mistral_full", "phi3_partial", *OTHERS)),
+    *(
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in ("mistral_full", "phi3_partial", "qwen2_moe", "glm4_moe", "gemma3", *OTHERS)
+    ),
 ]
 
 

@@ -27,9 +27,9 @@ def written_out(param):
 @pytest.mark.parametrize(
     ("name", "num_shards", "spreads_experts"),
     [
-        ("qwen3_bias", 1, False),
+        pytest.param("qwen3_bias", 1, False, marks=pytest.mark.exhaustive),
         ("gemma3", 8, False),
-        ("qwen2_moe_all", 8, False),
+        pytest.param("qwen2_moe_all", 8, False, marks=pytest.mark.exhaustive),
         ("gpt_oss", 4, True),
         ("lfm2_moe", 4, True),
     ],

@@ -95,11 +95,11 @@ def test_logits_of_a_video_and_a_picture_are_those_of_transformers(name, tmp_pat
     ("name", "num_shards"),
     [
         ("gemma3_seeing", 2),
-        ("gemma3_seeing", 8),
-        ("qwen2_5_vl", 2),
+        pytest.param("gemma3_seeing", 8, marks=pytest.mark.exhaustive),
+        pytest.param("qwen2_5_vl", 2, marks=pytest.mark.exhaustive),
         ("qwen3_vl_moe", 4),
         ("qwen3_vl", 8),
-        ("mistral3", 4),
+        pytest.param("mistral3", 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_devices_give_the_logits_of_one(name, num_shards, tmp_path):

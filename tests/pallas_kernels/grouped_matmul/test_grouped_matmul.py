@@ -70,7 +70,15 @@ PAIRS = [("reference", case) for case in CASES] + [
 ]
 
 
-@pytest.mark.parametrize(("backend", "case"), PAIRS, ids=[f"{backend}: {case.name}" for backend, case in PAIRS])
+def every_second_of_simulated():
+    """Simulated kernels take every second case, each of the two the other ones."""
+    for backend, case in PAIRS:
+        is_left_out = CASES.index(case) % 2 == {"tpu": 0, "gpu": 1}.get(backend)
+        marks = pytest.mark.exhaustive if is_left_out else ()
+        yield pytest.param(backend, case, id=f"{backend}: {case.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("backend", "case"), list(every_second_of_simulated()))
 def test_tokens_are_multiplied_by_their_own_expert_and_padding_gives_zeros(backend, case):
     x_TD, weights, sizes_E = make_operands(case)
     product = functools.partial(gm.grouped_matmul, backend=backend, interpret=INTERPRET[backend])

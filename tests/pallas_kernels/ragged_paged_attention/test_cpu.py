@@ -69,7 +69,9 @@ def test_a_case_equals_dense_attention(case, dtype):
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", PLANNED, ids=name_of)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks(i % 2 == 0)) for i, case in enumerate(PLANNED)], ids=name_of
+)
 def test_the_kernel_plans_a_step_as_xla_does(case):
     step = make_step(case, jnp.float32)
     rows = step.query_start_loc_R1, step.seq_lens_R, step.block_tables_RM
