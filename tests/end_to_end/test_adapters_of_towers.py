@@ -36,7 +36,7 @@ OPTIONS = {
 }
 ENGINES = [
     ("tower", {}),
-    ("tower_dora", {}),
+    pytest.param("tower_dora", {}, marks=pytest.mark.exhaustive),
     pytest.param("tower_dora", {"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive),
 ]
 SCORED = {"temperature": 0.0, "max_tokens": 1, "seed": 1, "prompt_logprobs": 8}

@@ -132,7 +132,6 @@ DEVICES = {
 SPLIT = {
     ("two devices", "int8"): (),
     ("two devices", "int8_per_token_head"): (),
-    ("copies of heads", "int8"): pytest.mark.slow,
     ("parts of contexts", "int8_per_token_head"): pytest.mark.slow,
 }
 

@@ -33,7 +33,7 @@ def kept(llm):
     assert transfer.connector.tiers.flush(300.0)
 
 
-@pytest.mark.parametrize("degrees", [(1, 4), (4, 2, 1)])
+@pytest.mark.parametrize("degrees", [pytest.param((1, 4), marks=pytest.mark.exhaustive), (4, 2, 1)])
 def test_pages_do_not_depend_on_the_tensor_parallel_degree(degrees, expected, tmp_path):
     """The model has 2 KV heads, so 4 devices have each of them twice. Each engine reads what the first one wrote, and
     what it has on its devices then is the same to the bit, as files of the prompts say."""

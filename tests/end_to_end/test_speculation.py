@@ -282,7 +282,9 @@ def plain_requests(num_requests, num_tokens):
     ]
 
 
-@pytest.mark.parametrize(("asynchronous", "num_steps"), [(True, 5), (False, 1)])
+@pytest.mark.parametrize(
+    ("asynchronous", "num_steps"), [pytest.param(True, 5, marks=pytest.mark.exhaustive), (False, 1)]
+)
 def test_a_model_that_drafts_for_itself_is_always_right(own_drafts, engine, asynchronous, num_steps):
     """After preemptions, cached beginnings, sleep, runs and steps without drafts: its cache is what it must be."""
     requests = plain_requests(12, 40)

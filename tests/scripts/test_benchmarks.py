@@ -19,6 +19,9 @@ ONCE = ["--repeat", "1", "--seconds", "1"]
 SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
 
 
+RL = ["bench_rl.py", "--models", "demo", "--dtypes", "float32", *ONCE]
+
+
 @pytest.mark.parametrize(
     ("command", "printed"),
     [
@@ -35,7 +38,7 @@ SMALL = ["--requests", "1", "--tokens", "8", "--prompt-tokens", "8"]
             marks=pytest.mark.exhaustive,  # three engines
         ),
         pytest.param(SHORT, "| 1 |", marks=pytest.mark.exhaustive),  # two engines
-        (["bench_rl.py", "--models", "demo", "--dtypes", "float32", *ONCE], "x the weights"),
+        pytest.param(RL, "x the weights", marks=pytest.mark.exhaustive),  # an update from every source
         (["bench_kv_tiers.py", "--page-mib", "0.1", "--pages", "2"], "scattered"),
         pytest.param(TRANSFER, "times sooner", marks=pytest.mark.exhaustive),  # nine engines
         pytest.param(PARALLEL, "64 of 64 alike", marks=pytest.mark.exhaustive),  # five engines

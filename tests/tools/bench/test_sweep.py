@@ -60,6 +60,7 @@ def asked(scripted, tmp_path):
     return server, flags, tmp_path / "r" / "x"
 
 
+@pytest.mark.exhaustive
 def test_given_loads_are_run_as_often_as_asked_and_written(asked, bench):
     server, flags, folder = asked
     status, out, err = bench("sweep", *flags, "--max-concurrencies", "2,1", "--num-runs", "2", "--goodput", "ttft:1e9")
@@ -89,6 +90,7 @@ def test_loads_are_found_between_one_at_a_time_and_all_at_once(asked, bench):
     assert not any("cache_salt" in body for body in server.seen)
 
 
+@pytest.mark.exhaustive
 def test_a_load_that_fails_is_told_and_the_others_go_on(asked, bench):
     server, flags, _ = asked
     sent = []
