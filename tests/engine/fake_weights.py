@@ -19,14 +19,14 @@ class FakeWeights:
             raise ConflictError("no update of weights was begun.")
         if bad := [each for each in weights if each.endswith("bad")]:
             raise CheckpointError(f"{bad[0]} is truncated")
-        if weights[0] == "transfer://127.0.0.1:9":
+        if "transfer://127.0.0.1:9" in weights:
             raise ServerError("no weights came from the trainer at 127.0.0.1:9: Connection refused.")
         self.arrived.append(weights)
         return len(self.arrived)
 
     def take_weights_back(self) -> int:
         assert self.arrived is not None
-        self.arrived.pop()
+        del self.arrived[-1:]
         return len(self.arrived)
 
     def abandon_weight_update(self) -> None:

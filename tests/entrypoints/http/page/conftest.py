@@ -50,6 +50,14 @@ def page(window, served):
 
 
 @contextlib.contextmanager
+def own_server(window, **settings):
+    """A server for one test, which the page leaves before it ends: the page would go on to ask it."""
+    with live_server(**settings) as served:
+        yield served
+        window.open("about:blank")
+
+
+@contextlib.contextmanager
 def held(engine, steps):
     """The engine stops after so many steps."""
     engine.go_on.steps = threading.Semaphore(steps)

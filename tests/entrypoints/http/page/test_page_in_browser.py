@@ -16,7 +16,7 @@ from jaxpaged.client.messages import generate_request
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from tests.entrypoints.http.browser import CHROMEDRIVER, CHROMIUM
 from tests.entrypoints.http.live_server import live_server
-from tests.entrypoints.http.page.conftest import answered, ask, held
+from tests.entrypoints.http.page.conftest import answered, ask, held, own_server
 from tests.entrypoints.http.saying_model import saying
 
 pytestmark = [
@@ -293,7 +293,7 @@ def request_of(code, monkeypatch):
 
 
 def test_with_a_key_it_works_and_forgets_it_with_the_tab(window):
-    with live_server(keys=["right"]) as (url, _):
+    with own_server(window, keys=["right"]) as (url, _):
         window.open(url)
         window.wait_for("document.getElementById('key').open")
         for given, then in (
@@ -330,7 +330,10 @@ def test_a_server_that_stops_is_told_and_one_that_comes_back_is_found(window):
 
 def test_thinking_and_calls_of_tools_are_shown_and_results_given_back(window):
     call = '<think>hm</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-    with live_server(options={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, **saying()) as (url, service):
+    with own_server(window, options={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, **saying()) as (
+        url,
+        service,
+    ):
         service.engine.executor.say(call)
         window.open(url)
         window.wait_for("document.getElementById('model').textContent")
@@ -352,7 +355,7 @@ def test_thinking_and_calls_of_tools_are_shown_and_results_given_back(window):
 
 def test_where_there_are_several_models_one_is_chosen_of_all(window):
     """Adapters are among them: whatever /v1/models has."""
-    with live_server(names=("fake", "pirate")) as (url, _):
+    with own_server(window, names=("fake", "pirate")) as (url, _):
         window.open(url)
         window.wait_for("document.getElementById('models').checkVisibility()")
         assert window.run("return [...document.querySelectorAll('#models option')].map((each) => each.value)") == [

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from jaxpaged.proto import jaxpaged_pb2 as pb
 from tests.entrypoints.http.browser import CHROMEDRIVER, CHROMIUM
 from tests.entrypoints.http.live_server import live_server
-from tests.entrypoints.http.page.conftest import Gate, ask, held
+from tests.entrypoints.http.page.conftest import Gate, ask, held, own_server
 from tests.entrypoints.http.page.test_page_in_browser import BOXES, SET, code_in, request_of
 from tests.entrypoints.http.page.test_page_views_in_browser import places
 from tests.entrypoints.http.test_pictures import file_of, in_base64, make_intake
@@ -309,7 +309,7 @@ def test_blocks_of_a_picture_are_hatched_and_only_the_page_that_sent_it_sees_whi
 
 
 def test_a_model_of_text_only_is_offered_no_pictures(window):
-    with live_server() as (url, _):
+    with own_server(window) as (url, _):
         window.open(url)
         window.wait_for("document.getElementById('model').textContent === 'fake'")
         for part in ("add-picture", "pictures", "encoder", "encode-key"):

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from tests.entrypoints.http.browser import CHROMEDRIVER, CHROMIUM
-from tests.entrypoints.http.live_server import live_server
-from tests.entrypoints.http.page.conftest import answered, ask, held
+from tests.entrypoints.http.page.conftest import answered, ask, held, own_server
 from tests.entrypoints.http.saying_model import saying
 
 pytestmark = [
@@ -153,7 +152,10 @@ def test_while_an_answer_comes_its_view_can_change(page):
 
 def test_an_answer_that_is_more_than_its_text_shows_all_its_tokens(window):
     call = '<think>hm</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-    with live_server(options={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, **saying()) as (url, service):
+    with own_server(window, options={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, **saying()) as (
+        url,
+        service,
+    ):
         service.engine.executor.say(call)
         window.open(url)
         window.wait_for("document.getElementById('model').textContent")
@@ -253,7 +255,7 @@ def test_somebody_new_learns_what_this_is(page):
 
 
 def test_the_description_of_the_api_is_shown_with_the_key(window):
-    with live_server(keys=["right"]) as (url, _):
+    with own_server(window, keys=["right"]) as (url, _):
         window.open(url)
         window.run("sessionStorage.setItem('jaxpaged-key', 'right')")
         window.open(url)
