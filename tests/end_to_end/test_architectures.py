@@ -138,7 +138,6 @@ def generate(scheduler, executor, prompts, max_tokens):
 
 # The others are exhaustive: a verification knows nothing of the model.
 DRAFTED = (
-    ("llama", "draft_model"),
     ("deepseek_v3", "ngram"),
     ("lfm2_moe", "ngram"),
 )

@@ -66,7 +66,7 @@ async def soak(engine):
     assert len(engine._cores.all[0].pixels) == 0, "no pixels wait for a core that might ask"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_is_left_of_hundreds_of_requests_with_pictures(tmp_path):
     before = running()
     folder = write_seeing_folder(tmp_path)

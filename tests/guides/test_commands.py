@@ -94,7 +94,7 @@ def runner(tmp_path_factory):
 
 
 # Those that are long to run, and whose commands other tests start too.
-LONG = ("kv_cache_dtype", "measuring", "operations", "several_devices", "speculative_decoding", "training")
+LONG = ("kv_cache_dtype", "measuring", "models", "operations", "several_devices", "speculative_decoding", "training")
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def compiled(script, name):
     return list(script.programs_at(planner_of(script, name)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [pytest.param("llama-v5e", marks=AOT_TPU)])
 def test_no_draw_sends_the_output_head_to_other_devices(script, name):
     """Llama 3.1 70B over all chips of four hosts, with two key heads for each head of its checkpoint; one layer."""

@@ -492,6 +492,7 @@ def test_on_a_tpu_heads_are_split_and_no_program_copies_the_cache(folder, target
 
 
 @pytest.mark.aot_tpu
+@pytest.mark.exhaustive
 @pytest.mark.skipif(tpu_targets.why_not() is not None, reason=str(tpu_targets.why_not()))
 def test_on_a_tpu_spread_experts_cost_one_sum_over_devices_as_split_ones_do(tmp_path):
     """And no more room: nothing copies weights, 12 MiB a device in each of two layers."""

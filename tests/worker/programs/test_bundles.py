@@ -150,7 +150,7 @@ executor.shutdown()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_programs_that_call_kernels_find_them_in_another_process_and_are_refused_without_them(tmp_path, monkeypatch):
     (tmp_path / "bundle").mkdir()
