@@ -9,6 +9,7 @@ of mistral-inference, and of what vLLM reads.
 import json
 import re
 from collections.abc import Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ COUNTS = {
     "vocab_size": "vocab_size",
 }
 """Fields that are whole numbers -> those of config.json."""
+MOST = {"n_layers": 10_000}
 NEEDED = COUNTS.keys() - {"n_kv_heads", "head_dim"}
 LENGTHS = ("max_position_embeddings", "max_seq_len")
 DEFAULT_LENGTH = 128_000
@@ -112,8 +114,9 @@ def counts(path: Path, params: Mapping[str, Any]) -> dict[str, int]:
         found = params.get(name)
         if found is None and name in NEEDED:
             raise CheckpointError(f"{path} lacks {name}. Is this the model's complete {PARAMS}?")
-        if found is not None and (type(found) is not int or found < 1):
-            raise wrong(path, name, found, "it must be a positive whole number")
+        most = MOST.get(name, 2**31 - 1)
+        if found is not None and (type(found) is not int or not 0 < found <= most):
+            raise wrong(path, name, found, f"it must be a whole number from 1 to {most:,}")
     return {theirs: params[ours] for ours, theirs in COUNTS.items() if params.get(ours) is not None}
 
 
@@ -130,8 +133,7 @@ def windows(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
     if len({*each}) == 1:
         return {"sliding_window": each[0]}
     kinds = ["full_attention" if size is None else "sliding_attention" for size in each]
-    num_layers = params["n_layers"]
-    return {"sliding_window": sizes.pop(), "layer_types": (kinds * num_layers)[:num_layers]}
+    return {"sliding_window": sizes.pop(), "layer_types": list(islice(cycle(kinds), params["n_layers"]))}
 
 
 def positions(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:

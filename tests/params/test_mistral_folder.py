@@ -148,8 +148,9 @@ def test_windows_may_be_a_list_that_comes_again(native):
 
 
 WRONG = {
-    "dim is '48'; it must be a positive whole number": {"dim": "48"},
+    "dim is '48'; it must be a whole number from 1": {"dim": "48"},
     "n_layers is 0; it must be": {"n_layers": 0},
+    "n_layers is 1000000000; it must be .* to 10,000": {"n_layers": 10**9, "sliding_window": [None, 4]},
     "n_kv_heads is True; it must be": {"n_kv_heads": True},
     "lacks vocab_size": {"vocab_size": None},
     "something is 3; nothing is known of this field": {"something": 3},
