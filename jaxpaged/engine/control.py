@@ -73,7 +73,7 @@ class EngineControl(Protocol):
 
     def start_weight_update(self, is_partial: bool = False) -> None:
         """Begin to send other weights; the engine serves those that it has until `finish_weight_update`. `is_partial`:
-        parameters that are not sent stay. Raises UsageError for a quantised checkpoint, ConflictError."""
+        parameters that are not sent stay. Raises UsageError for a model whose weights stay, ConflictError."""
         self.call(core_calls.StartWeightUpdate(is_partial))
 
     def update_weights(

@@ -1,12 +1,15 @@
 """Weights that come under way, part by part: all of them are checked before the first one is used.
 
 They have the checkpoint's names, types and shapes, as arrays or in safetensors files. A model whose weights are rounded
-when they are loaded rounds what arrives in the same way. Knows letters and files; what a model is comes in as specs.
+when they are loaded rounds what arrives in the same way. One whose checkpoint is quantised takes tensors like that
+one's, which are decoded when they come, to see whether they can be, and 16 bits where it is known how these are rounded
+(`rounded_folder.UNDER_WAY`). Knows letters and files; what a model is comes in as specs.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +19,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
-from jaxpaged.params.checkpoint import canonical_name, every_entry
-from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of, stored_tensors
+from jaxpaged.params.checkpoint import canonical_name, every_entry, load_param
+from jaxpaged.params.encoded import WEIGHT
+from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of
+from jaxpaged.params.kv_scales import without_kv_scales
 from jaxpaged.params.offered import is_offer, pulled
 from jaxpaged.params.orbax_format import is_orbax
 from jaxpaged.params.patches import (
@@ -32,10 +37,13 @@ from jaxpaged.params.patches import (
     singles,
     split_name,
 )
-from jaxpaged.params.placing import place
+from jaxpaged.params.placing import own_matrices
+from jaxpaged.params.recoding import Losses, check_matrix
 from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.rounded_folder import UNDER_WAY, MakeTensors, rounded_entry
 from jaxpaged.params.safetensors_reader import DTYPES, WHOLE_DTYPES, HeldTensor, TensorEntry, mapped, read_header
 from jaxpaged.params.safetensors_writer import NAMES
+from jaxpaged.params.schemes.gguf import Gguf, GgufOfLatents
 from jaxpaged.params.spec import Spec
 from jaxpaged.params.unused import check_unused
 
@@ -69,15 +77,21 @@ class ArrivingWeights:
     """The parts of one update. `models`: those of all stages. `is_partial`: what does not come stays as it is."""
 
     def __init__(self, models: Sequence[Model], is_partial: bool = False):
-        specs = [(spec, model.config.dim_sizes()) for model in models for spec in jax.tree.leaves(model.specs)]
-        if encoded := next((spec for spec, _ in specs if spec.scheme is not None), None):
+        self._sizes = {spec: model.config.dim_sizes() for model in models for spec in jax.tree.leaves(model.specs)}
+        if any(isinstance(spec.scheme, Gguf | GgufOfLatents) for spec in self._sizes):
             raise UsageError(
-                f"the model's checkpoint is quantised ({encoded.scheme.title}), and its weights cannot be updated. "
-                "Load the 16-bit model, with the option quantization if it is to have fewer bits."
+                "the model is a GGUF file, of which no weights are updated. Load it from safetensors files, with the "
+                "option quantization if it is to have fewer bits."
             )
-        self._wanted = {each.names[0]: each for each in chain.from_iterable(expected_of(*spec) for spec in specs)}
-        self._names = {spec: spec.tensor_names(sizes) for spec, sizes in specs}
-        self._shapes = {spec: tuple(sizes[each] for each in spec.stored_dims) for spec, sizes in specs}
+        self._tensors = {spec: [*map(with_rounded, expected_of(spec, sizes))] for spec, sizes in self._sizes.items()}
+        self._wanted = {name: each for each in chain(*self._tensors.values()) for name in each.names}
+        self._decoded = defaultdict[str, list[Spec]](list)  # by tensor: what is decoded of it
+        self._quantised = dict[str, Spec]()  # by the names that their weights have where nobody quantised them
+        for spec, sizes in self._sizes.items():
+            if spec.scheme is not None:
+                self._quantised |= dict.fromkeys(spec.tensor_names(sizes), spec)
+                for name in chain.from_iterable(each.names for each in self._tensors[spec]):
+                    self._decoded[name].append(spec)
         self._config, self._models = models[-1].config, models
         self.is_partial = is_partial
         self.entries: dict[str, TensorEntry] = {}
@@ -171,8 +185,15 @@ class ArrivingWeights:
         """What a tensor is to the model; None: nothing, for a reason. Raises CheckpointError where there is none."""
         tensor, end = split_name(entry.name)
         name = canonical_name(tensor)
-        if (expected := self._wanted.get(name)) is not None:
+        expected = self._wanted.get(name)
+        if name in self._quantised:
+            self._check_quantised(entry, name, end, expected)
+        if expected is not None:
             return Place(name, end, expected)
+        if not without_kv_scales({name: entry}):
+            raise CheckpointError(
+                f"{entry.path}: {entry.name} is a scale of what attention caches, which stays as it is. Leave it out."
+            )
         if check_unused([name], {**self.entries, **added, name: entry}, self._config):
             raise CheckpointError(
                 f"{entry.path}: the model has no weight {entry.name}.{did_you_mean(name, self._wanted)}"
@@ -186,16 +207,45 @@ class ArrivingWeights:
             if (place := self._place_of(entry, added)) is None:
                 continue
             name, halves = place.name, patches.get(place.name, {})
-            if name in added or name in self.entries or place.end in halves or (halves and not place.end):
-                raise CheckpointError(f"{entry.path}: {entry.name} comes for the second time in this update.")
+            if place.end in halves or (halves and not place.end) or name in added or name in self.entries:
+                raise second_time(entry)
             if place.end:
                 patches[name] = self._with_half(place, halves, entry)
                 continue
             check_entry(entry, place.expected)
-            check_finite(entry, place.expected)
-            added[name] = entry
+            for own, tensor in as_stored(name, entry, place.expected).items():
+                if any(each in added or each in self.entries for each in self._wanted[own].names):
+                    raise second_time(tensor)
+                added[own] = tensor
         self.entries |= added
         self._patches = patches
+        self._check_decoded(added)
+
+    def _check_quantised(self, entry: TensorEntry, name: str, end: str, expected: Expected | None) -> None:
+        """CheckpointError for a part of a weight that the checkpoint has quantised, and for one in 16 bits to which
+        nothing is rounded."""
+        spec = self._quantised[name]
+        assert spec.scheme is not None
+        if end:
+            raise CheckpointError(
+                f"{entry.path}: {entry.name} is for a weight that the checkpoint has in {spec.scheme.title}, of which "
+                "no part can be replaced. Send all of it."
+            )
+        if entry.dtype in DTYPES and (expected is None or entry.dtype not in expected.dtypes):
+            wanted = [each.names[0] for each in self._tensors[spec] if not each.is_optional]
+            own = [each for each in wanted if each.startswith(name.removesuffix(WEIGHT))]
+            raise CheckpointError(
+                f"{entry.path}: {entry.name} has type {entry.dtype}, but the checkpoint has it in {spec.scheme.title}, "
+                f"to which nothing is rounded under way. Send {', '.join(own)}; or load the 16-bit "
+                "model, with the option quantization if it is to have fewer bits."
+            )
+
+    def _check_decoded(self, added: Iterable[str]) -> None:
+        """CheckpointError for parameters that are there, now that some tensors were added, and cannot be decoded."""
+        for spec in dict.fromkeys(chain.from_iterable(self._decoded.get(name, ()) for name in added)):
+            if self.brings_all(spec):
+                for matrix in own_matrices(spec, self.entries, self._sizes[spec]):
+                    check_matrix(matrix, spec.quantized)
 
     def _with_half(self, place: Place, halves: Mapping[str, TensorEntry], entry: TensorEntry) -> dict[str, TensorEntry]:
         """A patch with another half, which is checked."""
@@ -218,40 +268,73 @@ class ArrivingWeights:
             if len(halves) < 2:
                 [end] = {INDICES, VALUES} - halves.keys()
                 raise CheckpointError(f"{name}{end} did not come. Send it, too.")
-        missing = [] if self.is_partial else [name for name in self._wanted if name not in self.entries]
+        wanted = {each.names[0]: each for each in chain(*self._tensors.values()) if not each.is_optional}
+        missing = [] if self.is_partial else [name for name, each in wanted.items() if not self._has(each)]
         if missing or not (self.entries or self._patches):
             first = f", the first is {missing[0]}" if missing else ""
             raise CheckpointError(
-                f"{len(missing)} of {len(self._wanted)} weights did not come{first}. Send them, or say when the update "
+                f"{len(missing)} of {len(wanted)} weights did not come{first}. Send them, or say when the update "
                 "starts that it is partial."
             )
 
     def brings(self, spec: Spec) -> bool:
         """Whether anything of a parameter has come."""
-        return any(name in self.entries or name in self._patches for name in self._names[spec])
+        return any(self._has(each) or each.names[0] in self._patches for each in self._tensors[spec])
 
     def brings_all(self, spec: Spec) -> bool:
         """Whether all of it has."""
-        return all(name in self.entries for name in self._names[spec])
+        return all(each.is_optional or self._has(each) for each in self._tensors[spec])
+
+    def _has(self, expected: Expected) -> bool:
+        return any(name in self.entries for name in expected.names)
 
     def changed(self, spec: Spec, before: jax.Array) -> jax.Array:
         """A parameter of which parts came, with them."""
         changes = list[WholeRow | Single]()
-        for number, name in enumerate(self._names[spec]):
+        shape = tuple(self._sizes[spec][each] for each in spec.stored_dims)
+        for number, name in enumerate(spec.tensor_names(self._sizes[spec])):
             if name in self.entries:
                 with mapped(self.entries[name], dtypes_of(spec)) as array:
                     changes.append(WholeRow(number, np.array(array).reshape(before.shape[1:])))
             elif name in self._patches:
                 halves, first = self._patches[name], number if spec.is_stacked else None
                 with mapped(halves[INDICES], WHOLE_DTYPES) as indices, mapped(halves[VALUES], DTYPES) as values:
-                    changes.append(singles(self._shapes[spec], first, np.array(indices), np.array(values)))
+                    changes.append(singles(shape, first, np.array(indices), np.array(values)))
         return changed(before, changes)
 
     def placed(self, spec: Spec, model: Model, mesh: Mesh, dtype: Any, rooms: Rooms) -> Any:
         """A parameter of those that came, on its devices."""
-        sizes = model.config.dim_sizes()
-        with stored_tensors(spec, self.entries, sizes) as stored:
-            return place(spec, stored, sizes, mesh, dtype, rooms)
+        return load_param(spec, self.entries, model.config.dim_sizes(), mesh, dtype, rooms, Losses())
+
+
+def rounding_of(expected: Expected) -> MakeTensors | None:
+    """What rounds a tensor that may come in 16 bits where the checkpoint has fewer; None: it may not."""
+    scheme = expected.spec.scheme
+    return UNDER_WAY.get(scheme) if scheme is not None and expected.names[0].endswith(f".{WEIGHT}") else None
+
+
+def with_rounded(expected: Expected) -> Expected:
+    """A tensor with the types of which it is rounded."""
+    return replace(expected, dtypes=(*expected.dtypes, *DTYPES)) if rounding_of(expected) else expected
+
+
+def as_stored(name: str, entry: TensorEntry, expected: Expected) -> dict[str, TensorEntry]:
+    """A tensor as the checkpoint has it: several by their names, in memory, if it is rounded. CheckpointError for a
+    weight with NaN or infinity; what is decoded is looked at when all of it is there."""
+    rounding = rounding_of(expected) if entry.dtype in DTYPES else None
+    if rounding or expected.spec.scheme is None:
+        check_finite(entry, expected)
+    rounded = rounded_entry(entry, rounding) if rounding else None
+    if rounded is None:
+        return {name: entry}
+    held = lambda end, array: HeldTensor(
+        entry.path, entry.name.removesuffix(WEIGHT) + end, NAMES[array.dtype], array.shape, 0, array.nbytes, array
+    )
+    return {name.removesuffix(WEIGHT) + end: held(end, array) for end, array in rounded.items()}
+
+
+def second_time(entry: TensorEntry) -> CheckpointError:
+    return CheckpointError(f"{entry.path}: {entry.name} comes for the second time in this update.")
 
 
 FileState = tuple[int, int, int]

@@ -22,14 +22,14 @@ from jax.sharding import Mesh
 from jaxpaged.config import EMBEDDED_MODEL
 from jaxpaged.errors import CheckpointError, ConfigError
 from jaxpaged.params import orbax_format
-from jaxpaged.params.encoded import matrices, settled
+from jaxpaged.params.encoded import settled
 from jaxpaged.params.expected import check_entries, stored_tensors, tensors_of
 from jaxpaged.params.gguf_folder.places_file import gguf_entries, is_gguf_folder
 from jaxpaged.params.hub import ASSETS
 from jaxpaged.params.kv_scales import LayerScales, stored_scales, without_kv_scales
 from jaxpaged.params.mistral_folder import MISTRAL_INDEX, MISTRAL_WEIGHTS, description_of, in_checkpoint
 from jaxpaged.params.other_formats import is_mistral_folder, refuse_other_folder, refuse_pointers
-from jaxpaged.params.placing import own_rows, place, place_encoded, stored_shape
+from jaxpaged.params.placing import own_matrices, place, place_encoded
 from jaxpaged.params.quantized import (
     ZERO,
     PackedArray,
@@ -115,13 +115,7 @@ def load_params(
 
     def load(spec: Spec) -> Any:
         nonlocal done
-        if spec.scheme is not None:
-            shape, rows = stored_shape(spec, sizes), own_rows(spec, sizes)
-            found = matrices(spec, entries, sizes, shape, rows)
-            array = place_encoded(spec, found, sizes, mesh, dtype, rooms, losses)
-        else:
-            with stored_tensors(spec, entries, sizes) as stored:
-                array = place(spec, stored, sizes, mesh, dtype, rooms)
+        array = load_param(spec, entries, sizes, mesh, dtype, rooms, losses)
         done += array.nbytes
         progress(done, total)
         return array
@@ -130,6 +124,22 @@ def load_params(
     if said := losses.in_words():
         logger.info("%s: %s", folder, said)
     return params
+
+
+def load_param(
+    spec: Spec,
+    entries: Mapping[str, TensorEntry],
+    sizes: Mapping[str, int],
+    mesh: Mesh,
+    dtype: Any,
+    rooms: Rooms,
+    losses: Losses,
+) -> Any:
+    """A parameter on its devices, of the tensors that it has in a checkpoint."""
+    if spec.scheme is not None:
+        return place_encoded(spec, own_matrices(spec, entries, sizes), sizes, mesh, dtype, rooms, losses)
+    with stored_tensors(spec, entries, sizes) as stored:
+        return place(spec, stored, sizes, mesh, dtype, rooms)
 
 
 def checked_entries(specs: Any, config: Any, folder: Path, is_whole: bool) -> dict[str, TensorEntry]:

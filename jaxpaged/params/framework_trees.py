@@ -151,7 +151,7 @@ def groups_of(axes: str) -> tuple[str, ...]:
 
 def tensor_axes(spec: Spec) -> tuple[str, ...]:
     """The letters of each axis of one of a parameter's tensors. Raises CheckpointError where it is a part of one."""
-    if spec.fused or spec.transposed or spec.scheme is not None:
+    if spec.fused or spec.transposed:
         raise CheckpointError(
             f"{spec.hf_name} holds several parameters in the checkpoint, and no mapping divides them."
         )

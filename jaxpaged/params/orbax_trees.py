@@ -61,7 +61,7 @@ def read_converted(folder: Path, specs: Any, sizes: Mapping[str, int]) -> dict[s
 
 def tensors_of(spec: Spec, array: np.ndarray, sizes: Mapping[str, int]) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors that a parameter is in a checkpoint. Raises CheckpointError."""
-    if spec.fused or spec.transposed or spec.scheme is not None:
+    if spec.fused or spec.transposed:
         raise CheckpointError(
             f"{spec.hf_name} holds several parameters in the checkpoint, and cannot be made of orbax's. Send the "
             "original checkpoint's files."

@@ -126,6 +126,8 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, 
 
 def why_not(spec: Spec, shape: Any, sizes: Mapping[str, int]) -> str | None:
     """Why a part of a parameter cannot be replaced, in the second half of a sentence. `shape`: the engine's own."""
+    if spec.scheme is not None:
+        return f"the checkpoint has it in several tensors ({spec.scheme.title})"
     if spec.quantized:
         return f"its numbers are rounded together ({spec.quantized})"
     if spec.fused or spec.transposed:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.params.encoded import Decoded, EncodedMatrix
+from jaxpaged.params.encoded import Decoded, EncodedMatrix, matrices
 from jaxpaged.params.quantized import (
     ROWS,
     PackedArray,
@@ -32,6 +32,7 @@ from jaxpaged.params.quantized import (
 )
 from jaxpaged.params.recoding import Losses, rows_of, stored_parts
 from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.safetensors_reader import TensorEntry
 from jaxpaged.params.sharding import KEY_HEADS, sharding_of, sizes_on, split_of
 from jaxpaged.params.spec import Spec
 
@@ -81,6 +82,11 @@ def own_rows(spec: Spec, sizes: Mapping[str, int]) -> np.ndarray:
     rows = np.arange(stored_shape(spec, sizes)[-2])
     rows = rows.reshape(extent(spec.within, sizes), -1) if spec.within else rows
     return rows[..., own_places(spec, sizes)].reshape(-1)
+
+
+def own_matrices(spec: Spec, entries: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -> list[EncodedMatrix]:
+    """The matrices of an encoded parameter, in order, each with the outputs that are this parameter's."""
+    return matrices(spec, entries, sizes, stored_shape(spec, sizes), own_rows(spec, sizes))
 
 
 def place(

@@ -7,6 +7,7 @@ Letters: I inputs and O outputs of a matrix, C groups of an output's inputs.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -102,16 +103,40 @@ def stored_parts(matrix: EncodedMatrix, form: Stored, losses: Losses) -> tuple[n
             zeros_OC[part] = np.repeat(stored.zeros, groups // stored.zeros.shape[1], axis=1)
         if stored.order is not None:
             orders[part.start] = stored.order.astype(np.int32)
+        check_form(matrix, form, stored)
 
     matrix.each_part(take)
     order_I = orders.get(0, order_I)
-    is_ordered = bool((np.diff(order_I) != 1).any())
-    if (is_ordered and not form.has_order) or (zeros_OC.any() and not form.has_zeros):
-        raise CheckpointError(
-            f"{matrix.file.path}: {matrix.file.name} belongs to a weight with inputs in another order, or zeros, of "
-            "which config.json says nothing. Start with --quantized-form rows or 16bit."
-        )
     if form.is_packed:
         zeros_OC += ZERO
     losses.add(matrix.scheme.title, in_words(form), None, None)
     return values_OI, scales_OC, zeros_OC, order_I
+
+
+def check_form(matrix: EncodedMatrix, form: Stored, stored: StoredWeight) -> None:
+    """CheckpointError where the file has what the form has not."""
+    is_ordered = stored.order is not None and bool((np.diff(stored.order) != 1).any())
+    has_zeros = stored.zeros is not None and bool(stored.zeros.any())
+    if (is_ordered and not form.has_order) or (has_zeros and not form.has_zeros):
+        raise CheckpointError(
+            f"{matrix.file.path}: {matrix.file.name} belongs to a weight with inputs in another order, or zeros, of "
+            "which config.json says nothing. Start with --quantized-form rows or 16bit."
+        )
+
+
+def check_matrix(matrix: EncodedMatrix, form: Any) -> None:
+    """CheckpointError for a matrix that cannot be what `Spec.quantized` says, or stands for weights that are not
+    finite."""
+
+    def take(part: slice, stored: StoredWeight) -> None:
+        if isinstance(form, Stored):
+            check_form(matrix, form, stored)
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(stored.dequantized(np.float32)).all()
+        if not is_finite:
+            raise CheckpointError(
+                f"{matrix.file.path}: {matrix.file.name} belongs to a weight in {matrix.scheme.title} that is not "
+                "finite: its values times their scales are too large. Send it again."
+            )
+
+    matrix.each_part(take)

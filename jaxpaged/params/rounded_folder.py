@@ -22,14 +22,18 @@ import numpy as np
 from jaxpaged.errors import UsageError
 from jaxpaged.params.derived_folder import write_derived
 from jaxpaged.params.encoded import WEIGHT, holds_weights, kind_of
-from jaxpaged.params.quantized import LARGEST, LARGEST_FLOAT8, OF_TOWERS
+from jaxpaged.params.quantized import BLOCK, LARGEST, LARGEST_FLOAT8, OF_TOWERS, float_blocks
 from jaxpaged.params.safetensors_reader import ALL_DTYPES, DTYPES, TensorEntry, mapped
 from jaxpaged.params.safetensors_writer import safetensors_of
-from jaxpaged.params.schemes.scheme import LINEAR
+from jaxpaged.params.schemes.fp8 import Float8
+from jaxpaged.params.schemes.scheme import LINEAR, Scheme
 from jaxpaged.params.spec import Spec
 
 Tensors = dict[str, np.ndarray]
 """Name behind that of a module -> tensor."""
+
+MakeTensors = Callable[[np.ndarray, np.dtype], Tensors | None]
+"""A matrix [O, I] in float32, a type of scales -> what is stored of it; None: it stays as it is."""
 
 GROUP = 128
 """Inputs that share a scale in 4 bits."""
@@ -37,10 +41,9 @@ GROUP = 128
 
 @dataclass(frozen=True)
 class Rounding:
-    """One way to round. `tensors` makes what is stored of a matrix [O, I] in float32, with scales of a type; None: it
-    does not take the matrix. `description`: a group of modules in config.json, and `format` what it is called there."""
+    """One way to round. `description`: a group of modules in config.json, and `format` what it is called there."""
 
-    tensors: Callable[[np.ndarray, np.dtype], Tensors | None]
+    tensors: MakeTensors
     description: Mapping[str, Any]
     format: str
 
@@ -67,7 +70,7 @@ def write_rounded(
     def write_file(path: Path, entries: Mapping[str, TensorEntry]) -> Iterable[str]:
         stored: Tensors = {}
         for name, entry in entries.items():
-            rounded = rounded_entry(entry, rounding) if name in linears else None
+            rounded = rounded_entry(entry, rounding.tensors) if name in linears else None
             if rounded is None:
                 stored[entry.name] = copied(entry)
                 left.extend([entry.name.removesuffix(f".{WEIGHT}")] if len(entry.shape) == 2 else [])
@@ -87,12 +90,12 @@ def is_linear(spec: Spec) -> bool:
     return holds_weights(spec) and kind_of(spec) == LINEAR and not OF_TOWERS & set(spec.dims)
 
 
-def rounded_entry(entry: TensorEntry, rounding: Rounding) -> Tensors | None:
+def rounded_entry(entry: TensorEntry, tensors_of: MakeTensors) -> Tensors | None:
     """What is stored of a weight in a file; None where it stays as it is."""
     if len(entry.shape) != 2:
         return None
     with mapped(entry, DTYPES) as weight:
-        return rounding.tensors(weight.astype(np.float32), weight.dtype)
+        return tensors_of(weight.astype(np.float32), weight.dtype)
 
 
 def copied(entry: TensorEntry) -> np.ndarray:
@@ -127,6 +130,13 @@ def rows(values: np.dtype, largest: float, weight_OI: np.ndarray, dtype: np.dtyp
         "weight": (np.rint(steps_OI) if values == np.int8 else steps_OI).astype(values),
         "weight_scale": scale_O1,
     }
+
+
+def blocks(weight_OI: np.ndarray, dtype: np.dtype) -> Tensors:
+    """8-bit floats with a float32 scale for every block of outputs and inputs; the last ones may be smaller."""
+    inputs = weight_OI.shape[1]
+    values_OI, scales_OC = float_blocks(np.pad(weight_OI, ((0, 0), (0, -inputs % BLOCK))))
+    return {"weight": values_OI[:, :inputs], "weight_scale": scales_OC[::BLOCK]}
 
 
 def packed_groups(weight_OI: np.ndarray, dtype: np.dtype) -> Tensors | None:
@@ -171,3 +181,8 @@ ROUNDINGS = {
     "W4A16": Rounding(packed_groups, {"weights": IN_4_BITS, "input_activations": None}, "pack-quantized"),
 }
 """Name that llm-compressor gives a way to round -> the way."""
+UNDER_WAY: Mapping[Scheme, MakeTensors] = {
+    Float8(): ROUNDINGS["FP8_DYNAMIC"].tensors,
+    Float8((BLOCK, BLOCK)): blocks,
+}
+"""Scheme of an engine's checkpoint -> what rounds the weights to it that come in 16 bits."""

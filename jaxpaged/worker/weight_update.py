@@ -19,7 +19,6 @@ from jaxpaged.models.decoder import Attention
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.joined import joined_params
 from jaxpaged.params.arriving import ArrivingWeights, Model
-from jaxpaged.params.expected import expected_of
 from jaxpaged.params.patches import why_not
 from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
@@ -133,10 +132,10 @@ def named_by_framework(stages: Sequence[EngineSpec], tree: Any, mapping: str, is
     if isinstance(tree, str | Path):
         tree = read_tree(Path(tree))
     specs = {
-        each.names[0]: spec
+        name: spec
         for stage in stages
         for spec in jax.tree.leaves(stage.specs)
-        for each in expected_of(spec, stage.decoder.dim_sizes())
+        for name in spec.tensor_names(stage.decoder.dim_sizes())
     }
     config = stages[-1].decoder
     return named_tensors(tree, mapping, Named(specs, config.dim_sizes(), config.architecture), is_partial)

@@ -22,6 +22,8 @@ from jaxpaged.params.expected import expected_of
 from jaxpaged.params.framework_trees import Named, tree_of
 from jaxpaged.params.offered import host_device
 from tests.models.checkpoints import CONFIGS, make_tensors
+from tests.models.quantised_checkpoints import BLOCKS, MODELS, float8, is_linear, read, write
+from tests.models.tensor_shapes import tensor_shapes
 
 SIZES = {
     "dtype": "float32",
@@ -576,6 +578,50 @@ def test_what_is_rounded_when_it_is_loaded_is_rounded_when_it_arrives(folders):
     engines[0].abandon_weight_update()
     for each in engines:
         each.shutdown()
+
+
+def in_blocks(tensors):
+    """A checkpoint in FP8 of these."""
+    stored = {}
+    for name, tensor in tensors.items():
+        own = float8(tensor, "block", "weight_scale_inv", (128, 128))[0] if is_linear(name) else {"weight": tensor}
+        stored |= {name.removesuffix("weight") + end: each for end, each in own.items()}
+    return stored
+
+
+def test_a_checkpoint_in_fp8_gives_way_to_another_and_to_16_bits(tmp_path):
+    hf = {**MODELS["llama"], "intermediate_size": 160}
+    tensors = [random_tensors(tensor_shapes(hf), seed) for seed in range(2)]
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    for folder, each in zip(folders, tensors):
+        folder.mkdir()
+        write(folder, in_blocks(each), {**hf, "quantization_config": {**BLOCKS, "weight_block_size": [128, 128]}})
+    llm, wanted = (LLM(str(folder), **SIZES | {"token_buckets": (16,)}) for folder in folders)
+    before, after, params = said(llm), said(wanted), jax.tree.map(np.array, params_of(wanted))
+    wanted.shutdown()
+    stored = read(folders[1] / "model.safetensors")
+    scales = {name: tensor for name, tensor in stored.items() if name.endswith("_inv")}
+    zeros = {name: 0 * tensor for name, tensor in scales.items()}
+    llm.start_weight_update()
+    llm.update_weights({name: tensor for name, tensor in stored.items() if name not in scales})
+    with pytest.raises(CheckpointError, match=r"weight_scale\[0, 0\] is 0.0"):
+        llm.update_weights(zeros)
+    with pytest.raises(CheckpointError, match=rf"{len(scales)} of .* did not come, the first is .*weight_scale"):
+        llm.finish_weight_update()
+    assert said(llm) == before, "until it is finished"
+    llm.update_weights(scales)
+    llm.finish_weight_update("second")
+    assert said(llm) == after and llm.get_weight_version() == "second"
+    config = llm.collective_rpc(lambda worker: worker.stages[-1].decoder)[0]
+    specs = {name: spec for spec, _ in expected_tensors(llm) for name in spec.tensor_names(config.dim_sizes())}
+    tree = tree_of(tensors[1], "tunix", Named(specs, config.dim_sizes(), config.architecture))
+    for weights, mapping in ((folders[1], None), (tensors[1], None), (tree, "tunix")):
+        llm.update_weights(folders[0])
+        assert said(llm) == before
+        llm.update_weights(weights, mapping=mapping)
+        assert said(llm) == after
+        jax.tree.map(np.testing.assert_array_equal, params_of(llm), params)
+    llm.shutdown()
 
 
 def test_weights_on_two_devices(folders, answers):

@@ -68,6 +68,7 @@ class PagedModel:
         shards, kernel_for = shards_of(self.mesh.shape), lambda *form: "reference"
         device = Device(platform or jax.default_backend(), kernel_for, shards)
         specs = formed_specs(specs, form, self.config.dim_sizes(), device)
+        self.param_specs = specs
         self.params = load_params(specs, self.config, folder, self.mesh, jnp.float32)
         self.specs = self.model.attention_specs(self.config, BLOCK_SIZE, 4, num_shards)
         structs = [tensor_struct(self.context, spec, NUM_BLOCKS, jnp.float32, num_rows=2) for spec in self.specs]

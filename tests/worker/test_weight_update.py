@@ -1,32 +1,111 @@
-"""Which engines take no other weights, and what less than a parameter can be replaced."""
+"""Which engines take no other weights, what less than a parameter can be replaced, and quantised weights that come."""
 
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpaged.errors import UsageError
-from jaxpaged.models.registry import model_for
+from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.params.arriving import ArrivingWeights, Model
 from jaxpaged.params.patches import Single, WholeRow, changed, why_not
+from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.rounded_folder import write_rounded
+from jaxpaged.params.schemes.gguf import Gguf
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.weight_update import WeightUpdate
-from tests.models.checkpoints import CONFIGS
+from tests.models.paged import PagedModel
+from tests.models.quantised_checkpoints import FORMATS, read, write_quantised
 
 
-def test_experts_that_move_and_quantised_checkpoints_are_refused_by_name():
+def test_experts_that_move_and_gguf_files_are_refused_by_name():
     moving = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(expert_balance=object())))
     with pytest.raises(UsageError, match=r"experts are moved between devices .*\(eplb\), so weights stay"):
         WeightUpdate([moving], is_partial=False)
-    hf = CONFIGS["llama"] | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
-    model = model_for(hf)
-    config = model.config_from_hf(hf)
-    specs = model.param_specs(config, 1)
-    assert any(spec.scheme is not None for spec in jax.tree.leaves(specs))
-    with pytest.raises(UsageError, match="checkpoint is quantised .* its weights cannot be updated. Load the 16-bit"):
-        ArrivingWeights([Model(specs, config)])
+    spec = Spec("VD", "V D", "model.embed_tokens.weight", scheme=Gguf("Q8_0"))
+    config = SimpleNamespace(dim_sizes=lambda: {"V": 64, "D": 32})
+    with pytest.raises(UsageError, match="is a GGUF file, of which no weights are updated. Load it from safetensors"):
+        ArrivingWeights([Model(spec, config)])
+
+
+def arriving_at(model):
+    return ArrivingWeights([Model(model.param_specs, model.config)])
+
+
+def check_arrived(arriving, model):
+    """That what came is what `model` loaded, bit by bit."""
+    arriving.check_complete()
+    own, rooms = Model(model.param_specs, model.config), Rooms()
+    placed = lambda spec: arriving.placed(spec, own, model.mesh, jnp.float32, rooms)
+    found, loaded = jax.tree.map(placed, model.param_specs), model.params
+    assert jax.tree.structure(found) == jax.tree.structure(loaded)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(loaded), strict=True):
+        assert one.dtype == other.dtype and one.sharding == other.sharding
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+
+WAYS = [("rows", "cpu"), ("stored", "gpu"), ("16bit", "cpu")]
+FEW = [("gptq shuffled", "llama"), ("fp8 of a tensor", "phi3"), ("nvfp4", "mixtral")]
+REST = [
+    pytest.param(kind, model, marks=pytest.mark.exhaustive)
+    for kind in FORMATS
+    for model in ("llama", "phi3", "mixtral")
+    if (kind, model) not in FEW
+]
+
+
+@pytest.mark.parametrize(("kind", "model"), [*FEW, *REST])
+def test_tensors_of_a_quantised_checkpoint_arrive_one_by_one_as_they_are_loaded(kind, model, tmp_path):
+    write_quantised(tmp_path, kind, model)
+    tensors = read(tmp_path / "model.safetensors")
+    for form, platform in WAYS:
+        loaded = PagedModel(tmp_path, form=form, platform=platform)
+        arriving = arriving_at(loaded)
+        for name, tensor in tensors.items():
+            arriving.add({name: tensor})
+        check_arrived(arriving, loaded)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_weights_in_16_bits_become_fp8_with_a_scale_for_every_output(model, tmp_path):
+    write_quantised(tmp_path / "first", "float-quantized", model)
+    plain = PagedModel(exact := tmp_path / "first" / "exact")
+    write_rounded(plain.param_specs, plain.config, exact, tmp_path / "second", "FP8_DYNAMIC")
+    arriving = arriving_at(PagedModel(tmp_path / "first", form="rows", platform="gpu"))
+    arriving.add([str(exact)])
+    check_arrived(arriving, PagedModel(tmp_path / "second", form="rows", platform="gpu"))
+
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("fp8 blocks", {"weight": np.ones((64, 64), np.float32)}, "F32, but .* FP8 in blocks of 24 x 40, to which"),
+        ("gptq", {"weight": np.ones((64, 64), np.float32)}, f"GPTQ.* Send {Q}qweight, {Q}scales, {Q}qzeros; or load"),
+        ("nvfp4", {"weight": np.ones((64, 64), np.float32)}, "in NVFP4, to which nothing is rounded under way"),
+        ("float-quantized", {"weight": np.full((64, 64), np.nan, np.float32)}, r"q_proj.weight is nan at \(0, 0\)"),
+        ("float-quantized", {"weight": np.full((64, 64), np.nan, "float8_e4m3fn")}, "infinite or no numbers"),
+        ("float-quantized", {"weight": np.ones((64, 64), np.int8)}, "q_proj.weight has type I8; supported: F8_E4M3"),
+        ("float-quantized", {"weight_scale": np.zeros((64, 1), np.float32)}, r"weight_scale\[0, 0\] is 0.0"),
+        ("float-quantized", {"weight_scale": np.full((64, 1), 3e38, np.float32)}, "is not finite: its values times"),
+        ("float-quantized", {"weight_scale": np.ones((64, 3), np.float32)}, r"weight_scale has shape \(64, 3\)"),
+        ("float-quantized", {"weight_scale_inv": np.ones((64, 1), np.float32)}, "scale_inv comes for the second time"),
+        ("float-quantized", {"weight.sparse_values": np.ones(1, np.float32)}, "in FP8, of which no part can be"),
+        ("float-quantized", {"k_scale": np.ones((), np.float32)}, "is a scale of what attention caches"),
+        ("gptq symmetric", {"g_idx": np.arange(64, dtype=np.int32) % 2}, "inputs in another order"),
+    ],
+)
+def test_quantised_tensors_that_cannot_be_are_refused_when_they_come(kind, changes, words, tmp_path):
+    write_quantised(tmp_path, kind)
+    arriving = arriving_at(PagedModel(tmp_path, form="stored", platform="gpu"))
+    changes = {(Q.replace("q_proj.", "") if end == "k_scale" else Q) + end: array for end, array in changes.items()}
+    with pytest.raises(CheckpointError, match=words):
+        arriving.add(read(tmp_path / "model.safetensors") | changes)
+    assert arriving.num_bytes == 0
 
 
 def test_changes_reach_the_shards_that_have_them():

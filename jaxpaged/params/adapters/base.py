@@ -13,9 +13,8 @@ import numpy as np
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params import orbax_format
 from jaxpaged.params.checkpoint import entries_of_folder
-from jaxpaged.params.encoded import matrices
 from jaxpaged.params.expected import stored_tensors
-from jaxpaged.params.placing import own_part, own_rows, stored_shape
+from jaxpaged.params.placing import own_matrices, own_part
 from jaxpaged.params.safetensors_reader import TensorEntry
 from jaxpaged.params.spec import Spec
 
@@ -36,8 +35,7 @@ class BaseWeights:
         if orbax_format.is_orbax(self._folder):
             return self._of_orbax(spec)
         if spec.scheme is not None:
-            rows = own_rows(spec, self._sizes)
-            found = matrices(spec, self._entries, self._sizes, stored_shape(spec, self._sizes), rows)
+            found = own_matrices(spec, self._entries, self._sizes)
             return np.stack([matrix.dequantized(np.float32) for matrix in found]).reshape(shape)
         if missing := [name for name in spec.tensor_names(self._sizes) if name not in self._entries]:
             raise CheckpointError(f"{self._folder} has no {missing[0]} any more, which the adapter needs. Restart.")
