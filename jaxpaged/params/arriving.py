@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
-from jaxpaged.params.checkpoint import canonical_name, every_entry, load_param
+from jaxpaged.params.checkpoint import canonical_name, every_entry, further_layers, load_param
 from jaxpaged.params.encoded import WEIGHT
 from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of
 from jaxpaged.params.kv_scales import without_kv_scales
@@ -190,6 +190,8 @@ class ArrivingWeights:
             self._check_quantised(entry, name, end, expected)
         if expected is not None:
             return Place(name, end, expected)
+        if name.startswith(further_layers(self._config)):
+            return None
         if not without_kv_scales({name: entry}):
             raise CheckpointError(
                 f"{entry.path}: {entry.name} is a scale of what attention caches, which stays as it is. Leave it out."

@@ -174,13 +174,17 @@ def check_folder(specs: Any, config: Any, folder: Path) -> None:
 
 def without_further_layers(entries: Mapping[str, TensorEntry], config: Any) -> dict[str, TensorEntry]:
     """The tensors of the decoder, without those of layers behind it that predict further tokens."""
-    further = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    unused = tuple(f"model.layers.{i}." for i in further)
+    unused = further_layers(config)
     kept = {name: entry for name, entry in entries.items() if not name.startswith(unused)}
     if len(kept) < len(entries):
-        skipped, names = len(entries) - len(kept), ", ".join(map(str, further))
+        skipped, names = len(entries) - len(kept), ", ".join(unused)
         logger.info("%d tensors are not loaded: layers that predict further tokens (%s)", skipped, names)
     return kept
+
+
+def further_layers(config: Any) -> tuple[str, ...]:
+    """How names of tensors begin that belong to layers behind the decoder."""
+    return tuple(f"model.layers.{config.num_layers + i}." for i in range(config.num_mtp_layers))
 
 
 def num_bytes(shapes: Any) -> int:

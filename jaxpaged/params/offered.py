@@ -192,12 +192,12 @@ def pulled(address: str, choose: Callable[[Sequence[TensorEntry]], Sequence[Tens
 
 
 def read_manifest(connection: socket.socket) -> Manifest:
-    """What there is. Raises OSError, ValueError."""
-    with connection.makefile("rb") as stream:
-        magic, size = HEAD.unpack(whole(stream.read(HEAD.size), HEAD.size))
-        if magic != MAGIC or size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it begins with {magic!r}, so it offers no weights")
-        manifest = msgspec.msgpack.decode(whole(stream.read(size), size), type=Manifest)
+    """What there is, heard within `SILENT_SECONDS`. Raises OSError, ValueError."""
+    until = time.monotonic() + SILENT_SECONDS
+    magic, size = HEAD.unpack(heard(connection, HEAD.size, until))
+    if magic != MAGIC or size > MAX_MANIFEST_BYTES:
+        raise ValueError(f"it begins with {magic!r}, so it offers no weights")
+    manifest = msgspec.msgpack.decode(heard(connection, size, until), type=Manifest)
     for tensor in manifest.tensors:
         tensor.check()
     if sum(tensor.num_parts for tensor in manifest.tensors) > MAX_PARTS:
@@ -205,8 +205,17 @@ def read_manifest(connection: socket.socket) -> Manifest:
     return manifest
 
 
-def whole(received: bytes, size: int) -> bytes:
-    if len(received) < size:
+def heard(connection: socket.socket, size: int, until: float) -> bytes:
+    """So many bytes, before a time. Raises TimeoutError, ConnectionError."""
+    received = bytearray()
+    while len(received) < size:
+        connection.settimeout(max(until - time.monotonic(), SHORTEST_PAUSE))
+        received += some(connection.recv(min(size - len(received), 1 << 20)))
+    return bytes(received)
+
+
+def some(received: bytes) -> bytes:
+    if not received:
         raise ConnectionError("it closed the connection")
     return received
 
@@ -249,7 +258,7 @@ def arrived(shard: jax.Array, connection: socket.socket) -> np.ndarray:
     until, pause = time.monotonic() + SILENT_SECONDS, SHORTEST_PAUSE
     while not shard.is_ready():
         with contextlib.suppress(BlockingIOError):
-            whole(connection.recv(1), 1)
+            some(connection.recv(1))
         if time.monotonic() > until:
             raise TimeoutError
         time.sleep(pause)

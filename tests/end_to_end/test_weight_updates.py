@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import msgspec
@@ -248,6 +249,11 @@ def test_a_trainer_who_is_silent_or_none_is_given_up(llm, answers, monkeypatch):
             thread.join()
             answered[0].close()
             llm.abandon_weight_update()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.send(b"JPW1")
+        with pytest.raises(TimeoutError):  # however many drops came before
+            offered.heard(ours, offered.HEAD.size, time.monotonic() - 1)
     with pytest.raises(CheckpointError, match="is no address"):
         llm.update_weights("transfer://nowhere")
     with pytest.raises(UsageError, match="has type float64"):

@@ -1,5 +1,6 @@
 """Which engines take no other weights, what less than a parameter can be replaced, and quantised weights that come."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,7 @@ from jaxpaged.params.rounded_folder import write_rounded
 from jaxpaged.params.schemes.gguf import Gguf
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.weight_update import WeightUpdate
+from tests.models.checkpoints import make_tensors, write_checkpoint
 from tests.models.paged import PagedModel
 from tests.models.quantised_checkpoints import FORMATS, read, write_quantised
 
@@ -66,6 +68,15 @@ def test_tensors_of_a_quantised_checkpoint_arrive_one_by_one_as_they_are_loaded(
         for name, tensor in tensors.items():
             arriving.add({name: tensor})
         check_arrived(arriving, loaded)
+
+
+def test_layers_that_predict_further_tokens_may_come_with_the_others(tmp_path):
+    loaded = PagedModel(write_checkpoint("llama", tmp_path))
+    config = replace(loaded.config, num_mtp_layers=1)
+    arriving = ArrivingWeights([Model(loaded.param_specs, config)])
+    further = {f"model.layers.{config.num_layers}.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    arriving.add(make_tensors("llama") | further)
+    check_arrived(arriving, loaded)
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
