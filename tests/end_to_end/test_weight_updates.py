@@ -458,7 +458,8 @@ def test_what_breaks_in_the_middle_leaves_no_weights_until_the_engine_is_woken(l
     assert said(llm) == answers[0] and llm.get_weight_version() == ""
 
 
-def test_many_updates_leak_and_compile_nothing(llm, folders, answers):
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_many_updates_leak_and_compile_nothing(count, llm, folders, answers):
     """By arrays, by a tree, and of a request under way that keeps what it has."""
     engine, longer = llm.llm_engine, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, detokenize=False)
     both = [tensors_of(folder) for folder in folders]
@@ -476,7 +477,7 @@ def test_many_updates_leak_and_compile_nothing(llm, folders, answers):
     for number in range(8):
         update(number)
     recompiles, num_arrays = engine.executor_stats()["recompiles"], len(jax.live_arrays())
-    for number in range(8, 108):
+    for number in range(8, 8 + count):
         update(number)
     while engine.has_unfinished_requests():
         engine.step()
