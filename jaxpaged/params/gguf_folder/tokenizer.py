@@ -2,7 +2,7 @@
 
 Four kinds are read: "gpt2", byte-level pairs that are joined in order, "llama", sentencepiece's pieces with scores,
 whose joins are found: two pieces that are a third one, the best first, "gemma4", such pieces whose joins are said, and
-"bert", words and their pieces (`word_pieces.py`).
+"bert", words, and the pieces of those that are no tokens.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from jaxpaged.encoding.tokenizer_json import BYTES, added_token, bpe, split_to_b
 from jaxpaged.errors import CheckpointError
 from jaxpaged.params.gguf_folder.facts import Facts
 from jaxpaged.params.gguf_folder.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from jaxpaged.params.gguf_folder.word_pieces import own_tokens, word_pieces
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
@@ -20,8 +19,8 @@ SPACE = "▁"
 SAID = "gemma4"
 PIECES = ("llama", SAID)
 """Kinds of tokenizers that know spaces by a letter of their own, and other bytes by tokens."""
-WORDS = "bert"
-"""The kind that knows words and pieces of them."""
+WORDS, INSIDE, UNKNOWN_WORD = "bert", "##", "[UNK]"
+"""The kind that knows words and pieces of them; what the model's own list has before all that begins no word."""
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """What tokenizer_config.json calls a token -> what a GGUF file calls its id."""
 OF_ENCODERS = {"bos_token": "cls bos", "eos_token": "seperator separator eos"}
@@ -194,3 +193,42 @@ def chat_templates(facts: Facts) -> dict[str, Any]:
         return {} if default is None else {"chat_template": default}
     everything = {**({} if default is None else {"default": default}), **others}
     return {"chat_template": [{"name": name, "template": text} for name, text in everything.items()]}
+
+
+def own_tokens(tokens: Sequence[str], kinds: Sequence[int]) -> list[str]:
+    """As the model's own list has them. A file has a letter for a space before beginnings of words, and nothing before
+    what stands inside."""
+
+    def own(token: str, kind: int) -> str:
+        if kind == CONTROL:
+            return token
+        return token.removeprefix(SPACE) if token.startswith(SPACE) else INSIDE + token
+
+    return [own(token, kind) for token, kind in zip(tokens, kinds, strict=True)]
+
+
+def word_pieces(facts: Facts, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+    """What takes a text apart, of `own_tokens`. A file does not say whether capitals are made small: they are unless
+    some token has one. CheckpointError without a token for what has none."""
+    if UNKNOWN_WORD not in tokens:
+        raise CheckpointError(f"{facts.path}: the tokenizer lacks the token {UNKNOWN_WORD}. Download the file again.")
+    normal = (token for token, kind in zip(tokens, kinds, strict=True) if kind != CONTROL)
+    has_capitals = any(token != token.lower() for token in normal)
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not has_capitals,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": UNKNOWN_WORD,
+            "continuing_subword_prefix": INSIDE,
+            "max_input_chars_per_word": 100,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+        },
+        "decoder": {"type": "WordPiece", "prefix": INSIDE, "cleanup": True},
+    }
