@@ -7,7 +7,7 @@ one's, which are decoded when they come, to see whether they can be, and 16 bits
 """
 
 import math
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -170,19 +170,21 @@ class ArrivingWeights:
 
     def _of_use(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Those that the model has, whose contents are not here yet. Raises CheckpointError for what does not fit."""
-        added: dict[str, TensorEntry] = {}
+        found: dict[str, TensorEntry] = {}
+        before = ChainMap(found, self.entries)
         for entry in entries:
-            if (place := self._place_of(entry, added)) is None:
+            if (place := self._place_of(entry, before)) is None:
                 continue
             if place.end:
                 check_length(entry, place.expected)
             else:
                 check_entry(entry, place.expected)
-            added[entry.name] = entry
-        return list(added.values())
+            found[entry.name] = entry
+        return list(found.values())
 
-    def _place_of(self, entry: TensorEntry, added: Mapping[str, TensorEntry]) -> Place | None:
-        """What a tensor is to the model; None: nothing, for a reason. Raises CheckpointError where there is none."""
+    def _place_of(self, entry: TensorEntry, before: Mapping[str, TensorEntry]) -> Place | None:
+        """What a tensor is to the model; None: nothing, for a reason. `before`: those that came before it. Raises
+        CheckpointError where there is none."""
         tensor, end = split_name(entry.name)
         name = canonical_name(tensor)
         expected = self._wanted.get(name)
@@ -196,31 +198,30 @@ class ArrivingWeights:
             raise CheckpointError(
                 f"{entry.path}: {entry.name} is a scale of what attention caches, which stays as it is. Leave it out."
             )
-        if check_unused([name], {**self.entries, **added, name: entry}, self._config):
+        if check_unused([name], {**before, name: entry}, self._config):
             raise CheckpointError(
                 f"{entry.path}: the model has no weight {entry.name}.{did_you_mean(name, self._wanted)}"
             )
         return None
 
     def _add(self, entries: Iterable[TensorEntry]) -> None:
-        added: dict[str, TensorEntry] = {}
-        patches = {name: dict(halves) for name, halves in self._patches.items()}
+        """One after the other; where one raises, `add` takes back those before it."""
+        added = list[str]()
         for entry in entries:
-            if (place := self._place_of(entry, added)) is None:
+            if (place := self._place_of(entry, self.entries)) is None:
                 continue
-            name, halves = place.name, patches.get(place.name, {})
-            if place.end in halves or (halves and not place.end) or name in added or name in self.entries:
+            name, halves = place.name, self._patches.get(place.name, {})
+            if place.end in halves or (halves and not place.end) or name in self.entries:
                 raise second_time(entry)
             if place.end:
-                patches[name] = self._with_half(place, halves, entry)
+                self._patches[name] = self._with_half(place, halves, entry)
                 continue
             check_entry(entry, place.expected)
             for own, tensor in as_stored(name, entry, place.expected).items():
-                if any(each in added or each in self.entries for each in self._wanted[own].names):
+                if self._has(self._wanted[own]):
                     raise second_time(tensor)
-                added[own] = tensor
-        self.entries |= added
-        self._patches = patches
+                self.entries[own] = tensor
+                added.append(own)
         self._check_decoded(added)
 
     def _check_quantised(self, entry: TensorEntry, name: str, end: str, expected: Expected | None) -> None:
