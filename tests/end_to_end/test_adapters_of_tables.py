@@ -31,7 +31,7 @@ ENGINES = {
     "dora": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
     "rslora_patterns": {"tensor_parallel_size": 2},  # the head alone, of one table for both
 }
-LIGHTER = "dora"
+LIGHTER = "rslora_patterns"
 """The engine that is asked for its programs of steps without adapters too."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, logprobs=32, prompt_logprobs=32, detokenize=False)

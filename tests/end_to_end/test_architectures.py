@@ -69,7 +69,9 @@ ON_ONE_DEVICE = ("qwen2_moe", "lfm2_moe")
 ON_FOUR_DEVICES = (
     "llama",
     "olmo3",
+    "cohere",
     "lfm2_moe",
+    "apertus",
     "mistral4",
 )
 WITH_EXPERTS = (
