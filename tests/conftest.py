@@ -98,11 +98,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_imported_is_looked_at() -> None:
     """The garbage collector leaves alone what was imported: looking through it took a third of the time of some files.
 
-    Commands that do the same undo it at their end, for everything.
+    The first module freezes what its process has imported, and every later one what came since.
     """
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()
 

@@ -229,7 +229,6 @@ def run_loop(running: Any) -> Any:
     finally:
         sys.setswitchinterval(turn)
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 # ---- what a server waits for -----------------------------------------------------------------------

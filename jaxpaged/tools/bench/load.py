@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,37 +53,28 @@ async def run_load(
         return outcome
 
     tasks: list[asyncio.Task[Outcome]] = []
-    with quiet_collector():
-        begin, cpu = clock(), time.process_time()
-        try:
-            for number, after in enumerate(arrivals):
-                if (wait := begin + after - clock()) > 0:
-                    await asyncio.sleep(wait)
-                run.send_lags.append(max(clock() - begin - after, 0.0))
-                tasks.append(asyncio.create_task(one(number, begin + after)))
-            await asyncio.gather(*tasks)
-        except asyncio.CancelledError:
-            run.interrupted = True
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()  # what has ended is reported
-        finally:
-            for task in tasks:
-                task.cancel()  # those that have ended do not mind
-            await asyncio.gather(*tasks, return_exceptions=True)
-        run.duration, run.cpu_seconds = clock() - begin, time.process_time() - cpu
-    run.outcomes = [task.result() for task in tasks if not task.cancelled()]
-    return run
-
-
-@contextlib.contextmanager
-def quiet_collector() -> Iterator[None]:
-    """What exists already is not searched for garbage: with many prompts that takes tens of milliseconds a time."""
+    # What exists already is not searched for garbage: with many prompts that takes tens of milliseconds a time.
     gc.collect()
     gc.freeze()
+    begin, cpu = clock(), time.process_time()
     try:
-        yield
+        for number, after in enumerate(arrivals):
+            if (wait := begin + after - clock()) > 0:
+                await asyncio.sleep(wait)
+            run.send_lags.append(max(clock() - begin - after, 0.0))
+            tasks.append(asyncio.create_task(one(number, begin + after)))
+        await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        run.interrupted = True
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()  # what has ended is reported
     finally:
-        gc.unfreeze()
+        for task in tasks:
+            task.cancel()  # those that have ended do not mind
+        await asyncio.gather(*tasks, return_exceptions=True)
+    run.duration, run.cpu_seconds = clock() - begin, time.process_time() - cpu
+    run.outcomes = [task.result() for task in tasks if not task.cancelled()]
+    return run
 
 
 # ---- when requests are due -------------------------------------------------------------------------

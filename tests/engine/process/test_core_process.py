@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 from jaxpaged.engine.process import core_process, wire
 
-LOADED = [[number] for number in range(1000)]
-
 
 def make_core(config, reports):
     reports.announce(wire.CoreFacts(config.options(), 8, "", ""))
@@ -15,7 +13,7 @@ def make_core(config, reports):
 
 
 def test_what_was_loaded_is_nothing_that_the_garbage_collector_looks_at(monkeypatch, tmp_path):
-    seen = []
+    loaded, seen = [[number] for number in range(1000)], []
 
     def server(*args):
         seen.extend(gc.get_objects())
@@ -27,8 +25,7 @@ def test_what_was_loaded_is_nothing_that_the_garbage_collector_looks_at(monkeypa
     try:
         core_process.serve(start, tmp_path, core_process.StatusPipe(writer), SimpleNamespace(hold=lambda server: None))
     finally:
-        gc.unfreeze()
         os.close(reader)
         os.close(writer)
     looked_at = set(map(id, seen))
-    assert not any(id(each) in looked_at for each in LOADED)
+    assert not any(id(each) in looked_at for each in loaded)
