@@ -93,8 +93,8 @@ def scales(folder):
     return str(file), [of_layers[i] for i in range(2)]
 
 
-# As a number is rounded they differ from others, of which each way to scale has one here.
-ALIKE = ("fp8_e5m2", "fp8_per_token_head")
+# They differ from others as a number is rounded: each way to scale has one here.
+ALIKE = ("int8", "fp8_e5m2", "fp8_per_token_head")
 
 
 @pytest.mark.parametrize(

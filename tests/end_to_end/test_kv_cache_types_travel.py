@@ -111,7 +111,7 @@ def check_chunks(server, name):
     assert all(model.startswith("org/model#") for model in models - {"org/model"})
 
 
-@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["int8_per_token_head", pytest.param("int8", marks=pytest.mark.exhaustive)])
 def test_a_prompt_is_handed_over(folder, name, tmp_path):
     """Through shared memory and through a socket, to an engine with other blocks and two devices."""
     own = scales_of_layers(tmp_path / "own", 0.03) if name == "int8" else {"kv_cache_dtype": name}

@@ -22,7 +22,7 @@ def pages_in(folder):
     return {path.stat().st_size for path in folder.rglob("*.safetensors")}
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_rounded_pages_are_half_as_large_and_give_the_same_text(form, expected, tmp_path):
     options = {**OPTIONS, "kv_offload": f"host=64M,disk={tmp_path}:256M,pages={form}"}
     with LLM(**options) as llm:
