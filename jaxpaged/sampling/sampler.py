@@ -20,7 +20,7 @@ from jaxpaged.sampling.logits import apply_bitmask, change_logits
 from jaxpaged.sampling.logprobs import LogprobOutput, row_logprobs, with_mask, with_processed
 from jaxpaged.sampling.noise import exponential_noise, position_keys
 from jaxpaged.sampling.rows import RowParams, unpack_rows
-from jaxpaged.sampling.state import SamplingState, given_tokens, record_tokens
+from jaxpaged.sampling.state import SamplingState, custom_params, given_tokens, record_tokens
 from jaxpaged.sampling_params.features import Feature
 
 
@@ -75,7 +75,7 @@ def sample_full(
         # What changes logits may then do so in place: nothing else reads these any more.
         logits_SV, shown_SV, bad_S = jax.lax.optimization_barrier((logits_SV, shown_SV, bad_S))
     processed_SV = change_logits(logits_SV, state, rows)
-    processed_SV = custom.apply(processed_SV, state.custom_RP[rows.row_S], rows)
+    processed_SV = custom.apply(processed_SV, custom_params(state, rows), rows)
     bad_S |= not_a_distribution(processed_SV, method)
 
     tokens_S, least_S = draw(processed_SV, rows, method)

@@ -50,8 +50,10 @@ class SamplingState:
     bias_*, stop_ids, logprob_ids: padded with V, which no scatter reaches; logprob_ids with 0.
     bad_*: bad words one after the other: token, number of the word, distance from the word's end.
     allowed_bits_RW: bit v % 32 of word v // 32 allows token v.
-    custom_RP: parameters of custom logits processors.
+    custom_RP: parameters of custom logits processors; None in engines whose processors have none.
     trace_RL: the tokens of outputs that are given; L is the most that they may have. None in engines that take none.
+
+    What has no numbers is None and no array of width 0: XLA copies such arrays, too.
     """
 
     seen_RV: jax.Array
@@ -64,7 +66,7 @@ class SamplingState:
     bad_distances_RJ: jax.Array
     logprob_ids_RK: jax.Array
     allowed_bits_RW: jax.Array
-    custom_RP: jax.Array
+    custom_RP: jax.Array | None = None
     trace_RL: jax.Array | None = None
 
 
@@ -98,7 +100,8 @@ class StateLayout:
     def widths(self) -> dict[str, int]:
         """Field -> entries per row, in the order in which `load_row` gets them; without those that grow with the
         vocabulary and with outputs, `seen_RV` and `trace_RL`."""
-        return WIDTHS | {"allowed_bits_RW": -(-self.vocab_size // 32), "custom_RP": self.num_custom_params}
+        of_custom = {"custom_RP": self.num_custom_params} if self.num_custom_params else {}
+        return WIDTHS | {"allowed_bits_RW": -(-self.vocab_size // 32)} | of_custom
 
     @property
     def packed_size(self) -> int:
@@ -108,7 +111,7 @@ class StateLayout:
     def abstract(self) -> SamplingState:
         """Shapes and types, for compiling ahead of time."""
         widths = {"seen_RV": self.vocab_size} | self.widths()
-        widths |= {"trace_RL": self.most_traced} if self.most_traced else {}  # XLA copies what has no numbers, too
+        widths |= {"trace_RL": self.most_traced} if self.most_traced else {}
         return SamplingState(
             **{
                 name: jax.ShapeDtypeStruct((self.max_num_seqs + 1, width), DTYPES.get(name, np.int32))
@@ -237,13 +240,17 @@ def pack_trace(row: int, token_ids: Sequence[int]) -> Iterator[np.ndarray]:
 def load_row(state: SamplingState, packed_N: jax.Array) -> SamplingState:
     """Write one row, from `pack_row`, as far as `StateLayout.widths` has its fields."""
     row, offset, fields = packed_N[0], 1, {}
-    for name in StateLayout(0, state.seen_RV.shape[1], state.custom_RP.shape[1]).widths():
+    for name in StateLayout(0, state.seen_RV.shape[1], num_custom_params(state)).widths():
         array = getattr(state, name)
         line = jax.lax.bitcast_convert_type(packed_N[offset : offset + array.shape[1]], array.dtype)
         fields[name] = array.at[row].set(line)
         offset += array.shape[1]
     assert offset == len(packed_N), f"an upload of {len(packed_N)} entries for a row of {offset}"
     return state.replace(**fields)
+
+
+def num_custom_params(state: SamplingState) -> int:
+    return 0 if state.custom_RP is None else state.custom_RP.shape[1]
 
 
 def load_tokens(state: SamplingState, packed_N: jax.Array) -> SamplingState:
@@ -269,6 +276,11 @@ def load_trace(state: SamplingState, packed_N: jax.Array) -> SamplingState:
     place_C = jnp.arange(len(token_ids_C))
     place_C = jnp.where(place_C < count, first + place_C, state.trace_RL.shape[1])
     return state.replace(trace_RL=state.trace_RL.at[row, place_C].set(token_ids_C, mode="drop"))
+
+
+def custom_params(state: SamplingState, rows: RowParams) -> jax.Array:
+    """[S, P]: the numbers of custom logits processors for the rows of a step."""
+    return jnp.zeros((len(rows.row_S), 0)) if state.custom_RP is None else state.custom_RP[rows.row_S]
 
 
 def given_tokens(state: SamplingState, rows: RowParams, tokens_S: jax.Array) -> jax.Array:

@@ -55,6 +55,14 @@ def test_the_state_has_the_announced_shapes_and_types():
     assert state.allowed_bits_RW.shape == (R + 1, 2)
 
 
+def test_a_state_without_custom_parameters_has_no_array_for_them():
+    layout = StateLayout(R, V)
+    state = write_row(layout.zeros(), pack_row(layout, 2, EVERYTHING))
+    assert state.custom_RP is None
+    assert all(leaf.size for leaf in jax.tree.leaves(state))
+    assert state.allowed_bits_RW[2].tolist() == [1 | 1 << 31, 1 | 1 << 4]
+
+
 def test_a_row_is_written_as_packed():
     packed = pack_row(
         LAYOUT, 2, EVERYTHING, eos_token_id=7, output_token_ids=[30, 31], custom_params=np.array([0.25, -3.0])
