@@ -134,6 +134,12 @@ def record_tokenizers() -> None:
             made["sentencepiece"][name], made["of_sentencepiece"][name] = pieces, tokens_of(path)
         write_vocabulary(path, {**with_merges(pieces), "bos_token_id": 1, "eos_token_id": 2})
         made["of_merges"] = tokens_of(path)
+        made["likeliest"], made["of_likeliest"] = {}, {}
+        for merged in (True, False):
+            pieces = likeliest_pieces(Path(folder), [*corpus, *TEXTS], merged)
+            write_vocabulary(path, pieces)
+            name = "merged" if merged else "plain"
+            made["likeliest"][name], made["of_likeliest"][name] = pieces, tokens_of(path)
     text = json.dumps(made, ensure_ascii=False)
     (GOLDEN / "gguf_tokenizers.json").write_text(text + "\n", encoding="utf-8")
     print(f"{len(text)} bytes of tokenizers")
@@ -233,6 +239,54 @@ def sentencepieces(folder: Path, corpus: list[str], prefix: bool) -> dict[str, A
     return {**facts, "unknown_token_id": model.unk_id()}
 
 
+RULES = (("\t", " "), ("\n", " "), ("\r", ""), ("ﬁ", "fi"), ("１", "1"), ("é", "e\u0301"), ("\u200d", " "))
+"""What letters become before texts are split."""
+
+
+def likeliest_pieces(folder: Path, corpus: list[str], merged: bool) -> dict[str, Any]:
+    """Facts of a vocabulary of pieces with the logarithms of how likely they are, as XLM-RoBERTa's files have it.
+    `merged`: several spaces are one, and letters are replaced."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    def codes(text: str) -> str:
+        return " ".join(f"{ord(letter):X}" for letter in text)
+
+    rules = folder / "rules.tsv"
+    rules.write_text("".join(f"{codes(found)}\t{codes(made)}\n" for found, made in RULES), encoding="utf-8")
+    lines = [line for text in corpus for line in text.splitlines() if line.strip()]
+    normalized = {"normalization_rule_tsv": str(rules)} if merged else {"normalization_rule_name": "identity"}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "unigram"),
+        vocab_size=400,
+        model_type="unigram",
+        remove_extra_whitespaces=merged,
+        character_coverage=0.99,
+        minloglevel=2,
+        **normalized,
+    )
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString((folder / "unigram.model").read_bytes())
+    pieces = [(piece.piece, piece.score) for piece in model.pieces][3:]
+    filled = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces, ("[PAD401]", -10_000.0)]
+    facts = {
+        "model": "t5",
+        "tokens": [token for token, _ in filled],
+        "scores": [score for _, score in filled],
+        "token_type": [3, 3, 3, 2, *[1] * len(pieces), 5],
+        "add_space_prefix": True,
+        "remove_extra_whitespaces": merged,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "unknown_token_id": 3,
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
+    letters = [*model.normalizer_spec.precompiled_charsmap]
+    return {**facts, "precompiled_charsmap": letters} if letters else facts
+
+
 def with_merges(pieces: dict[str, Any]) -> dict[str, Any]:
     """The same vocabulary as Gemma 4 has it: pairs that are joined, in order, in place of scores that count."""
     known = {token for token, kind in zip(pieces["tokens"], pieces["token_type"]) if kind in (1, 4)}
@@ -256,7 +310,9 @@ def write_vocabulary(path: Path, facts: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     for name, value in facts.items():
         key = f"tokenizer.ggml.{name}"
-        if isinstance(value, list):
+        if name == "precompiled_charsmap":
+            writer.add_array(key, bytes(value))
+        elif isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, bool):
             writer.add_bool(key, value)

@@ -35,18 +35,32 @@ def bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any
     }
 
 
-def template(named: dict[str, str], ids: dict[str, int]) -> dict[str, Any]:
-    """What puts tokens around a text."""
+def template(
+    named: dict[str, str],
+    ids: dict[str, int],
+    *,
+    ends_first: int = 1,
+    begins_second: bool = True,
+    second_type: int = 0,
+) -> dict[str, Any]:
+    """What puts tokens around a text, and around both of a pair.
 
-    def around(sequence: str) -> list[dict[str, Any]]:
-        special = {name: [{"SpecialToken": {"id": named[name], "type_id": 0}}] for name in ids}
-        middle = [{"Sequence": {"id": sequence, "type_id": 0}}]
-        return [*special.get("bos_token", []), *middle, *special.get("eos_token", [])]
+    `ends_first`: how many tokens end the first of a pair. `begins_second`: the second begins as one alone does.
+    `second_type`: what its tokens are told to be.
+    """
+
+    def special(name: str, type_id: int = 0) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": named[name], "type_id": type_id}}] if name in ids else []
+
+    def ended(sequence: str, num_ends: int = 1, type_id: int = 0) -> list[dict[str, Any]]:
+        return [{"Sequence": {"id": sequence, "type_id": type_id}}, *num_ends * special("eos_token", type_id)]
 
     texts = {named[name]: {"id": named[name], "ids": [i], "tokens": [named[name]]} for name, i in ids.items()}
+    begin = special("bos_token")
+    second = [*begins_second * begin, *ended("B", type_id=second_type)]
     return {
         "type": "TemplateProcessing",
-        "single": around("A"),
-        "pair": [*around("A"), *around("B")],
+        "single": [*begin, *ended("A")],
+        "pair": [*begin, *ended("A", ends_first), *second],
         "special_tokens": texts,
     }

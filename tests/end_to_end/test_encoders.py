@@ -11,9 +11,11 @@ import pytest
 
 from jaxpaged import LLM, PoolingParams
 from jaxpaged.errors import RequestError
+from jaxpaged.params.gguf_folder.folder import make_folder
 from jaxpaged.serving.pooling import PoolRequest, read_inputs
 from tests.models.encoder_checkpoints import CHECKPOINTS, PAIRS, TEXTS, tokens_of, write
 from tests.models.paged import GOLDEN
+from tests.params.gguf_folder.test_encoders import likeliest_words, write_xlm_roberta
 
 OPTIONS = {"max_num_seqs": 4, "token_buckets": (64,), "block_size": 8}
 
@@ -48,10 +50,23 @@ def test_vectors_are_those_of_transformers_alone_and_in_a_batch(name, key, num_d
         assert llm.llm_engine.executor_stats()["recompiles"] == 0
 
 
-@pytest.mark.parametrize("name", ["bert_score", "xlm_roberta_score"])
-def test_a_reranker_reads_pairs_as_transformers_does(name, tmp_path):
+def write_file(name, folder):
+    """A reranker as a GGUF file."""
+    facts = likeliest_words(CHECKPOINTS[name]["vocab_size"]) | {"bert.pooling_type": 4}
+    return make_folder(write_xlm_roberta(folder, name, **facts), folder / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("bert_score", write),
+        ("xlm_roberta_score", write),
+        pytest.param("xlm_roberta_score", write_file, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_reranker_reads_pairs_as_transformers_does(name, written, tmp_path):
     golden = golden_of(name, "logits")[:, 0]
-    with LLM(str(write(name, tmp_path)), **OPTIONS) as llm:
+    with LLM(str(written(name, tmp_path)), dtype="float32", **OPTIONS) as llm:
         outputs = llm.score(PAIRS[0][0], [second for _, second in PAIRS], use_tqdm=False)
         served = SimpleNamespace(engine=SimpleNamespace(input_processor=llm.llm_engine.input_processor))
         prompts = [prompt.for_engine() for prompt in read_inputs(served, PAIRS, PoolRequest(field="documents"))]

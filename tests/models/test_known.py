@@ -46,6 +46,8 @@ def test_files_in_gguf_are_those_of_the_architectures_that_name_them():
     found = {known.architecture: known.gguf for known in KNOWN if known.gguf and known.reads == TEXT}
     seeing = {known.gguf for known in KNOWN if known.gguf and known.reads != TEXT}
     assert seeing == {kind for kind in ARCHITECTURES if "vl" in kind}
+    roberta = [known.architecture for known in KNOWN if "Roberta" in known.architecture]
+    assert {found.pop(name) for name in roberta} == {"bert"}, "the same layers, and scores under other names"
     assert found.pop("Glm4MoeLiteForCausalLM") == found.pop(DEEPSEEK_V3.name) == "deepseek2"
     read = [(kind, each) for kind, own in VARIANTS.items() for each in own.values() if each is not MISTRAL4]
     named = {each.name: kind for kind, each in (*read, *ARCHITECTURES.items()) if kind not in seeing}

@@ -128,6 +128,22 @@ MINISTRAL3 = replace(
     fields=dense.nothing,
     stretched=latents.ministral_rope,
 )
+BERT = Architecture(
+    "BertModel",
+    "bert",
+    names.BERT_LAYER,
+    encoders.bert_fields,
+    names.BERT_OUTSIDE,
+    completed=encoders.with_axes_of_one,
+    layers="model.encoder.layer",
+    pools_only=True,
+)
+BERT_WITH_SCORES = replace(
+    BERT,
+    name="BertForSequenceClassification",
+    fields=encoders.scoring_bert_fields,
+    outside={**names.BERT_OUTSIDE, **names.BERT_SCORES},
+)
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", DENSE, dense.bias_fields, turned=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", DENSE),
@@ -221,15 +237,7 @@ ARCHITECTURES = {
         has_own_sizes=True,
     ),
     "laguna": Architecture("LagunaForCausalLM", "laguna", names.LAGUNA_LAYER, hybrid.laguna_fields),
-    "bert": Architecture(
-        "BertModel",
-        "bert",
-        names.BERT_LAYER,
-        encoders.bert_fields,
-        names.BERT_OUTSIDE,
-        layers="model.encoder.layer",
-        pools_only=True,
-    ),
+    "bert": BERT,
     "modern-bert": Architecture(
         "ModernBertModel",
         "modernbert",
@@ -266,6 +274,8 @@ def architecture_of(facts: Facts) -> Architecture:
     name = facts.architecture
     if name == "deepseek2" and has_sigmoids(facts):
         return DEEPSEEK_V3
+    if name == "bert" and encoders.has_scores(facts):
+        return BERT_WITH_SCORES
     for fact, variant in VARIANTS.get(name, {}).items():
         if facts.all.get(facts.own_name(fact)):
             return variant

@@ -109,6 +109,8 @@ BERT_OUTSIDE = {
     "token_types": "model.embeddings.token_type_embeddings",
     "token_embd_norm": "model.embeddings.LayerNorm",
 }
+BERT_SCORES = {"cls": "model.pooler.dense", "cls.output": "classifier"}
+"""What makes scores of the first token, of RoBERTa's kin, too, who compute the same under other names."""
 MODERN_BERT_LAYER = {
     "attn_norm": "attn_norm",
     "attn_qkv": "attn.Wqkv",

@@ -1,10 +1,12 @@
 """The tokenizer in a GGUF file -> tokenizer.json and tokenizer_config.json, which load as those of any model.
 
-Four kinds are read: "gpt2", byte-level pairs that are joined in order, "llama", sentencepiece's pieces with scores,
-whose joins are found: two pieces that are a third one, the best first, "gemma4", such pieces whose joins are said, and
-"bert", words, and the pieces of those that are no tokens.
+Five kinds are read: "gpt2", byte-level pairs that are joined in order, "llama", sentencepiece's pieces with scores,
+whose joins are found: two pieces that are a third one, the best first, "gemma4", such pieces whose joins are said,
+"t5", pieces of which those are taken whose scores have the largest sum, and "bert", words, and the pieces of those that
+are no tokens.
 """
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ SPACE = "▁"
 SAID = "gemma4"
 PIECES = ("llama", SAID)
 """Kinds of tokenizers that know spaces by a letter of their own, and other bytes by tokens."""
+LIKELIEST = "t5"
+"""The kind that takes the pieces whose scores have the largest sum."""
 WORDS, INSIDE, UNKNOWN_WORD = "bert", "##", "[UNK]"
 """The kind that knows words and pieces of them; what the model's own list has before all that begins no word."""
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -56,13 +60,15 @@ def tokenizer_files(facts: Facts, of_encoder: bool = False) -> dict[str, Any]:
         made, begins = byte_level(facts, tokens)
     elif model == WORDS:
         made, begins = word_pieces(facts, tokens, kinds), True
+    elif model == LIKELIEST:
+        made, begins = likeliest_pieces(facts, tokens, kinds), True
     elif model in PIECES:
         merges = joins_said(facts) if model == SAID else joins(facts, tokens, kinds)
         made, begins = sentencepiece(facts, tokens, kinds, merges, named.get("unk_token")), True
     else:
         raise CheckpointError(
-            f"{facts.path} has a tokenizer of the kind {model!r}; gpt2, {WORDS}, {', '.join(PIECES)} are read. Name "
-            "the folder of the model's own with the option tokenizer, or serve the safetensors version."
+            f"{facts.path} has a tokenizer of the kind {model!r}; gpt2, {WORDS}, {LIKELIEST}, {', '.join(PIECES)} are "
+            "read. Name the folder of the model's own with the option tokenizer, or serve the safetensors version."
         )
     spaced = model in PIECES and not has_prefix(facts)
     added = [
@@ -81,9 +87,16 @@ def tokenizer_files(facts: Facts, of_encoder: bool = False) -> dict[str, Any]:
         "padding": None,
         "added_tokens": added,
         **made,
-        "post_processor": template(named, ids) if ids else None,
+        "post_processor": template(named, ids, **of_pairs(facts, model) if of_encoder else {}) if ids else None,
     }
     return {"tokenizer.json": description, "tokenizer_config.json": {**named, **chat_templates(facts)}}
+
+
+def of_pairs(facts: Facts, model: str) -> dict[str, Any]:
+    """How an encoder is given two texts: BERT is told which token is of which, others have two tokens between them."""
+    if model == WORDS:
+        return {"begins_second": False, "second_type": 1}
+    return {"begins_second": False, "ends_first": 1 + facts.flag("tokenizer.ggml.add_sep_token", True)}
 
 
 def token_of(facts: Facts, tokens: Sequence[str], name: str) -> str | None:
@@ -167,11 +180,7 @@ def sentencepiece(
 
 def joins(facts: Facts, tokens: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """Two pieces each that are a third, those of the best ones first. Bytes and control tokens are no pieces."""
-    scores = facts.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise CheckpointError(
-            f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores. Download the file again."
-        )
+    scores = scores_of(facts, tokens)
     pieces = {token for token, kind in zip(tokens, kinds, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)}
     order = sorted(range(len(tokens)), key=lambda i: -scores[i])
     found = []
@@ -181,6 +190,44 @@ def joins(facts: Facts, tokens: Sequence[str], kinds: Sequence[int]) -> list[tup
             halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
             found += [pair for pair in halves if pair[0] in pieces and pair[1] in pieces]
     return found
+
+
+def scores_of(facts: Facts, tokens: Sequence[str]) -> list[float]:
+    scores = facts.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise CheckpointError(
+            f"{facts.path}: the tokenizer has {len(tokens)} tokens and {len(scores)} scores. Download the file again."
+        )
+    return scores
+
+
+def likeliest_pieces(facts: Facts, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+    """The parts of tokenizer.json. What no piece has is less likely than the worst piece. Tokens that only fill the
+    vocabulary up do not count there: they are as likely as that one. CheckpointError without an unknown token."""
+    if UNKNOWN not in kinds:
+        raise CheckpointError(f"{facts.path}: the tokenizer has no unknown token. Download the file again.")
+    scores = scores_of(facts, tokens)
+    least = min((score for score, kind in zip(scores, kinds, strict=True) if kind == NORMAL), default=0.0)
+    letters = bytes(number % 256 for number in facts.numbers("tokenizer.ggml.precompiled_charsmap"))
+    steps: list[dict[str, Any]] = []
+    if letters:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(letters).decode()})
+    if facts.flag("tokenizer.ggml.remove_extra_whitespaces", False):
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    steps += [{"type": "Prepend", "prepend": SPACE}] if has_prefix(facts) else []
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "model": {
+            "type": "Unigram",
+            "unk_id": [*kinds].index(UNKNOWN),
+            "vocab": [[token, max(score, least)] for token, score in zip(tokens, scores, strict=True)],
+            "byte_fallback": BYTE in kinds,
+        },
+        "decoder": {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always", "split": True},
+    }
 
 
 def chat_templates(facts: Facts) -> dict[str, Any]:

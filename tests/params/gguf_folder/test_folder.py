@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path):
         ({"llama.attention.surprise": [1]}, r"surprise is \[1\]. Nothing is known"),
         (YARN, "attn_factor is 0.5; it must be 1 beside yarn"),
         ({"llama.rope.scaling.type": "spiral"}, "stretched by 'spiral'"),
-        ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.model": "t5"}, "a tokenizer of the kind 't5'"),
+        ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.model": "plamo2"}, "a tokenizer of the kind 'plamo2'"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.model": "gpt2"}, "has the token 'a' twice"),
         ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": [1]}, "2 tokens and 1 types"),
         ({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.bos_token_id": 7}, "bos_token_id is 7, but there are 1"),

@@ -14,15 +14,13 @@ from jaxpaged.params.gguf_folder.tokenizer import joins, tokenizer_files
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden/formats/gguf_tokenizers.json").read_text(encoding="utf-8"))
 BYTE_LEVEL = {**GOLDEN["byte_level"], "model": "gpt2", "bos_token_id": 0, "eos_token_id": 1}
+NUMBERS = ("token_type", "scores", "precompiled_charsmap")
 SENTENCEPIECE = {"model": "llama", "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tokenizer_of(facts):
     """The tokenizer of a file with these facts, without their prefix."""
-    named = {
-        f"tokenizer.ggml.{name}": np.array(value) if name in ("token_type", "scores") else value
-        for name, value in facts.items()
-    }
+    named = {f"tokenizer.ggml.{name}": np.array(value) if name in NUMBERS else value for name, value in facts.items()}
     header = GgufHeader({"general.architecture": "llama", **named}, {}, (Path("model.gguf"),))
     files = tokenizer_files(Facts(header))
     return tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
@@ -57,6 +55,15 @@ def test_pieces_whose_joins_are_said_are_joined_as_llama_cpp_does():
     tokenizer = tokenizer_of({**pieces, **SENTENCEPIECE, "model": "gemma4", "scores": zeros, "merges": merges})
     for text, expected in zip(GOLDEN["texts"], GOLDEN["of_merges"], strict=True):
         assert tokenizer.encode(text).ids == expected, text
+
+
+@pytest.mark.parametrize("name", GOLDEN["likeliest"])
+def test_the_likeliest_pieces_are_those_that_llama_cpp_takes(name):
+    """But for a text of one space, before which sentencepiece puts another one, and llama.cpp none."""
+    tokenizer = tokenizer_of(GOLDEN["likeliest"][name])
+    for text, expected in zip(GOLDEN["texts"], GOLDEN["of_likeliest"][name], strict=True):
+        if (name, text) != ("plain", " "):
+            assert tokenizer.encode(text).ids == expected, text
 
 
 @pytest.mark.parametrize("way", PRE_TOKENIZERS)
