@@ -59,7 +59,7 @@ from jaxpaged.models.decoder import (
 )
 from jaxpaged.models.expert_specs import check_experts, stacked_expert_specs
 from jaxpaged.models.interface import Batch, ForwardOutput, LayerContext, LayerOutput
-from jaxpaged.models.rope_config import longest_sequence, rope_fields, rope_from_params
+from jaxpaged.models.rope_config import by_kind, longest_sequence, rope_fields, rope_from_params
 from jaxpaged.models.vision.gemma4 import GEMMA4_VISION
 from jaxpaged.models.wrapped import text_part
 from jaxpaged.params.sharding import device_sizes
@@ -233,7 +233,7 @@ def full_sizes(fields: HfFields, windows: Sequence[int | None], kv_heads: int, k
 
 def rope_of(fields: HfFields, kind: str, head_dim: int) -> Any:
     """The rotation of layers of one kind."""
-    params = HfFields(rope_fields(fields)).mapping(kind) or ROPES[kind]
+    params = by_kind(rope_fields(fields))[kind] or ROPES[kind]
     return rope_from_params(fields, params, ROPES[kind]["rope_theta"], head_dim)
 
 

@@ -23,7 +23,7 @@ from jaxpaged.models.config import (
 from jaxpaged.models.decoder import Attention, linear, self_attention
 from jaxpaged.models.encoder import Encoder, EncoderConfig, EncoderLayer, norm_specs
 from jaxpaged.models.interface import Batch, LayerContext, LayerOutput, Model
-from jaxpaged.models.rope_config import longest_sequence, rope_fields, rope_from_params
+from jaxpaged.models.rope_config import by_kind, is_by_kind, longest_sequence, rope_fields, rope_from_params
 from jaxpaged.params.sharding import device_sizes
 from jaxpaged.params.spec import Spec
 
@@ -48,11 +48,9 @@ def config_from_hf(hf: dict[str, Any]) -> EncoderConfig:
     kinds = fields.of_layers("layer_types", (FULL, SLIDING), kinds)
     windows = {FULL: None, SLIDING: fields.count("local_attention", 128) // 2 + 1}
     params = rope_fields(fields)
-    nested = {FULL, SLIDING} & params.keys()
+    own = by_kind(params) if is_by_kind(params) else dict.fromkeys(THETAS, params)
     ropes = {
-        kind: rope_from_params(
-            fields, HfFields(params).mapping(kind) if nested else params, fields.number(*theta), common["head_dim"]
-        )
+        kind: rope_from_params(fields, own[kind], fields.number(*theta), common["head_dim"])
         for kind, theta in THETAS.items()
     }
     classifies = architecture_of(hf).endswith("ForSequenceClassification")

@@ -58,13 +58,29 @@ def two_ropes(
     `theta` is that of a config.json that says nothing, and `window_theta` that of window layers, if it is another.
     """
     params, theta = rope_fields(fields), fields.number("rope_theta", theta)
-    own, nested = HfFields(params), {FULL, SLIDING} & params.keys()
-    of_full = own.mapping(FULL) if nested else params
-    of_windows = own.mapping(SLIDING) if nested else {}
+    own = by_kind(params) if is_by_kind(params) else {FULL: params, SLIDING: {}}
     return (
-        rope_from_params(fields, of_full, theta, head_dim),
-        rope_from_params(fields, of_windows, window_theta or theta, head_dim),
+        rope_from_params(fields, own[FULL], theta, head_dim),
+        rope_from_params(fields, own[SLIDING], window_theta or theta, head_dim),
     )
+
+
+def is_by_kind(params: dict[str, Any]) -> bool:
+    """Whether rope parameters are said for a kind of layers."""
+    return FULL in params or SLIDING in params
+
+
+def by_kind(params: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rope parameters of either kind of layers, empty for one that is not there. CheckpointError for what is said
+    of none."""
+    for name, value in params.items():
+        if name not in (FULL, SLIDING) and value is not None:
+            raise CheckpointError(
+                f"config.json: the rope parameter {name} = {short(value)} is said of no kind of layers. It must be in "
+                f"{FULL} or {SLIDING}.{did_you_mean(name, (FULL, SLIDING))}"
+            )
+    own = HfFields(params)
+    return {kind: own.mapping(kind) for kind in (FULL, SLIDING)}
 
 
 def rope_from_params(

@@ -18,6 +18,7 @@ from tests.models.checkpoints import (
     CONFIGS,
     EXAONE4,
     GEMMA3,
+    GEMMA4,
     GLM4_MOE,
     GPT_OSS,
     LLAMA,
@@ -359,6 +360,14 @@ REFUSED = {
     "rotation of other layers": ({**SMOLLM3, "no_rope_layers": [1]}, ["no_rope_layers", "2 entries"]),
     "norms of queries": ({**COHERE, "use_qk_norm": True}, ["use_qk_norm", "not supported"]),
     "letters of layers": ({**EXAONE4, "sliding_window_pattern": "LLLG"}, ["sliding_window_pattern", "layer_types"]),
+    "rope of no kind of layers": (
+        {**CONFIGS["olmo3"], "rope_parameters": {"full_attention": {}, "sliding_atention": {"rope_theta": 2.0}}},
+        ["sliding_atention", "no kind of layers", "Did you mean 'sliding_attention'?"],
+    ),
+    "rope of both kinds of layers": (
+        {**GEMMA4, "rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        ["rope_type", "'linear'", "no kind of layers"],
+    ),
     "windows of experts": ({**QWEN2_MOE, "use_sliding_window": True}, ["use_sliding_window", "not supported"]),
     "4 bits in halves of groups": (
         {**GPT_OSS, "intermediate_size": 80, "quantization_config": {"quant_method": "mxfp4"}},
