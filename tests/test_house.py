@@ -80,6 +80,7 @@ CROSSINGS: dict[tuple[str, str], str] = {
     (MERGE, "jaxpaged.models."): "the same",
     (MERGE, "jaxpaged.params."): "the same",
     ("jaxpaged/entrypoints/cli/__init__.py", "jaxpaged.tools."): "it has the commands of the tools",
+    ("jaxpaged/entrypoints/cli/models.py", "jaxpaged.params."): "it lists folders, and nothing there imports jax",
     ("jaxpaged/entrypoints/cli/supported.py", "jaxpaged.models.known"): "it lists them, and nothing there imports jax",
     ("jaxpaged/entrypoints/cli/generate.py", "jaxpaged.tools.pictures."): "--timeline draws a picture",
     ("jaxpaged/entrypoints/llm.py", "jaxpaged.tools.pictures."): "llm.timeline() and others draw themselves",

@@ -40,6 +40,7 @@ from jaxpaged.models.seeing import without_decoder, without_encoder
 from jaxpaged.params.checkpoint import settled_quantization
 from jaxpaged.params.hub import WANTED_FILES, resolve_model_folder
 from jaxpaged.params.kv_scales import named_type
+from jaxpaged.params.mistral_folder import in_own_words
 from jaxpaged.plugins.loading import load_plugins
 from jaxpaged.plugins.sources import chosen_names
 
@@ -273,8 +274,9 @@ def read_model(
     of its config.json, and unless it is `language_model_only` with its tower, if it has one."""
     hf_config = overridden(load_hf_config(folder), overrides or {})
     try:
-        model = model_for(hf_config, language_model_only, models)
-        decoder = model.config_from_hf(hf_config)
+        with in_own_words(folder):
+            model = model_for(hf_config, language_model_only, models)
+            decoder = model.config_from_hf(hf_config)
         if model.vision is not None and decoder.vision is not None:
             from jaxpaged.multimodal.processors import load_processor  # with Pillow
 

@@ -8,13 +8,14 @@ of mistral-inference, and of what vLLM reads.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from jaxpaged.errors import CheckpointError
-from jaxpaged.params.other_formats import PARAMS
+from jaxpaged.params.other_formats import PARAMS, is_mistral_folder
 from jaxpaged.params.safetensors_reader import ReorderedTensor, TensorEntry
 from jaxpaged.params.schemes.gguf import rows_in_file
 
@@ -63,6 +64,17 @@ LAYER = {
     **{f"feed_forward.experts.N.w{i}": f"block_sparse_moe.experts.N.w{i}" for i in (1, 2, 3)},
 }
 """Modules of a layer; N is the number of an expert."""
+OWN_WORDS = {
+    "config.json": PARAMS,
+    **{theirs: ours for ours, theirs in (COUNTS | RENAMED).items()},
+    **{theirs: f"yarn.{ours}" for ours, theirs in OF_YARN.items()},
+    "llama_4_scaling_beta": "llama_4_scaling.beta",
+    "num_local_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.num_experts_per_tok",
+    "quantization_config": "quantization",
+}
+"""What errors about config.json call something -> its name in params.json."""
+THEIR_WORDS = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, OWN_WORDS))})(?!\w)")
 NAME = re.compile(r"(?:layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]+)\.(?P<end>weight|qscale_weight|qscale_act)")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ENDS = {"weight": ".weight", "qscale_weight": ".weight_scale", "qscale_act": ".input_scale"}
@@ -79,14 +91,13 @@ def description_of(folder: Path) -> dict[str, Any]:
     if not isinstance(params, dict):
         raise CheckpointError(f"{path} holds a {type(params).__name__}, not a JSON object. Download the model again.")
     refuse_unknown(path, params)
-    lengths = (params[name] for name in LENGTHS if params.get(name) is not None)
     return {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "bos_token_id": 1,
         "eos_token_id": 2,
         "torch_dtype": params.get("dtype") or "bfloat16",
-        "max_position_embeddings": next(lengths, DEFAULT_LENGTH),
+        "max_position_embeddings": length(path, params),
         **counts(path, params),
         **{theirs: params[ours] for ours, theirs in RENAMED.items() if params.get(ours) is not None},
         **windows(path, params),
@@ -118,6 +129,15 @@ def counts(path: Path, params: Mapping[str, Any]) -> dict[str, int]:
         if found is not None and (type(found) is not int or not 0 < found <= most):
             raise wrong(path, name, found, f"it must be a whole number from 1 to {most:,}")
     return {theirs: params[ours] for ours, theirs in COUNTS.items() if params.get(ours) is not None}
+
+
+def length(path: Path, params: Mapping[str, Any]) -> int:
+    """The longest text."""
+    name = next((name for name in LENGTHS if params.get(name) is not None), None)
+    found = DEFAULT_LENGTH if name is None else params[name]
+    if type(found) is not int or not 0 < found < 2**31:
+        raise wrong(path, str(name), found, f"it must be a whole number from 1 to {2**31 - 1:,}")
+    return found
 
 
 def windows(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +213,18 @@ def refuse_others(path: Path, name: str, found: Mapping[str, Any], known: set[st
     for other, value in found.items():
         if other not in known and value not in (None, False, 0):
             raise wrong(path, f"{name}.{other}", value, "nothing is known of this field")
+
+
+@contextmanager
+def in_own_words(folder: Path) -> Iterator[None]:
+    """Errors about what `description_of` says name what params.json says, of a folder that is described so."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not is_mistral_folder(folder):
+            raise
+        words = THEIR_WORDS.sub(lambda found: OWN_WORDS[found[0]], str(error))
+        raise CheckpointError(f"{words} {USE_OTHER}") from error
 
 
 def wrong(path: Path, name: str, found: Any, why: str) -> CheckpointError:

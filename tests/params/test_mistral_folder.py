@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxpaged.engine.build import read_model
 from jaxpaged.errors import CheckpointError
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
@@ -179,6 +180,25 @@ def test_a_wrong_field_is_an_error_that_names_it(words, native):
     change(native, **WRONG[words])
     with pytest.raises(CheckpointError, match=rf"params.json.* {words}|params.json {words}"):
         load_hf_config(native)
+
+
+OF_MODEL = {
+    "params.json: norm_eps is 0; it must be a positive number": {"norm_eps": 0},
+    "params.json: tied_embeddings is 'yes'; it must be": {"tied_embeddings": "yes"},
+    "params.json: activation is 'relu'; supported: silu": {"activation": "relu"},
+    "params.json: n_heads is 8, no multiple of n_kv_heads, 3": {"n_kv_heads": 3},
+    "params.json: yarn.beta is -1; it must be a positive": {"yarn": {**YARN, "beta": -1}},
+    "params.json: moe.num_experts_per_tok is 9, but there are 4": {"moe": {"num_experts": 4, "num_experts_per_tok": 9}},
+    "max_seq_len is 0; it must be a whole number": {"max_position_embeddings": None, "max_seq_len": 0},
+}
+
+
+@pytest.mark.parametrize("words", OF_MODEL)
+def test_what_does_not_fit_a_model_is_named_as_the_file_names_it(words, native):
+    change(native, **OF_MODEL[words])
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_model(native)
+    assert "config.json" not in str(caught.value).replace("with config.json", "")
 
 
 @pytest.mark.parametrize(

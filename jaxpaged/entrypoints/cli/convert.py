@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.models.registry import MODELS, model_for
     from jaxpaged.params.checkpoint import load_params
     from jaxpaged.params.hub import resolve_model_folder
+    from jaxpaged.params.mistral_folder import in_own_words
     from jaxpaged.params.orbax_format import make_folder, save_orbax
     from jaxpaged.params.rounded_folder import write_rounded
     from jaxpaged.plugins.loading import load_plugins
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     folder = resolve_model_folder(chosen_model(args) or EMBEDDED_MODEL, args.revision, args.download_dir)
     hf = load_hf_config(folder)
     model = model_for(hf, models=load_plugins(getattr(args, "plugin", ()), None).joined("models", MODELS))
-    config = model.config_from_hf(hf)
+    with in_own_words(folder):
+        config = model.config_from_hf(hf)
     specs, output = model.param_specs(config, 1), Path(args.output)
     progress = ProgressLine()
     update = partial(progress.update, "weights")

@@ -38,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
     from jaxpaged.models.registry import model_for, task_of
     from jaxpaged.params.adapters.merging import write_merged
     from jaxpaged.params.hub import resolve_adapter_folder, resolve_model_folder
+    from jaxpaged.params.mistral_folder import in_own_words
 
     folder = resolve_model_folder(args.base, args.revision, args.download_dir)
     adapter = resolve_adapter_folder(args.adapter, download_dir=args.download_dir)
     hf = load_hf_config(folder)
     model, task = model_for(hf), task_of(architecture_of(hf))
-    config = model.config_from_hf(hf)
+    with in_own_words(folder):
+        config = model.config_from_hf(hf)
     model = model if task == "generate" else pooling_model(model, task)
     progress = ProgressLine()
     try:

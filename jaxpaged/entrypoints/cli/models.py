@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpaged.entrypoints.argument_parser import Parser
 from jaxpaged.entrypoints.cli.machine import gibibytes, gpus, host_memory_bytes, num_tpu_chips
+from jaxpaged.errors import CheckpointError
 
 ROOM = 0.9
 """Share of the memory that an engine takes at most by default, `gpu_memory_utilization`."""
@@ -100,24 +101,36 @@ def cached_models(folder: str | None, memory: int) -> list[CachedModel]:
 
 def described(name: str, folder: Path, memory: int) -> CachedModel:
     """What the files of a model say. A damaged model is described as such."""
+    from jaxpaged.params.mistral_folder import description_of  # with numpy
+    from jaxpaged.params.other_formats import is_mistral_folder
+
+    is_native = is_mistral_folder(folder)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = (description_of if is_native else read_config)(folder)
         architecture = (config.get("architectures") or ["?"])[0]
         length = config.get("max_position_embeddings")
+    except CheckpointError:
+        return CachedModel(name, "?", None, 0, False, "params.json not known")
     except (OSError, ValueError, AttributeError, LookupError):
         return CachedModel(name, "?", None, 0, False, "no config.json")
-    weights, missing = weights_of(folder)
+    weights, missing = weights_of(folder, is_native)
     remark = f"{missing} files of weights missing" if missing else "" if weights else "no safetensors"
     if not remark and not memory:
         remark = "see jaxpaged plan"
     return CachedModel(name, architecture, length, weights, not remark and weights <= ROOM * memory, remark)
 
 
-def weights_of(folder: Path) -> tuple[int, int]:
-    """(bytes of the safetensors files, how many that their index names are missing)."""
-    named = {path.name for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated")}
+def read_config(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def weights_of(folder: Path, is_native: bool) -> tuple[int, int]:
+    """(bytes of the safetensors files, how many that their index names are missing). `is_native`: of those in Mistral's
+    own format, which other folders may have, too."""
+    named = {path.name for path in folder.glob("*.safetensors") if path.name.startswith("consolidated") == is_native}
+    stem = "consolidated" if is_native else "model"
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = json.loads((folder / f"{stem}.safetensors.index.json").read_text(encoding="utf-8"))
         named = set(index["weight_map"].values())
     except (OSError, ValueError, LookupError, AttributeError):
         pass  # a single file, or no weights

@@ -97,6 +97,10 @@ def cache(tmp_path, monkeypatch):
     add("org/torch", {"config.json": {"architectures": ["LlamaForCausalLM"]}, "pytorch_model.bin": "x"})
     add("org/bare", {"README.md": "x"})
     add("org/odd", {"config.json": [1]})
+    sizes = dict.fromkeys(("dim", "n_layers", "hidden_dim", "n_heads", "vocab_size"), 8)
+    params = {**sizes, "norm_eps": 1e-5, "max_seq_len": 512}
+    add("org/native", {"params.json": params, "consolidated.safetensors": "x" * 800})
+    add("org/native-eyes", {"params.json": {**params, "vision_encoder": {"dim": 8}}, "consolidated.safetensors": "x"})
     return tmp_path
 
 
@@ -114,19 +118,23 @@ def test_models_of_the_cache_are_listed_with_what_fits(cache, capsys):
         "remark": "",
     }
     assert not listed["org/large"]["fits"]
-    remarks = {name: listed[f"org/{name}"]["remark"] for name in ("torn", "torch", "bare", "odd")}
+    native = listed["org/native"]
+    assert (native["architecture"], native["max_model_len"]) == ("MistralForCausalLM", 512)
+    assert (native["weights_bytes"], native["fits"], native["remark"]) == (800, True, "")
+    remarks = {name: listed[f"org/{name}"]["remark"] for name in ("torn", "torch", "bare", "odd", "native-eyes")}
     assert remarks == {
         "torn": "1 files of weights missing",
         "torch": "no safetensors",
         "bare": "no config.json",
         "odd": "no config.json",
+        "native-eyes": "params.json not known",
     }
 
 
 def test_the_list_for_people_has_a_line_a_model(cache, capsys):
     assert main(["models", "--download-dir", str(cache)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9 and "too large" in next(line for line in lines if "org/large" in line)
+    assert len(lines) == 11 and "too large" in next(line for line in lines if "org/large" in line)
     assert "fits" in next(line for line in lines if "org/small" in line)
 
 
