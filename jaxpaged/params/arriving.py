@@ -18,12 +18,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpaged.config.offer_address import is_offer
 from jaxpaged.errors import CheckpointError, UsageError, did_you_mean
 from jaxpaged.params.checkpoint import canonical_name, every_entry, further_layers, load_param
 from jaxpaged.params.encoded import WEIGHT
 from jaxpaged.params.expected import Expected, check_entry, dtypes_of, expected_of
 from jaxpaged.params.kv_scales import without_kv_scales
-from jaxpaged.params.offered import is_offer, pulled
+from jaxpaged.params.offered import pulled
 from jaxpaged.params.orbax_format import is_orbax
 from jaxpaged.params.patches import (
     INDICES,

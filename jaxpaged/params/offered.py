@@ -20,18 +20,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import jax
 import msgspec
 import numpy as np
 from jax.experimental.transfer import start_transfer_server
 
-from jaxpaged.errors import CheckpointError, ServerError, UsageError
+from jaxpaged.config.offer_address import joined, offer_address, parsed
+from jaxpaged.errors import ServerError, UsageError
 from jaxpaged.params.safetensors_reader import ALL_DTYPES, HeldTensor, TensorEntry
 from jaxpaged.params.safetensors_writer import NAMES
 
-SCHEME = "transfer://"
 HEAD = struct.Struct("!4sI")
 MAGIC = b"JPW1"
 MAX_MANIFEST_BYTES, MAX_PARTS = 1 << 26, 1 << 20
@@ -106,7 +105,7 @@ class WeightOffer:
     @property
     def address(self) -> str:
         """What `update_weights` takes; with another name of the host where it is "0.0.0.0"."""
-        return SCHEME + joined(*self._listener.getsockname()[:2])
+        return offer_address(*self._listener.getsockname()[:2])
 
     def close(self) -> None:
         """Stop to offer; who is pulling hears it."""
@@ -267,25 +266,6 @@ def arrived(shard: jax.Array, connection: socket.socket) -> np.ndarray:
 
 
 # ---- both ----------------------------------------------------------------------------------------
-
-
-def is_offer(address: str) -> bool:
-    return address.startswith(SCHEME)
-
-
-def parsed(address: str) -> tuple[str, int]:
-    """Host and port. Raises CheckpointError."""
-    try:
-        parts = urlsplit(address)
-        if parts.hostname and parts.port and not parts.path:
-            return parts.hostname, parts.port
-    except ValueError:
-        pass
-    raise CheckpointError(f"{address!r} is no address. Give transfer://HOST:PORT, as `WeightOffer.address` says it.")
-
-
-def joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_device() -> jax.Device:

@@ -8,12 +8,12 @@ the endpoints that change weights are not there.
 import contextlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxpaged.config.offer_address import parsed
 from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.sleep import MODES
 from jaxpaged.entrypoints.http.body import check_media_type, json_response, read_body, read_struct, struct_of
@@ -79,14 +79,6 @@ class PauseState(msgspec.Struct):
     """What `/pause` and `/resume` answer."""
 
     status: Literal["paused", "resumed"]
-
-
-def host_of(address: str) -> str | None:
-    """The host that a trainer's address names; None: it is no address."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(address)
-        return parts.hostname if parts.scheme == TRANSFER else None
-    return None
 
 
 class Weights:
@@ -182,12 +174,12 @@ class Weights:
     def _allowed(self, part: Part) -> list[str]:
         """The paths without links, or the address. Raises ServingError for what options do not allow."""
         if part.address and not part.paths:
-            if host_of(part.address) not in self._hosts:
-                raise ServingError(
-                    f"{part.address[:200]!r} is no transfer://HOST:PORT of a host of allowed_weight_hosts.",
-                    "update_info",
-                )
-            return [part.address]
+            with contextlib.suppress(CheckpointError):
+                if parsed(part.address)[0] in self._hosts:
+                    return [part.address]
+            raise ServingError(
+                f"{part.address[:200]!r} is no transfer://HOST:PORT of a host of allowed_weight_hosts.", "update_info"
+            )
         if part.address or not part.paths or len(part.paths) > MOST_PATHS:
             raise ServingError(
                 f"update_info names {len(part.paths)} files and {bool(part.address):d} addresses; it must name 1 to "

@@ -66,6 +66,7 @@ def test_a_trainer_tells_how_far_its_log_probabilities_are(serving):
         ("/update_weights", {"update_info": {"address": "transfer://127.0.0.1:9"}}, 409, "no update"),
         ("/update_weights", {"update_info": {"address": "transfer://10.0.0.1:9"}}, 400, "host of allowed_weight_hosts"),
         ("/update_weights", {"update_info": {"address": "127.0.0.1:9"}}, 400, "is no transfer://HOST:PORT"),
+        ("/update_weights", {"update_info": {"address": "transfer://127.0.0.1"}}, 400, "is no transfer://HOST:PORT"),
         ("/update_weights", {"update_info": {"address": "transfer://[127.0.0.1:9"}}, 400, "is no transfer://HOST:PORT"),
         ("/init_weight_transfer_engine", {"init_info": {"backend": ["file"]}}, 400, "weights come so: file, transfer."),
         (
