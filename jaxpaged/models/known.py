@@ -50,7 +50,7 @@ KNOWN = (
     Known("Qwen3VLForConditionalGeneration", ("Qwen3-VL",), PICTURES, gguf="qwen3vl"),
     Known("Qwen3VLMoeForConditionalGeneration", ("Qwen3-VL with experts",), PICTURES, gguf="qwen3vlmoe"),
     Known("MiMoForCausalLM", ("MiMo 7B",)),
-    Known("MiMoV2FlashForCausalLM", ("MiMo-V2-Flash",), gguf="mimo2"),
+    Known("MiMoV2FlashForCausalLM", ("MiMo-V2-Flash", "MiMo-V2.5 and V2.5-Pro in GGUF"), gguf="mimo2"),
     Known("Gemma2ForCausalLM", ("Gemma 2",), gguf="gemma2"),
     Known("Gemma3ForCausalLM", ("Gemma 3 for text",), gguf="gemma3"),
     Known("Gemma3ForConditionalGeneration", ("Gemma 3 4B, 12B and 27B",), PICTURES),

@@ -15,6 +15,13 @@ SENSES = {
     "audio": ("audio_config", "audio_encoder_config", "audio_processor", "audio_token_id", "thinker_config"),
 }
 """What a model reads besides text -> fields of config.json that say so."""
+REASONS = {
+    "MiMoV2ForCausalLM": (
+        "Its queries, keys and values are one matrix, cut for several devices, of which config.json does not tell how "
+        "many. Serve the model's GGUF version, which has them in order, or MiMo-V2-Flash."
+    )
+}
+"""Architectures that are not read -> why, and what to do."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields that describe the language model inside."""
 
@@ -22,6 +29,8 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 def architecture_error(name: str, hf: Mapping[str, Any], supported: Collection[str]) -> CheckpointError:
     """The error for an architecture that is not among `supported`."""
     name = name[:80]
+    if name in REASONS:
+        return CheckpointError(f"config.json describes {name}, which is not supported yet. {REASONS[name]} {SUPPORTED}")
     senses = " and ".join(sense for sense, fields in SENSES.items() if any(hf.get(field) for field in fields))
     if senses:
         inside = text_model_of(hf, supported)

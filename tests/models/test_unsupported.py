@@ -61,6 +61,12 @@ def test_the_mlx_field_alone_says_so_too():
     assert "HQQ" in refusal({**GPT_OSS, "quantization_config": QUANTISED["HQQ"]})
 
 
+def test_mimo_with_fused_heads_is_refused_with_the_reason():
+    """Though it reads pictures and sound, too."""
+    words = refusal({"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "vision_config": {"depth": 28}})
+    assert "one matrix, cut for several devices" in words and "GGUF" in words
+
+
 @pytest.mark.parametrize("end", ["qweight", "weight_packed"])
 def test_quantised_tensors_without_a_description_are_recognised(end, tmp_path):
     folder = write_checkpoint("llama", tmp_path)

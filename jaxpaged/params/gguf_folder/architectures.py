@@ -232,7 +232,12 @@ ARCHITECTURES = {
     "mimo2": Architecture(
         "MiMoV2FlashForCausalLM",
         "mimo_v2_flash",
-        {**DENSE, **names.DEEPSEEK_EXPERTS, "attn_sinks.weight": "self_attn.attention_sink_bias"},
+        {
+            **DENSE,
+            **names.FUSED_APART,
+            **names.DEEPSEEK_EXPERTS,
+            "attn_sinks.weight": "self_attn.attention_sink_bias",
+        },
         hybrid.mimo2_fields,
         has_own_sizes=True,
     ),

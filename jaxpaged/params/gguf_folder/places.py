@@ -19,7 +19,7 @@ from jaxpaged.params.formats.gguf.blocks import DECODERS, PLAIN
 from jaxpaged.params.formats.gguf.reader import GgufTensor
 from jaxpaged.params.gguf_folder.architectures import Architecture
 from jaxpaged.params.gguf_folder.facts import Facts, numbers_of
-from jaxpaged.params.gguf_folder.tensor_names import OF_KEYS, OF_VALUES
+from jaxpaged.params.gguf_folder.tensor_names import HEADS_TOGETHER, OF_KEYS, OF_VALUES
 from jaxpaged.params.schemes.gguf import rows_in_file
 
 LAYER_NUMBER = re.compile(r"blk\.(\d{1,5})\.")
@@ -67,7 +67,8 @@ def places_and_vectors(facts: Facts, architecture: Architecture) -> tuple[list[P
             vector = vector_of(tensor, own_name, heads, architecture.less_one)
             vectors[found[0]] = shaped(vector) if shaped else vector
         else:
-            places += places_of(found, tensor, heads, architecture.is_stacked)
+            parts = parts_of(tensor, facts, own_name, len(found))
+            places += places_of(found, tensor, parts, heads, architecture.is_stacked)
     return places, architecture.completed(facts, vectors)
 
 
@@ -111,9 +112,22 @@ def vector_of(tensor: GgufTensor, own_name: str, heads: int, less_one: bool) -> 
     return vector - np.float32(1) if less_one and own_name.endswith("norm") else vector
 
 
-def places_of(names: tuple[str, ...], tensor: GgufTensor, heads: int, is_apart: bool) -> Iterator[Place]:
-    """A matrix, or those of all experts one behind the other, each of which may be several. CheckpointError for types
-    that are not read."""
+def parts_of(tensor: GgufTensor, facts: Facts, own_name: str, num_parts: int) -> list[int]:
+    """How many rows each of a tensor's matrices has: as many as the next one, but of queries, keys and values."""
+    outputs = tensor.shape[-2]
+    if own_name != HEADS_TOGETHER or num_parts == 1:
+        return [outputs // num_parts] * num_parts
+    key, value = facts.own_count("attention.key_length"), facts.own_count("attention.value_length")
+    queries = facts.own_count("attention.head_count") * key
+    key_heads = (outputs - queries) // (key + value)
+    return [queries, key_heads * key, key_heads * value]
+
+
+def places_of(
+    names: tuple[str, ...], tensor: GgufTensor, parts: Sequence[int], heads: int, is_apart: bool
+) -> Iterator[Place]:
+    """A matrix, or those of all experts one behind the other, each of which may be several, of so many rows. Raises
+    CheckpointError for types that are not read."""
     kind = tensor.type.name
     if kind not in PLAIN and kind not in DECODERS:
         raise CheckpointError(
@@ -124,17 +138,16 @@ def places_of(names: tuple[str, ...], tensor: GgufTensor, heads: int, is_apart: 
     if names[0].endswith((OF_KEYS, OF_VALUES)):
         yield Place(names[0], tensor, (*stacked, outputs, width_of(tensor)), tensor.begin, heads)
         return
-    if len(stacked) != names[0].count("{}") or outputs % len(names):
+    if len(stacked) != names[0].count("{}") or sum(parts) != outputs or min(parts) < 1:
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} has the shape {tensor.shape}, which is not that of {names[0]}."
         )
-    outputs //= len(names)
-    shape = (outputs, width_of(tensor))
     begin = tensor.begin
     for i in range(stacked[0] if stacked else 1):
-        for name in names:
+        for name, rows in zip(names, parts, strict=True):
+            shape = (rows, width_of(tensor))
             yield Place(name.format(i), tensor, shape, begin, heads, is_apart and bool(stacked))
-            begin += outputs * tensor.row_bytes
+            begin += rows * tensor.row_bytes
 
 
 def width_of(tensor: GgufTensor) -> int:

@@ -31,6 +31,9 @@ GLM4_NORMS = {
 SANDWICH_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
 APERTUS_NORMS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
+HEADS_TOGETHER = "attn_qkv"
+FUSED_APART = {HEADS_TOGETHER: tuple(f"self_attn.{part}_proj" for part in "qkv")}
+"""The same, of checkpoints that have them apart."""
 FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 DENSE = {**PRE_NORMS, **ATTENTION, **MLP}
 PARALLEL = {"attn_norm": "input_layernorm", **ATTENTION, **MLP}

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpaged.errors import CheckpointError
 from jaxpaged.layers.rope import inverse_frequencies
 from jaxpaged.models.config import load_hf_config
 from jaxpaged.models.registry import model_for
@@ -93,6 +94,32 @@ def test_a_file_is_the_same_model_as_the_checkpoint(name, tmp_path):
             assert found == wanted, f"{field.name}: {found} and not {wanted}"
     lost = 1e-6 if config.offset_norms else 0  # Gemma's norms, to which 1 was added in float32
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=lost), params, expected_params)
+
+
+def fused_heads(tensors):
+    """With queries, keys and values of a layer in one matrix, one behind the other."""
+    made, parts = {}, {}
+    for name, tensor in tensors.items():
+        layer, _, own = name.rpartition(".attn_")
+        if own in ("q.weight", "k.weight", "v.weight"):
+            parts.setdefault(layer, {})[own[0]] = tensor
+        else:
+            made[name] = tensor
+    fused = {f"{layer}.attn_qkv.weight": np.concatenate([own[part] for part in "qkv"]) for layer, own in parts.items()}
+    return {**made, **fused}
+
+
+def test_newer_files_of_mimo_have_queries_keys_and_values_in_one_matrix(tmp_path):
+    hf, apart = config_of("mimo_v2"), tensors_of(config_of("mimo_v2"), tensors_of_checkpoint("mimo_v2"))
+    tensors = fused_heads(apart)
+    assert "blk.0.attn_qkv.weight" in tensors and "blk.0.attn_q.weight" not in tensors
+    found = loaded(make_folder(write_gguf(tmp_path / "a.gguf", facts_of(hf), tensors), tmp_path / "cache"))
+    expected = loaded(make_folder(write_gguf(tmp_path / "b.gguf", facts_of(hf), apart), tmp_path / "cache"))
+    assert found[0].layers == expected[0].layers
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    torn = {**tensors, "blk.0.attn_qkv.weight": tensors["blk.0.attn_qkv.weight"][:-1]}
+    with pytest.raises(CheckpointError, match="attn_qkv.weight has the shape .* which is not that of"):
+        make_folder(write_gguf(tmp_path / "c.gguf", facts_of(hf), torn), tmp_path / "cache")
 
 
 def test_factors_of_single_frequencies_are_those_of_llama_3(tmp_path):
