@@ -49,6 +49,7 @@ OF_YARN = {
     "beta": "beta_fast",
     "alpha": "beta_slow",
 }
+OF_EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 NEUTRAL = {"model_type": "transformer", "model_parallel": 1, "causal": True, "use_cache": True}
 """Fields that change nothing as long as they have this value."""
 READ = {*COUNTS, *LENGTHS, *RENAMED, "dtype", "sliding_window", "moe", "yarn", "llama_4_scaling", "quantization"}
@@ -69,8 +70,7 @@ OWN_WORDS = {
     **{theirs: ours for ours, theirs in (COUNTS | RENAMED).items()},
     **{theirs: f"yarn.{ours}" for ours, theirs in OF_YARN.items()},
     "llama_4_scaling_beta": "llama_4_scaling.beta",
-    "num_local_experts": "moe.num_experts",
-    "num_experts_per_tok": "moe.num_experts_per_tok",
+    **{theirs: f"moe.{ours}" for ours, theirs in OF_EXPERTS.items()},
     "quantization_config": "quantization",
 }
 """What errors about config.json call something -> its name in params.json."""
@@ -184,10 +184,13 @@ def experts(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
     moe = mapping(path, params, "moe")
     if not moe:
         return {}
-    refuse_others(path, "moe", moe, {"num_experts", "num_experts_per_tok"})
+    refuse_others(path, "moe", moe, set(OF_EXPERTS))
+    for name in OF_EXPERTS:
+        if type(moe.get(name)) is not int or moe[name] < 1:
+            raise wrong(path, f"moe.{name}", moe.get(name), "it must be a whole number of at least 1")
     if params.get("llama_4_scaling"):
         raise wrong(path, "llama_4_scaling", params["llama_4_scaling"], "beside moe it is not supported")
-    found = {"num_local_experts": moe.get("num_experts"), "num_experts_per_tok": moe.get("num_experts_per_tok")}
+    found = {theirs: moe[ours] for ours, theirs in OF_EXPERTS.items()}
     return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **found}
 
 

@@ -163,6 +163,8 @@ WRONG = {
         "yarn": YARN,
         "llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 1.0},
     },
+    "moe.num_experts_per_tok is None; it must be a whole number": {"moe": {"num_experts": 4}},
+    "moe.num_experts is '4'; it must be a whole number": {"moe": {"num_experts": "4", "num_experts_per_tok": 2}},
     "moe.num_shared_experts is 1; nothing is known": {"moe": {"num_experts": 4, "num_shared_experts": 1}},
     "kv_lora_rank is 512; nothing is known": {"kv_lora_rank": 512},
     "only qformat_weight fp8_e4m3 is read": {"quantization": {"qformat_weight": "fp4"}},
