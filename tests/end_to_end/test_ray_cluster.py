@@ -91,10 +91,11 @@ async def live(llm, cluster, add):
 @pytest.mark.slow
 def test_engine_cores_compute_over_nodes_and_outlive_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
-    folder = write_checkpoint(NAME, tmp_path / "model")
+    write_checkpoint(NAME, tmp_path / "model")
     with cluster_of((2, 1, 1), monkeypatch) as (cluster, add):
+        monkeypatch.chdir(tmp_path)  # where no node was started
         config = EngineConfig.from_options(
-            model=folder,
+            model="model",
             distributed_executor_backend="ray",
             tensor_parallel_size=2,
             nnodes=2,

@@ -4,6 +4,7 @@ Ray places and supervises, nothing else: an actor starts the very process that `
 steps go over the same encrypted sockets. Rank 0 is the process that reserves; its share of the cluster is held for it.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -42,8 +43,11 @@ class Seat:
         """The variables that say which devices of its node are its own."""
         return {name: os.environ[name] for name in OF_DEVICES if name in os.environ}
 
-    def follow(self, start: bytes, environment: Mapping[str, str]) -> str:
-        """Start the process, and return what ended it, in words. It ends with this actor."""
+    def follow(self, start: bytes, environment: Mapping[str, str], folder: str) -> str:
+        """Start the process, and return what ended it, in words. It ends with this actor. `folder`: where the paths of
+        options begin that are relative; Ray begins where the node was started."""
+        with contextlib.suppress(OSError):  # a node without it needs it for no path, or says which one is missing
+            os.chdir(folder)
         os.environ.update(environment)
         told = msgspec.msgpack.decode(start, type=FollowerStart)
         ended: list[str] = []
@@ -76,7 +80,7 @@ class Seats:
         environment = {name: os.environ[name] for name in os.environ if name.startswith("JAX_")}
         environment |= {name: os.environ[name] for name in SAME_EVERYWHERE if name in os.environ}
         actor = self._actor(start.rank)  # Ray ends an actor that nobody refers to
-        end = actor.follow.remote(msgspec.msgpack.encode(start), environment)
+        end = actor.follow.remote(msgspec.msgpack.encode(start), environment, os.getcwd())
 
         def watch(actor: Any = actor) -> None:
             while not self._ray.wait([end], timeout=LOOK_SECONDS)[0]:

@@ -104,10 +104,10 @@ def test_the_end_of_an_actor_is_told_from_another_thread(end, words, monkeypatch
     found.start(start, lambda told: (heard.append(told), came.set()))
     assert came.wait(10)
     assert words in heard[0]
-    [(given, (told, environment))] = ray.actors
+    [(given, (told, environment, folder))] = ray.actors
     assert given == {"num_cpus": 1, "num_gpus": 0, "resources": {"TPU": 4}, "scheduling_strategy": 1}
     assert msgspec.msgpack.decode(told, type=FollowerStart) == start
-    assert environment["XLA_FLAGS"] == "--some"
+    assert environment["XLA_FLAGS"] == "--some" and folder == ray_seats.os.getcwd()
     found.release()
     assert ray.is_shut_down
 
