@@ -56,10 +56,17 @@ class WeightUpdates:
 
     def finish_weight_update(self, version: str) -> WeightInfo:
         """Compute with the weights that came. `version`: what outputs call them; "" for a name made here. Raises
-        CheckpointError when some are missing, ConflictError; then the old ones stay. CapacityError when memory was too
-        little: then the weights sleep, and waking loads the checkpoint's."""
+        CheckpointError when some are missing, ConflictError, and CapacityError when memory is too little, with which
+        the update is given up; then the old ones stay. What breaks later leaves none: the weights sleep, and waking
+        loads the checkpoint's."""
         self.check_weight_update()
         self._settle()
+        try:
+            with accepted_interrupts():
+                self._executor.workers.make_room_for_update()
+        except BaseException:
+            self.abandon_weight_update()
+            raise
         self._is_updating = False  # from here on it is gone, whatever becomes of it
         try:
             with accepted_interrupts():

@@ -168,6 +168,11 @@ class Workers(Protocol):
         """Raise CheckpointError unless all is there that is to be replaced; ConflictError."""
         ...
 
+    def make_room_for_update(self) -> None:
+        """Have room for the largest of them, beside all that is there; nothing is in flight. Raises CapacityError, and
+        nothing was replaced."""
+        ...
+
     def finish_weight_update(self, label: str) -> None:
         """Compute with them from now on; nothing is in flight. Raises CapacityError: then there are none, as if they
         slept."""

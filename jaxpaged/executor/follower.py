@@ -150,19 +150,24 @@ class Follower:
         elif isinstance(command, Want):
             programs = self._executor.worker.programs
             programs.prepare(command.key) if command.hurry else programs.is_ready(command.key)
+        elif isinstance(command, Ask) and command.beside:
+            self._answer_beside(command, lambda: self._call(command))
         elif isinstance(command, Ask):
             while self._pending:
                 self._pending.popleft().result()
             self._answer(command, lambda: self._call(command))
         elif isinstance(command, ReadLoRA):
-            read = lambda: self._executor.worker.read_lora(command.request).digest
-            threading.Thread(target=self._answer, args=(command, read), name="adapter reader", daemon=True).start()
+            self._answer_beside(command, lambda: self._executor.worker.read_lora(command.request).digest)
         elif isinstance(command, DropLoRA):
             self._executor.worker.drop_lora(command.lora_int_id)
 
     def _call(self, ask: Ask) -> Any:
         result = getattr(self._executor.worker, ask.method)(*ask.arguments)
         return result if ask.returns else None
+
+    def _answer_beside(self, *answering: Any) -> None:
+        """`_answer` in a thread."""
+        threading.Thread(target=self._answer, args=answering, name="reader", daemon=True).start()
 
     def _answer(self, question: Ask | ReadLoRA, answer: Callable[[], Any]) -> None:
         """Say what `answer` returns, or raises."""

@@ -64,7 +64,7 @@ class Group:
     or at free ones. `last_resort` says why, and ends this process, if it does not end itself. `release` gives back what
     was borrowed for the others, after they were told to end.
 
-    A thread hears the others; everything else is for the thread that drives, but `read_lora`, which waits beside it.
+    A thread hears the others; everything else is for the thread that drives, but what it asks `beside` its steps.
     Raises ConfigError when the address cannot be used.
     """
 
@@ -152,10 +152,18 @@ class Group:
         """Say something to all. Raises EngineDeadError when the group has lost somebody."""
         self._send(self.ranks, command)
 
-    def ask[R](self, method: str, arguments: Iterable[Any], own: Callable[[], R], *, returns: bool = False) -> list[R]:
+    def ask[R](
+        self,
+        method: str,
+        arguments: Iterable[Any],
+        own: Callable[[], R],
+        *,
+        returns: bool = False,
+        beside: bool = False,
+    ) -> list[R]:
         """Call a method of every worker; `own` is that of this process. The results, by rank, if others are to say
-        theirs (`returns`). Raises what one of them raised."""
-        question = Ask(next(self._call_ids), method, list(arguments), returns)
+        theirs (`returns`). `beside`: steps go on, and any thread may ask. Raises what one of them raised."""
+        question = Ask(next(self._call_ids), method, list(arguments), returns, beside)
         result, replies = self._ask(question, f"end {method}", own)
         return [result, *(reply.result for reply in replies)] if returns else [result]
 
@@ -167,14 +175,14 @@ class Group:
             try:
                 return own()
             except CheckpointError as error:
-                raise CheckpointError(f"{self._name(0)}: {error}") from error
+                raise CheckpointError(f"{self.name(0)}: {error}") from error
 
         info, replies = self._ask(ReadLoRA(next(self._call_ids), request), f"read {request.lora_path}", read)
         for reply in replies:
             if reply.result != info.digest:
                 raise CheckpointError(
                     f"{request.lora_path}: the files of the adapter have the digest {info.digest} where rank 0 reads "
-                    f"them, and {reply.result} at {self._name(reply.rank)}. Copy the same ones to all hosts."
+                    f"them, and {reply.result} at {self.name(reply.rank)}. Copy the same ones to all hosts."
                 )
         return info
 
@@ -189,7 +197,7 @@ class Group:
         for reply in replies:
             if reply.error is not None:
                 kind, words = reply.error
-                raise error_named(kind, f"{self._name(reply.rank)}: {words}")
+                raise error_named(kind, f"{self.name(reply.rank)}: {words}")
         return result, replies
 
     def is_ready(self, key: ProgramKey) -> bool:
@@ -275,7 +283,7 @@ class Group:
                 self.check()  # the sockets may be closed
                 self._end.send(ranks, self._encoder.encode(command))
         except LostError as error:  # who has started it knows why, and says so in a moment
-            self.fail_soon(EngineDeadError(f"{self._name(error.rank)} has left, or its host cannot be reached"))
+            self.fail_soon(EngineDeadError(f"{self.name(error.rank)} has left, or its host cannot be reached"))
             self.check()
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
@@ -294,7 +302,7 @@ class Group:
             self._give_up(what, done)
 
     def _give_up(self, what: str, done: Callable[[int], bool]) -> None:
-        late = " and ".join(self._name(rank) for rank in self.ranks if not done(rank))
+        late = " and ".join(self.name(rank) for rank in self.ranks if not done(rank))
         self.fail(
             EngineDeadError(f"{late} did not {what} within {WORK_SECONDS:g} s, though alive. Look at the log there.")
         )
@@ -344,7 +352,7 @@ class Group:
                 "node_rank of its own."
             )
         elif before is not None and self._gathered:
-            self.fail(EngineDeadError(f"{self._name(hello.rank)} has ended, and {hello.where} came in its place"))
+            self.fail(EngineDeadError(f"{self.name(hello.rank)} has ended, and {hello.where} came in its place"))
         else:
             self._processes[hello.rank] = process
             return True
@@ -372,7 +380,7 @@ class Group:
                 self._ready[report.rank].update(report.ready)
             self._changed.notify_all()
         if isinstance(report, Broken):
-            self.fail(error_named(report.error, f"{self._name(report.rank)}: {report.message}"))
+            self.fail(error_named(report.error, f"{self.name(report.rank)}: {report.message}"))
         elif isinstance(report, Alive) and report.ready:
             self._progress("programs", len(self._ready[report.rank]), len(self._ready[report.rank]))
 
@@ -380,10 +388,10 @@ class Group:
         before = time.monotonic() - SILENCE_SECONDS
         for rank, heard in self._heard.items():
             if heard < before:
-                reason = f"{self._name(rank)} has given no sign of life for {SILENCE_SECONDS:g} s"
+                reason = f"{self.name(rank)} has given no sign of life for {SILENCE_SECONDS:g} s"
                 self.fail(EngineDeadError(f"{reason}. It was stopped, or its host cannot be reached."))
 
-    def _name(self, rank: int) -> str:
+    def name(self, rank: int) -> str:
         hello = self._hellos.get(rank)
         return f"rank {rank} ({hello.where})" if hello else f"rank {rank}"
 

@@ -44,12 +44,14 @@ class Want(msgspec.Struct, tag=True, array_like=True):
 
 
 class Ask(msgspec.Struct, tag=True, array_like=True):
-    """Call a method of the worker. `returns`: tell what it returned, which is plain data."""
+    """Call a method of the worker. `returns`: tell what it returned, which is plain data. `beside`: while steps go on,
+    and not after those that are in flight."""
 
     call_id: int
     method: str
     arguments: list[Any]
     returns: bool = False
+    beside: bool = False
 
 
 class ReadLoRA(msgspec.Struct, tag=True, array_like=True):

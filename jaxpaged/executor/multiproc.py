@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.errors import EngineDeadError, EngineError, UsageError
+from jaxpaged.errors import CheckpointError, EngineDeadError, EngineError, UsageError
 from jaxpaged.executor.base import PendingOutput
 from jaxpaged.executor.group import Group
 from jaxpaged.executor.group_messages import DropLoRA, Sample, Step
@@ -113,19 +113,34 @@ class Everybody:
                 "arrays to them (WeightOffer)."
             )
         try:
-            return self._ask("receive_weights", weights)
+            num_bytes = self._ask("receive_weights", weights, beside=True)
+            self._check_alike()
+            return num_bytes
         except BaseException:
             self.take_weights_back()
             raise
 
+    def _check_alike(self) -> None:
+        """Raise CheckpointError unless all have received the same."""
+        own, *others = self._group.ask("sums_of_weights", (), self._own.sums_of_weights, returns=True, beside=True)
+        for rank, theirs in zip(self._group.ranks, others, strict=True):
+            if differing := sorted({name for name, _ in own.items() ^ theirs.items()}):
+                raise CheckpointError(
+                    f"{self._group.name(rank)} has read other weights than rank 0: {len(differing)} tensors differ, "
+                    f"the first is {differing[0]}. Copy the same files to all hosts."
+                )
+
     def take_weights_back(self) -> int:
-        return self._ask("take_weights_back")
+        return self._ask("take_weights_back", beside=True)
 
     def abandon_weight_update(self) -> None:
         self._ask("abandon_weight_update")
 
     def check_weight_update(self) -> None:
         self._ask("check_weight_update")
+
+    def make_room_for_update(self) -> None:
+        self._ask("make_room_for_update")
 
     def finish_weight_update(self, label: str) -> None:
         self._ask("finish_weight_update", label)
@@ -136,9 +151,9 @@ class Everybody:
     def stats(self) -> dict[str, Any]:
         return {**self._own.stats(), "num_processes": len(self._group.ranks) + 1}
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _ask(self, method: str, *args: Any, beside: bool = False) -> Any:
         """What the own worker returns."""
-        return self._group.ask(method, args, lambda: getattr(self._own, method)(*args))[0]
+        return self._group.ask(method, args, lambda: getattr(self._own, method)(*args), beside=beside)[0]
 
 
 class MultiProcExecutor:

@@ -42,7 +42,15 @@ from jaxpaged.params.placing import own_matrices
 from jaxpaged.params.recoding import Losses, check_matrix
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.rounded_folder import UNDER_WAY, MakeTensors, rounded_entry
-from jaxpaged.params.safetensors_reader import DTYPES, WHOLE_DTYPES, HeldTensor, TensorEntry, mapped, read_header
+from jaxpaged.params.safetensors_reader import (
+    ALL_DTYPES,
+    DTYPES,
+    WHOLE_DTYPES,
+    HeldTensor,
+    TensorEntry,
+    mapped,
+    read_header,
+)
 from jaxpaged.params.safetensors_writer import NAMES
 from jaxpaged.params.schemes.gguf import Gguf, GgufOfLatents
 from jaxpaged.params.spec import Spec
@@ -127,6 +135,14 @@ class ArrivingWeights:
         if self._before is not None:
             self.entries, self._patches, self._files = self._before
             self._before = None
+
+    def sums_of_last(self) -> dict[str, int]:
+        """A sum over the bytes of each tensor that came last: processes that read the same files have the same ones."""
+        entries, patches, _ = self._before or (self.entries, self._patches, {})
+        new = {name: entry for name, entry in self.entries.items() if name not in entries}
+        for name, halves in self._patches.items():
+            new |= {name + end: entry for end, entry in halves.items() if end not in patches.get(name, {})}
+        return {name: sum_of(entry) for name, entry in new.items()}
 
     def _add_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Arrays of numpy or JAX by the checkpoint's names. They are copied when the update is finished, and must not
@@ -352,6 +368,15 @@ def state_of(path: Path) -> FileState | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def sum_of(entry: TensorEntry) -> int:
+    """Of the words of 8 bytes of a tensor, which takes no longer than reading it."""
+    with mapped(entry, ALL_DTYPES) as array:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        whole = len(data) // 8 * 8
+        words = int(data[:whole].view(np.uint64).sum())
+        return (words + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64
 
 
 def check_finite(entry: TensorEntry, expected: Expected) -> None:

@@ -1,5 +1,6 @@
 """What an engine keeps free on each device before it counts KV blocks: the same for an engine and for a plan of one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,21 @@ def reserve_of(spec: EngineSpec) -> Reserve:
     if spec.platform == "gpu":
         temporaries += SLACK_BYTES + trial_bytes(spec)
     return Reserve(spec.weight_bytes, state_bytes(spec) + rows, temporaries)
+
+
+def planned_memory(stages: Sequence[EngineSpec], num_blocks: int) -> dict[str, int]:
+    """Bytes of the device that has most to keep in an engine which is awake, by what for, and how many devices."""
+    reserves, last = [reserve_of(stage) for stage in stages], stages[-1]
+    of_pictures = {}
+    if (encoder := last.encoder) is not None:
+        slots, numbers = encoder.cache_shape
+        of_pictures["encoder_cache_bytes"] = slots * numbers * last.dtype.itemsize
+    return of_pictures | {
+        "weight_bytes": max(reserve.weights for reserve in reserves),
+        "state_bytes": max(reserve.state for reserve in reserves),
+        "kv_cache_bytes": max(stage.division.num_bytes(num_blocks) for stage in stages),
+        "num_devices": sum(stage.mesh.size for stage in stages),
+    }
 
 
 def trial_bytes(spec: EngineSpec) -> int:

@@ -2,12 +2,13 @@
 
 Weights are replaced parameter by parameter, and each old one is freed when its new one is there, so that the most
 memory is that of all weights and one parameter more. Where weights are joined (`models/joined.py`) it is one block
-more. Programs take parameters as arguments, so nothing is compiled anew.
+more. The largest one is made first, before any is replaced: if there is room for it, there is room for all that follow.
+Programs take parameters as arguments, so nothing is compiled anew.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,12 +23,19 @@ from jaxpaged.params.arriving import ArrivingWeights, Model
 from jaxpaged.params.patches import why_not
 from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
-from jaxpaged.params.sharding import param_shapes
+from jaxpaged.params.sharding import bytes_on_device, param_shapes
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.engine_spec import EngineSpec
 
 JOINED = (Attention, Mlp, Experts)
 """Blocks whose weights may be joined."""
+
+
+class Made(NamedTuple):
+    """Parameters that are on the devices before they are needed, and of which block of a stage."""
+
+    place: int
+    params: Any
 
 
 class WeightUpdate:
@@ -38,11 +46,16 @@ class WeightUpdate:
             raise UsageError("experts are moved between devices while the engine runs (eplb), so weights stay.")
         self._stages, self._models = stages, [Model(stage.specs, stage.decoder) for stage in stages]
         self._arriving = ArrivingWeights(self._models, is_partial)
+        self._first: dict[int, Made] = {}  # by stage
 
     def add(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
         """See `ArrivingWeights.add`; returns how many bytes have come. Raises CheckpointError, ServerError."""
         self._arriving.add(weights)
         return self._arriving.num_bytes
+
+    def sums_of_last(self) -> dict[str, int]:
+        """See `ArrivingWeights.sums_of_last`."""
+        return self._arriving.sums_of_last()
 
     def take_back(self) -> int:
         """See `ArrivingWeights.take_back`; returns how many bytes are left."""
@@ -90,37 +103,63 @@ class WeightUpdate:
         """Whether nothing stays of the old weights."""
         return all(self._arriving.brings_all(spec) for model in self._models for spec in jax.tree.leaves(model.specs))
 
+    def make_first(self, params: Any) -> None:
+        """Make the largest block that is to be replaced of each stage, beside all that is there. Where memory is too
+        little this raises, and nothing was replaced."""
+        size = lambda before: sum(map(bytes_on_device, jax.tree.leaves(before)))
+        for number, part in enumerate(self._parts(params)):
+            blocks, _ = self._blocks(number, part)
+            sizes = {place: size(before) for place, (block, before) in enumerate(blocks) if self._brings(block)}
+            if sizes:
+                place = max(sizes, key=sizes.__getitem__)
+                made = self._made(number, *blocks[place], Rooms())
+                self._first[number] = Made(place, jax.block_until_ready(made))
+
     def replace(self, params: Any, release: Callable[[Any], None]) -> Any:
         """The parameters with what came in them. `release` frees those that are replaced."""
-        if isinstance(params, DraftedParams):
-            return params.replace(decoder=self.replace(params.decoder, release))
-        if len(self._stages) == 1:
-            return self._replaced(0, params, release)
-        return tuple(self._replaced(i, part, release) for i, part in enumerate(params))
+        parts = tuple(self._replaced(i, part, release) for i, part in enumerate(self._parts(params)))
+        decoder = parts if len(parts) > 1 else parts[0]
+        return params.replace(decoder=decoder) if isinstance(params, DraftedParams) else decoder
+
+    def _parts(self, params: Any) -> Sequence[Any]:
+        """The parameters of each stage, without a draft's."""
+        params = params.decoder if isinstance(params, DraftedParams) else params
+        return params if len(self._stages) > 1 else [params]
 
     def _is_block(self, stage: EngineSpec) -> Callable[[Any], bool]:
         kinds = (Spec, *JOINED) if stage.joins_weights else Spec
         return lambda node: isinstance(node, kinds)
 
+    def _blocks(self, number: int, params: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        """Each block of a stage with its parameters, and their tree."""
+        blocks, tree = jax.tree.flatten(self._models[number].specs, is_leaf=self._is_block(self._stages[number]))
+        return list(zip(blocks, tree.flatten_up_to(params), strict=True)), tree
+
+    def _brings(self, block: Any) -> bool:
+        """Whether anything of a block has come."""
+        return any(self._arriving.brings(spec) for spec in jax.tree.leaves(block))
+
     def _replaced(self, number: int, params: Any, release: Callable[[Any], None]) -> Any:
-        """The same of a stage."""
-        stage, model, rooms = self._stages[number], self._models[number], Rooms()
-        blocks, tree = jax.tree.flatten(model.specs, is_leaf=self._is_block(stage))
-        load = lambda spec: self._arriving.placed(spec, model, stage.mesh, stage.dtype, rooms)
-
-        def of_block(block: Any, before: Any) -> Any:
-            if not any(self._arriving.brings(spec) for spec in jax.tree.leaves(block)):
-                return before
-            if isinstance(block, Spec) and not self._arriving.brings_all(block):
-                after = self._arriving.changed(block, before)
+        """`replace` of a stage. What was made first goes first, and leaves its room to the others."""
+        blocks, tree = self._blocks(number, params)
+        rooms, found = Rooms(), [before for _, before in blocks]
+        if (first := self._first.pop(number, None)) is not None:
+            release(found[first.place])
+            found[first.place] = first.params
+        for place, (block, before) in enumerate(blocks):
+            if self._brings(block) and (first is None or place != first.place):
+                found[place] = self._made(number, block, before, rooms)
                 release(before)
-                return after
-            make = lambda: jax.tree.map(load, block)
-            after = joined_params(make) if stage.joins_weights else make()
-            release(before)
-            return after
+        return tree.unflatten(found)
 
-        return tree.unflatten(map(of_block, blocks, tree.flatten_up_to(params)))
+    def _made(self, number: int, block: Any, before: Any, rooms: Rooms) -> Any:
+        """The parameters of a block with what came, on their devices."""
+        if isinstance(block, Spec) and not self._arriving.brings_all(block):
+            return self._arriving.changed(block, before)
+        stage, model = self._stages[number], self._models[number]
+        load = lambda spec: self._arriving.placed(spec, model, stage.mesh, stage.dtype, rooms)
+        make = lambda: jax.tree.map(load, block)
+        return joined_params(make) if stage.joins_weights else make()
 
 
 def named_by_framework(stages: Sequence[EngineSpec], tree: Any, mapping: str, is_partial: bool) -> dict[str, Any]:

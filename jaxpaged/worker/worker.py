@@ -39,7 +39,7 @@ from jaxpaged.worker.expert_balancer import ExpertBalancer
 from jaxpaged.worker.kv_blocks import compiled_kv_cache, memory_for, size_kv_cache
 from jaxpaged.worker.kv_transfer.opening import check_offload, open_transfer
 from jaxpaged.worker.kv_transfer.transfer import KVTransferWorker
-from jaxpaged.worker.memory import reserve_of
+from jaxpaged.worker.memory import planned_memory, reserve_of
 from jaxpaged.worker.model_runner import Drafter, ModelRunner, OutputStage
 from jaxpaged.worker.profiler import Profiler
 from jaxpaged.worker.programs.bundles import Bundle, save_bundle
@@ -375,6 +375,10 @@ class Worker:
         """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, and its errors."""
         return self._begun().add(weights)
 
+    def sums_of_weights(self) -> dict[str, int]:
+        """Of the last part that was received, by which processes see whether all have the same."""
+        return self._begun().sums_of_last()
+
     def take_weights_back(self) -> int:
         """Forget the last part that was received; bytes of the others."""
         return 0 if self.weight_update is None else self.weight_update.take_back()
@@ -394,9 +398,15 @@ class Worker:
         self._check_changeable()
         self._begun().check()
 
+    def make_room_for_update(self) -> None:
+        """Have room for the largest of the weights that came, which are checked; no step may be in flight. Raises
+        CapacityError, and nothing was replaced."""
+        with memory_for("new weights", "The engine keeps those that it has. Free memory, and begin the update again."):
+            self._begun().make_first(self.device.params)
+
     def finish_weight_update(self, label: str) -> None:
-        """Replace the weights by those that came, which are checked; no step may be in flight. Raises CapacityError
-        when memory was too little: then there are none."""
+        """Replace the weights by those that came, for which there is room; no step may be in flight. Raises
+        CapacityError when memory was too little after all: then there are none."""
         update, device = self._begun(), self.device
         self.weight_update = None
         head, leaves = device.head, set(map(id, jax.tree.leaves(device.params)))
@@ -516,21 +526,6 @@ def free_state(device: Device) -> None:
     """Free KV cache and sampling state before new ones are made, or none."""
     free(vars(device.state) if device.state else None)
     device.state = None
-
-
-def planned_memory(stages: Sequence[EngineSpec], num_blocks: int) -> dict[str, int]:
-    """Bytes of the device that has most to keep in an engine which is awake, by what for, and how many devices."""
-    reserves, last = [reserve_of(stage) for stage in stages], stages[-1]
-    of_pictures = {}
-    if (encoder := last.encoder) is not None:
-        slots, numbers = encoder.cache_shape
-        of_pictures["encoder_cache_bytes"] = slots * numbers * last.dtype.itemsize
-    return of_pictures | {
-        "weight_bytes": max(reserve.weights for reserve in reserves),
-        "state_bytes": max(reserve.state for reserve in reserves),
-        "kv_cache_bytes": max(stage.division.num_bytes(num_blocks) for stage in stages),
-        "num_devices": sum(stage.mesh.size for stage in stages),
-    }
 
 
 def log_start(stages: Sequence[EngineSpec], kv_cache: KVCacheConfig, seconds: float) -> None:

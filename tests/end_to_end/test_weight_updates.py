@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpaged import LLM, EngineArgs, LLMEngine, SamplingParams, WeightOffer
 from jaxpaged.entrypoints.cli import main
-from jaxpaged.errors import CheckpointError, ConflictError, ServerError, UsageError
+from jaxpaged.errors import CapacityError, CheckpointError, ConflictError, ServerError, UsageError
 from jaxpaged.params import offered
 from jaxpaged.params.expected import expected_of
 from jaxpaged.params.framework_trees import Named, tree_of
@@ -66,6 +66,10 @@ def tensors_of(folder):
 def said(llm, prompt=PROMPT):
     """Tokens and their log probabilities."""
     [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+    return answer_of(output)
+
+
+def answer_of(output):
     [answer] = output.outputs
     assert output.error is None
     return answer.token_ids, [each[token].logprob for each, token in zip(answer.logprobs, answer.token_ids)]
@@ -443,6 +447,20 @@ def test_a_file_that_does_not_stay_as_it_came_leaves_the_engine_as_it_is(llm, fo
         llm.finish_weight_update("second")
     assert said(llm) == answers[0] and llm.get_weight_version() == "first"
     llm.abandon_weight_update()
+    llm.update_weights(folders[1])
+    assert said(llm) == answers[1]
+
+
+def test_too_little_memory_leaves_the_engine_as_it_is(llm, answers, folders, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(jax, "make_array_from_callback", full)
+    with pytest.raises(CapacityError, match="no memory for the new weights: .* keeps those that it has"):
+        llm.update_weights(folders[1])
+    monkeypatch.undo()
+    assert said(llm) == answers[0] and llm.get_weight_version() == "first"
+    assert not llm.get_weight_info().is_updating
     llm.update_weights(folders[1])
     assert said(llm) == answers[1]
 

@@ -87,6 +87,53 @@ def test_what_a_question_raises_elsewhere_is_raised_here(members):
         asked()
 
 
+class Receiver:
+    """A worker that receives weights once an adapter is dropped: both in one thread would wait for ever."""
+
+    def __init__(self, sums):
+        self.sums, self.num_taken_back, self.has_dropped = sums, 0, threading.Event()
+        self.start_profile = self.stop_profile = None
+
+    def receive_weights(self, weights):
+        assert weights == ["/w"] and self.has_dropped.wait(20)
+        return 7
+
+    def sums_of_weights(self):
+        return self.sums
+
+    def take_weights_back(self):
+        self.num_taken_back += 1
+        return 0
+
+    def drop_lora(self, lora_int_id):
+        self.has_dropped.set()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"a": 1, "b": 2}, None),
+        ({"a": 1, "b": 3}, r"^rank 2 .* has read other weights than rank 0: 1 tensors differ, the first is b\. Copy"),
+        ({"b": 2}, "1 tensors differ, the first is a"),
+    ],
+)
+def test_all_receive_the_same_weights_beside_what_else_they_do_or_none_has_them(members, theirs, words):
+    members.arrive()
+    workers = [Receiver({"a": 1, "b": 2}), Receiver({"a": 1, "b": 2}), Receiver(theirs)]
+    for post, worker in zip(members.posts, workers[1:]):
+        in_thread(Follower(post, SimpleNamespace(worker=worker)).run)
+    everybody = Everybody(workers[0], members.group)
+    receiving = in_thread(everybody.receive_weights, ["/w"])
+    everybody.drop_lora(2)
+    if words is None:
+        assert receiving() == 7
+    else:
+        with pytest.raises(CheckpointError, match=words):
+            receiving()
+    assert [each.num_taken_back for each in workers] == [int(words is not None)] * 3
+    members.group.close()
+
+
 class Reader:
     """A worker that reads adapters once others are dropped: both in one thread would wait for ever."""
 

@@ -10,13 +10,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.errors import CheckpointError, UsageError
-from jaxpaged.params.arriving import ArrivingWeights, Model
+from jaxpaged.params.arriving import ArrivingWeights, Model, sum_of
 from jaxpaged.params.patches import Single, WholeRow, changed, why_not
 from jaxpaged.params.rooms import Rooms
 from jaxpaged.params.rounded_folder import write_rounded
+from jaxpaged.params.safetensors_reader import HeldTensor
 from jaxpaged.params.schemes.gguf import Gguf
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.weight_update import WeightUpdate
+from tests.models.adapted import specs_of
 from tests.models.checkpoints import make_tensors, write_checkpoint
 from tests.models.paged import PagedModel
 from tests.models.quantised_checkpoints import FORMATS, read, write_quantised
@@ -77,6 +79,30 @@ def test_layers_that_predict_further_tokens_may_come_with_the_others(tmp_path):
     further = {f"model.layers.{config.num_layers}.eh_proj.weight": np.zeros((2, 2), np.float32)}
     arriving.add(make_tensors("llama") | further)
     check_arrived(arriving, loaded)
+
+
+def test_what_came_last_has_sums_that_all_of_its_bytes_decide(tmp_path):
+    model = Model(*specs_of(write_checkpoint("llama", tmp_path)))
+    norm, embeds = "model.norm.weight", "model.embed_tokens.weight"
+    numbers = make_tensors("llama")[norm].astype("bfloat16")
+    patch = {f"{embeds}.sparse_indices": np.array([3, 5]), f"{embeds}.sparse_values": np.array([1, 2], np.float32)}
+
+    def sums(array, half):
+        arriving = ArrivingWeights([model], is_partial=True)
+        arriving.add({norm: array, f"{embeds}{half}": patch[f"{embeds}{half}"]})
+        first = arriving.sums_of_last()
+        arriving.add({name: each for name, each in patch.items() if half not in name})
+        assert arriving.sums_of_last().keys() == patch.keys() - first.keys()
+        return first
+
+    one = sums(numbers, ".sparse_values")
+    assert one.keys() == {norm, f"{embeds}.sparse_values"} and one == sums(numbers, ".sparse_values")
+    for place in (0, len(numbers) - 1):
+        changed = numbers.copy()
+        changed[place] += 1
+        assert sums(changed, ".sparse_indices")[norm] != one[norm]
+    tail = [HeldTensor(tmp_path, norm, "BF16", (3,), 0, 6, numbers[[0, 1, last]]) for last in (2, 3)]
+    assert len({*map(sum_of, tail)}) == 2, "bytes behind the last whole word"
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
