@@ -130,12 +130,20 @@ def model_for(
     if not reading.is_described(hf):
         return model
     mtp = model.mtp and replace(model.mtp, param_specs=partial(stored_specs, model.mtp.param_specs))
-    return replace(model, param_specs=partial(stored_specs, model.param_specs), mtp=mtp)
+    classifier = model.classifier and replace(
+        model.classifier, specs=partial(stored_classifier_specs, model.classifier.specs)
+    )
+    return replace(model, param_specs=partial(stored_specs, model.param_specs), mtp=mtp, classifier=classifier)
 
 
 def stored_specs(param_specs: Callable[[DecoderConfig, int], Any], config: DecoderConfig, num_model_shards: int) -> Any:
     """Specs of parameters with the schemes by which a quantised checkpoint stores them."""
     return encoded_specs(param_specs(config, num_model_shards), config.quantization)
+
+
+def stored_classifier_specs(specs: Callable[[DecoderConfig], Any], config: DecoderConfig) -> Any:
+    """The same of a classifier, which is stored otherwise only where it is named: quantisers leave it as it was."""
+    return encoded_specs(specs(config), config.quantization and config.quantization.only_named())
 
 
 def plain_model_for(hf: dict[str, Any], language_model_only: bool, models: Mapping[str, Model]) -> Model:

@@ -9,7 +9,7 @@ Letters: I inputs and O outputs of a matrix.
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -135,6 +135,10 @@ class Quantization:
         """The rule that says so, if one does."""
         names = tuple(spellings(module))
         return next((rule for rule in self.rules if any(rule.matches(name, kind) for name in names)), None)
+
+    def only_named(self) -> "Quantization":
+        """The same, with nothing understood of modules that no rule names."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.how != CLASS), default=None)
 
     def asks_files(self, module: str, kind: str) -> bool:
         """Whether only the files know how a module is stored: nothing names it, and it is none of those of which it is

@@ -19,6 +19,7 @@ from jaxpaged.params.gguf_folder.folder import make_folder
 from tests.models.encoder_checkpoints import CHECKPOINTS, PAIRS, tokens_of, write
 from tests.params.formats.gguf.writer import write_gguf
 from tests.params.gguf_folder.test_architectures import OTHERWISE_SAID
+from tests.params.gguf_folder.test_quantised import in_blocks
 from tests.params.test_orbax_format import load_model
 
 NAMES = {
@@ -106,12 +107,13 @@ def test_a_file_is_the_same_encoder_as_the_checkpoint(name, tmp_path):
     assert load_pooler_defaults(folder) == {"pooling_type": "MEAN", "use_activation": True}
 
 
-def write_xlm_roberta(path, name, **facts):
-    """Without the places before that of the first token, and with matrices of one row as vectors."""
+def write_xlm_roberta(path, name, others=(), **facts):
+    """Without the places before that of the first token, and with matrices of one row as vectors; with `others` in
+    place of some tensors."""
     hf, checkpoint = CHECKPOINTS[name], write(name, path / "checkpoint")
     own = tensors_of(load_file(checkpoint / "model.safetensors"))
     own["position_embd.weight"] = own["position_embd.weight"][hf["pad_token_id"] + 1 :]
-    own |= {name: own[name][0] for name in ("token_types.weight", "cls.output.weight") if name in own}
+    own |= {name: own[name][0] for name in ("token_types.weight", "cls.output.weight") if name in own} | dict(others)
     found = {**facts_of(hf), "bert.context_length": len(own["position_embd.weight"]), "bert.pooling_type": 2}
     return write_gguf(path / "a.gguf", {**found, **facts}, own)
 
@@ -149,6 +151,13 @@ def test_a_file_of_xlm_roberta_is_a_bert_without_the_places_before_a_text(name, 
     for texts in ((PAIRS[0][0],), *PAIRS):
         assert tokenizer.encode(*texts).ids == tokens_of(CHECKPOINTS[name], *texts)[0]
     assert load_pooler_defaults(folder) == ({} if has_scores else {"pooling_type": "CLS", "use_activation": True})
+
+
+def test_what_makes_scores_may_be_in_blocks(tmp_path):
+    rows, weights = in_blocks("Q8_0", (64, 64), np.random.default_rng(0))
+    path = write_xlm_roberta(tmp_path, "xlm_roberta_score", {"cls.weight": ("Q8_0", rows)})
+    _, params = loaded(make_folder(path, tmp_path / "cache"))
+    np.testing.assert_array_equal(params.score.dense.weight, weights)
 
 
 def test_labels_are_those_of_the_file_as_many_as_there_are_scores(tmp_path):
