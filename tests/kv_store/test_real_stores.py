@@ -122,13 +122,15 @@ def test_a_server_that_is_killed_stopped_and_started_again(tmp_path):
         assert time.monotonic() - began < 1.5 and tier.usage()[0].counters.errors == 1  # one time-out, once
         process.kill()
         process.wait()
-        assert tier.get(key_of(1)) is None and not tier.put(*page_of(1)[:2])
+        assert tier.get(key_of(1)) is None and not tier.put(*page_of(2)[:2])
         process = start_redis(port, tmp_path)
         deadline = time.monotonic() + 10
-        while not tier.put(*page_of(1)[:2]):
+        while not tier.put(*page_of(2)[:2]):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert bytes(tier.get(key_of(1))) == page_of(1)[2]
+        assert bytes(tier.get(key_of(2))) == page_of(2)[2]
+        assert tier.lookup([key_of(1)]) == [HIT] and tier.get(key_of(1)) is None  # it was there before
+        assert tier.put(*page_of(1)[:2]) and bytes(tier.get(key_of(1))) == page_of(1)[2]
     process.kill()
     process.wait()
 
