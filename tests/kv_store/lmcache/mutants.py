@@ -124,6 +124,7 @@ MUTANTS = (
         ),
         ("a server without room has kept it", "if not all(written) and self.exist([chunk]) == [False]:", "if False:"),
         ("a server that says nothing of an end is told on", "self._mute_until = time.monotonic() + MUTE_S", "pass"),
+        ("a server that answers again is told of no end", "        self._mute_until = 0.0  #", "        pass  #"),
         (
             "the server is told nothing at the end",
             "if registration is not None and not registration.has_doubts:",

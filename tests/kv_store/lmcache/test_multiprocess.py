@@ -389,6 +389,20 @@ def test_a_server_that_was_started_anew_is_told_again(server):
         assert server.content(MODEL, 1, 0, other[:16]) == chunk_of(other, tier.layout)
 
 
+def test_a_server_that_answers_again_is_told_of_ends_again(server):
+    def refuse():
+        raise RuntimeError("not now")
+
+    with closing(tier_at(server, renew_s=0.0)) as tier:
+        stored(tier)
+        first, *_, last = known(tier)
+        server.before["CommitRetrieve"] = refuse
+        assert tier.get(first) is not None
+        del server.before["CommitRetrieve"]
+        num_ended = server.calls["EndSession"]
+        assert tier.get(last) is not None and server.calls["EndSession"] > num_ended
+
+
 @pytest.mark.parametrize("method", ["PrepareStore", "PrepareRetrieve"])
 def test_a_place_in_new_memory_is_not_looked_for_in_the_old_one(server, method):
     """The server ends, another one knows the number already, and names a place, while a transfer is under way."""

@@ -179,7 +179,7 @@ class MPStore(ChunkStore):
 
     def _register(self, instance_id: int) -> Any:
         layers, _, hidden = self.layout.part_shape[1:]
-        return self.calls.ask(
+        said = self.calls.ask(
             "RegisterKvCacheEngineDrivenContext",
             instance_id=instance_id,
             model_name=self.model,
@@ -190,6 +190,8 @@ class MPStore(ChunkStore):
             dtype_str=self.layout.chunk_dtype.name,
             use_mla=False,
         )
+        self._mute_until = 0.0  # it answers again, and what it locks from now on it can be told of
+        return said
 
     def _check_in_use(self, registration: Registration) -> None:
         """After a server named a place: raise unless it is in the memory that is held. A server that was started anew
