@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,8 @@ BARE = re.compile(r"(embed_tokens|layers|norm|embeddings|encoder|pooler|final_no
 """Beginnings of names in checkpoints of a model without a head, as embedding models are stored."""
 
 
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
 OLD_NORMS, NORM_NAMES = re.compile(r"(LayerNorm\.)(gamma|beta)$"), {"gamma": "weight", "beta": "bias"}
 """Names of BERT's norms in files of its first years."""
 
@@ -89,6 +92,28 @@ def checkpoint_version(folder: Path) -> str:
     facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
     lines = [f"{name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for name, stat in facts]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def content_version(folder: Path) -> str:
+    """A name of the weights in a folder that equal ones have on every machine: of the files that hold tensors, and of
+    those that describe them. They are read, all at a time. Raises what `every_entry` does."""
+    if orbax_format.is_orbax(folder):
+        weights = {path for path in folder.rglob("*") if path.is_file()}
+    else:
+        weights = {entry.path for entry in every_entry(folder).values()}
+    files = sorted(weights | {*folder.glob("*.json")})
+    with ThreadPoolExecutor() as threads:
+        lines = [f"{path.relative_to(folder)} {digest}" for path, digest in zip(files, threads.map(digest_of, files))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def digest_of(path: Path) -> str:
+    """A file's SHA-256. The hub's cache calls large files so, which are not read then."""
+    stored = path.resolve()
+    if stored.parent.parent.name.startswith("models--") and SHA256.fullmatch(stored.name):
+        return stored.name
+    with open(stored, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_params(

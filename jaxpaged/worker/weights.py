@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import logging
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from jaxpaged.messages import Progress
 from jaxpaged.models.config import DecoderConfig
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.joined import joined_params
-from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, load_params
+from jaxpaged.params.checkpoint import DummyParams, check_folder, checkpoint_version, content_version, load_params
 from jaxpaged.worker.engine_spec import EngineSpec
 from jaxpaged.worker.step.expert_moves import loaded_with_tables
 
@@ -126,15 +127,22 @@ def weights_of(stages: Sequence[EngineSpec], folder: Path | None, progress: Prog
     """The weights of the model in `folder`, and of a model that drafts, of every stage."""
     last = stages[-1]
     folders = [each for each in (folder, last.draft and last.draft.folder) if each is not None]
-    identify = partial(versions, folders) if last.config.load.load_format != "dummy" else str
+    is_shared = last.config.cache.offload is not None or last.ec_transfer is not None
+    identify = partial(versions, folders, is_shared) if last.config.load.load_format != "dummy" else str
     return Weights(
         loader_of(stages, folder, progress), identify, keeps_copies=last.mesh.devices.flat[0].platform != "cpu"
     )
 
 
-def versions(folders: list[Path]) -> str:
-    """A name of all weights in these folders."""
-    return "+".join(map(checkpoint_version, folders))
+def versions(folders: list[Path], is_shared: bool) -> str:
+    """A name of all weights in these folders. `is_shared`: what is computed with them may be found by engines that have
+    copies of these files elsewhere."""
+    if not is_shared:
+        return "+".join(map(checkpoint_version, folders))
+    began = time.monotonic()
+    name = "+".join(map(content_version, folders))
+    logger.info("named the weights by their content in %.1f s: what is computed is shared", time.monotonic() - began)
+    return name
 
 
 def loader_of(stages: Sequence[EngineSpec], folder: Path | None, progress: Progress) -> Callable[[], Any]:

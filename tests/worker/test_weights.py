@@ -1,13 +1,17 @@
 """Weights that leave the devices leave nothing there, and come back as they were."""
 
+import hashlib
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 from jaxpaged.distributed.mesh import make_mesh
-from jaxpaged.params.checkpoint import checkpoint_version
+from jaxpaged.params.checkpoint import checkpoint_version, content_version
 from jaxpaged.params.quantized import QuantizedArray
 from jaxpaged.worker.programs.compiled import CompileCounter
 from jaxpaged.worker.weights import Weights, free
@@ -110,3 +114,27 @@ def test_files_that_were_written_again_have_another_name(tmp_path):
         change()
         names.add(checkpoint_version(tmp_path))
     assert len(names) == 4
+
+
+def test_copies_of_weights_have_one_name_and_other_ones_another(tmp_path):
+    def copy(folder, tensor=1.0, config="{}", file="model.safetensors"):
+        folder.mkdir(parents=True)
+        save_file({"norm.weight": np.full(4, tensor, np.float32)}, folder / file)
+        (folder / "config.json").write_text(config, encoding="utf-8")
+        return folder
+
+    here = content_version(copy(tmp_path / "here"))
+    there = copy(tmp_path / "there")
+    (there / "README.md").write_text("mine", encoding="utf-8")
+    os.utime(there / "model.safetensors", (1, 1))
+    assert content_version(there) == here != checkpoint_version(there)
+    assert content_version(copy(tmp_path / "tensor", tensor=2.0)) != here
+    assert content_version(copy(tmp_path / "config", config='{"sym": true}')) != here
+
+    blob = tmp_path / "models--org--name/blobs" / hashlib.sha256((there / "model.safetensors").read_bytes()).hexdigest()
+    blob.parent.mkdir(parents=True)
+    copy(tmp_path / "models--org--name/snapshots/main").joinpath("model.safetensors").rename(blob)
+    (tmp_path / "models--org--name/snapshots/main/model.safetensors").symlink_to(blob)
+    assert content_version(tmp_path / "models--org--name/snapshots/main") == here, "the hub's cache names its files"
+    save_file({"norm.weight": np.full(4, 3.0, np.float32)}, blob)
+    assert content_version(tmp_path / "models--org--name/snapshots/main") == here, "they are not read"
