@@ -234,7 +234,13 @@ def reader_of(
 def check_targets(specs: Sequence[LoraSpec], adapter: Adapter, path: str) -> None:
     """CheckpointError for an adapter that changes what has no stacks."""
     has_stacks = frozenset().union(*(spec.paths.union(spec.scores) for spec in specs))
-    if others := sorted({*adapter.weights, *adapter.replaced} - has_stacks):
+    others = sorted({*adapter.weights, *adapter.replaced} - has_stacks)
+    if vector := next((each for each in others if each in adapter.weights and adapter.weights[each].b.ndim == 1), None):
+        raise CheckpointError(
+            f"{path}: the adapter changes {vector.removeprefix('.')}, which makes one number of a token, and engines "
+            "keep adapters of matrices. Train it without that module, or merge it with the model (jaxpaged merge)."
+        )
+    if others:
         raise CheckpointError(
             f"{path}: the adapter changes {len(others)} matrices of which the engine keeps no adapters, the first of "
             f"them {others[0].removeprefix('.')}. Where lora_target_modules leaves a module out, name it there; tables "

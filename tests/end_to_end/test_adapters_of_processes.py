@@ -40,6 +40,8 @@ CASES = [
     ("tower", SEES),
     ("tower_dora", SEES),
     ("tables", TABLES),
+    ("dora", TABLES),
+    ("alternating", {}),
     ("all_linear", {}),
     ("all_linear", {"enable_expert_parallel": True, **MOVES}),
 ]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 from jaxpaged.errors import CheckpointError, ConflictError
 from jaxpaged.messages import LoRAInfo, LoRARequest, SchedulerOutput
 from jaxpaged.models import joined
+from jaxpaged.worker.adapter_slots import check_targets
+from tests.models.adapted import GOLDEN, read
 from tests.models.checkpoints import write_checkpoint
 from tests.worker.adapted_engine import Adapters, Steps, adapted_executor, merged
 
@@ -196,6 +199,13 @@ def test_what_has_no_stacks_is_refused_by_name(reference):
     reference.adapters.made[22] = replace(adapter, weights={**adapter.weights, **other})
     with pytest.raises(CheckpointError, match="embed_tokens"):
         reference.executor.worker.read_lora(LoRARequest("more", 22, "/nowhere"))
+
+
+def test_what_makes_one_number_of_a_token_is_refused_by_name(tmp_path):
+    adapter = read(GOLDEN / "shared_experts", write_checkpoint("qwen2_moe", tmp_path))
+    stacks = SimpleNamespace(paths=frozenset(), scores={})
+    with pytest.raises(CheckpointError, match=r"mlp\.shared_gate, which makes one number .* \(jaxpaged merge\)"):
+        check_targets([stacks], adapter, "/a")
 
 
 def test_magnitudes_and_other_weights_exclude_each_other(folder):
