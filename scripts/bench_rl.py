@@ -11,12 +11,15 @@ Letters: R texts, C tokens of a text.
 """
 
 import argparse
+import contextlib
+import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +76,29 @@ def prompts(rows: int = ROWS) -> list[dict[str, Any]]:
     return [{"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(PROMPT)]} for _ in range(rows)]
 
 
+TRAINER = """
+import sys
+from jaxpaged import WeightOffer
+from safetensors.flax import load_file
+offer = WeightOffer({name: array for file in sys.argv[1:] for name, array in load_file(file).items()})
+print(offer.address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def offered(files: Sequence[Path]) -> Iterator[str]:
+    """The address where another process offers the weights of files."""
+    command = [sys.executable, "-c", TRAINER, *map(str, files)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jaxpaged.__file__).parent.parent)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as trainer:
+        assert trainer.stdout is not None
+        yield trainer.stdout.readline().strip()
+        trainer.kill()
+
+
 def sources(llm: LLM, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Where an update may come from, and the update. Each gives the weights that the engine has."""
     params = jax.tree.map(lambda leaf: leaf + 0, llm.apply_model(lambda params: params)[0])  # ours, to lend
@@ -82,6 +108,8 @@ def sources(llm: LLM, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     files = list(folder.glob("*.safetensors"))
     named = {name: np.asarray(array) for file in files for name, array in load_file(file).items()}
     yield "arrays by name", lambda: llm.update_weights(named)
+    with offered(files) as address:
+        yield "another process's offer", lambda: llm.update_weights(address)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as shared:
         for file in files:
             shutil.copy(file, shared)

@@ -86,26 +86,24 @@ class EngineControl(Protocol):
 
         A tree is a whole update, and must be in this process. Of its arrays those that lie as the engine's do are taken
         without a copy: they are the caller's too, who must not donate them to a program, unless he gives them away
-        (`donate`). `mapping`: the tree is of "tunix", "maxtext" or "nnx", or a path of orbax's checkpoint of it;
-        it is copied, and may be a part.
+        (`donate`). `mapping`: the tree is of "tunix", "maxtext" or "nnx", or the path of orbax's checkpoint of it, or
+        the address of an offer of it; it is copied, and may be a part.
         Raises CheckpointError for what does not fit and ServerError for an offer that cannot be pulled, and then the
         engine serves on as before.
         """
-        if mapping is not None:
-            [weights] = self.collective_rpc("named_weights", args=(weights, mapping))
         if isinstance(weights, str | Path):
             weights = [str(weights)]
         elif isinstance(weights, list | tuple) and all(isinstance(each, str | Path) for each in weights):
             weights = [str(each) for each in weights]
-        elif not isinstance(weights, Mapping):
+        elif mapping is None and not isinstance(weights, Mapping):
             return self.call(core_calls.AdoptWeights(weights, version, donate))
         info = self.get_weight_info()
         if info.is_updating:
-            self.call(core_calls.UpdateWeights(weights))
+            self.call(core_calls.UpdateWeights(weights, mapping))
             return self.get_weight_info()
         self.start_weight_update()
         try:
-            self.call(core_calls.UpdateWeights(weights))
+            self.call(core_calls.UpdateWeights(weights, mapping))
             return self.finish_weight_update(version)
         except BaseException:
             self.abandon_weight_update()
@@ -262,11 +260,12 @@ class AsyncEngineControl(Protocol):
         """Begin to send other weights; see `EngineControl.start_weight_update`."""
         await self.call(core_calls.StartWeightUpdate(is_partial))
 
-    async def update_weights(self, weights: Sequence[str]) -> int:
+    async def update_weights(self, weights: Sequence[str], mapping: str | None = None) -> int:
         """Safetensors files, or folders of them, that the engine's processes can read, or addresses of a `WeightOffer`;
-        returns how many bytes have come. Raises CheckpointError, ServerError, and ConflictError when no update was
+        with `mapping` the path of an orbax checkpoint of a framework's tree, or the address of an offer of one. Returns
+        how many bytes have come. Raises CheckpointError, ServerError, UsageError, and ConflictError when no update was
         begun; then nothing of it is kept, and it can be sent again."""
-        return await self.call(core_calls.UpdateWeights(list(weights)))
+        return await self.call(core_calls.UpdateWeights(list(weights), mapping))
 
     async def abandon_weight_update(self) -> None:
         """Give up an update that was begun; the weights stay as they are."""

@@ -286,12 +286,13 @@ class StartWeightUpdate(CoreCall[None]):
 
 
 class UpdateWeights(CoreCall[int]):
-    """Files, folders or addresses; or arrays, which are not sent to another process."""
+    """Files, folders or addresses; or arrays or a framework's tree, which are not sent to another process."""
 
     desk = "weights"
     runs_beside_steps = True
 
-    weights: Sequence[str] | Mapping[str, Any] = ()
+    weights: Any = ()
+    mapping: str | None = None
 
     def undone(self) -> CoreCall[Any]:
         return TakeWeightsBack()

@@ -8,7 +8,7 @@ versions. What the prefix cache has of the old weights is found by nobody, here 
 begins with the version of the weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxpaged.executor.base import Executor
@@ -33,12 +33,13 @@ class WeightUpdates:
         self._executor.workers.start_weight_update(is_partial)
         self._is_updating, self._num_bytes = True, 0
 
-    def update_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
+    def update_weights(self, weights: Any, mapping: str | None) -> int:
         """Files or folders in safetensors format, addresses where a trainer offers weights, or, from this process,
-        arrays by the checkpoint's names. Returns how many bytes have come. Raises CheckpointError for what is no part
-        of the model, ServerError for a trainer who is not there, and ConflictError unless an update was begun; nothing
-        of it is kept then, so that it can be sent again."""
-        self._num_bytes = self._executor.workers.receive_weights(weights)
+        arrays by the checkpoint's names; with `mapping` a framework's tree, or where one is. Returns how many bytes
+        have come. Raises CheckpointError for what is no part of the model, ServerError for a trainer who is not there,
+        UsageError for a mapping that the model has not, and ConflictError unless an update was begun; nothing of it is
+        kept then, so that it can be sent again."""
+        self._num_bytes = self._executor.workers.receive_weights(weights, mapping)
         return self._num_bytes
 
     def take_weights_back(self) -> None:

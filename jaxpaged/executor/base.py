@@ -151,9 +151,10 @@ class Workers(Protocol):
         """Begin to take other weights; an update that was begun before is forgotten. UsageError, ConflictError."""
         ...
 
-    def receive_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
-        """Check a part of them: files and offers, or arrays by the checkpoint's names; bytes of all parts so far.
-        Raises CheckpointError, ServerError, ConflictError, and nothing of it is kept here."""
+    def receive_weights(self, weights: Any, mapping: str | None) -> int:
+        """Check a part of them: files and offers, or arrays by the checkpoint's names, or with `mapping` a framework's
+        tree or where one is; bytes of all parts so far. Raises CheckpointError, ServerError, ConflictError, UsageError,
+        and nothing of it is kept here."""
         ...
 
     def take_weights_back(self) -> int:

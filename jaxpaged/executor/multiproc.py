@@ -106,14 +106,14 @@ class Everybody:
     def start_weight_update(self, is_partial: bool) -> None:
         self._ask("start_weight_update", is_partial)
 
-    def receive_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
-        if isinstance(weights, Mapping):
+    def receive_weights(self, weights: Any, mapping: str | None) -> int:
+        if not isinstance(weights, Sequence):
             raise UsageError(
                 "several processes compute, and arrays are in one of them. Give files that all can read, or offer the "
                 "arrays to them (WeightOffer)."
             )
         try:
-            num_bytes = self._ask("receive_weights", weights, beside=True)
+            num_bytes = self._ask("receive_weights", weights, mapping, beside=True)
             self._check_alike()
             return num_bytes
         except BaseException:

@@ -118,7 +118,7 @@ class ArrivingWeights:
         CheckpointError, ServerError, and nothing is added."""
         before = self.entries, self._patches, self._files
         self.entries, self._patches, self._files = self.entries.copy(), self._patches.copy(), self._files.copy()
-        self._before = None
+        self.settle()
         try:
             if isinstance(parts, Mapping):
                 self._add_arrays(parts)
@@ -129,6 +129,10 @@ class ArrivingWeights:
             self.entries, self._patches, self._files = before
             raise
         self._before = before
+
+    def settle(self) -> None:
+        """What has come can no longer be taken back: something else comes, or is refused."""
+        self._before = None
 
     def take_back(self) -> None:
         """Forget what came last, if it was added: somebody else refused it."""

@@ -7,9 +7,9 @@ has no place for. Knows letters and `tree_layouts.py`; what a model is comes in 
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,11 +34,21 @@ CONDITIONS: dict[str, Callable[[Sizes], bool]] = {
 
 @dataclass(frozen=True)
 class Named:
-    """A model's weights: checkpoint name -> its parameter; letter -> size; the class that config.json names."""
+    """A model's weights: checkpoint name -> its parameter; letter -> size; the class that config.json names, and how it
+    stretches angles of positions."""
 
     specs: Mapping[str, Spec]
     sizes: Sizes
     architecture: str
+    rope_type: str
+
+    @classmethod
+    def of(cls, config: Any, specs: Iterable[Spec]) -> Self:
+        """Those of a model's config, of some of its parameters."""
+        sizes = config.dim_sizes()
+        ropes = [layer.rope.rope_type for layer in config.layers if layer.rope is not None]
+        names = {name: spec for spec in specs for name in spec.tensor_names(sizes)}
+        return cls(names, sizes, config.architecture, ropes[0] if ropes else "default")
 
     @property
     def prefix(self) -> str:
@@ -78,6 +88,14 @@ class Leaf:
         """Of the array itself, given `shape`."""
         size_of = dict(zip(self.letters, shape))
         return tuple(math.prod(size_of.get(each, 1) for each in group) for group in self.axes)
+
+    def takes(self, shape: Sequence[int], sizes: Sizes) -> bool:
+        """Whether an array may have a shape: heads apart or merged, and rows of the vocabulary that are too many."""
+        wanted, found = self.shape(sizes), tuple(shape)
+        if PADDED in self.steps and len(found) == len(wanted):
+            at = self.letters.index("V")
+            found = (*found[:at], min(found[at], wanted[at]), *found[at + 1 :])
+        return found in (wanted, self.merged(wanted))
 
     def index(self, place: Sequence[int]) -> tuple[Any, ...]:
         """Where a tensor lies."""
@@ -168,7 +186,16 @@ def named_tensors(tree: Any, mapping: str, model: Named, is_partial: bool = Fals
     Raises UsageError for a mapping or an architecture that is not known, and CheckpointError for leaves that are
     missing, left over, deleted or of another shape.
     """
-    arrays = flat(tree, ROOTS if mapping in LAYOUTS else ROOTS[:1])
+    arrays = inside(flat(tree), mapping)
+    leaves = checked_leaves(arrays, mapping, model, is_partial)
+    found: dict[str, np.ndarray] = {}
+    for path, array in arrays.items():
+        found |= tensors_of_leaf(path, array, leaves[path], model)
+    return found
+
+
+def checked_leaves(arrays: Mapping[str, Any], mapping: str, model: Named, is_partial: bool) -> dict[str, Leaf]:
+    """What the arrays of a tree are, of which only paths and shapes are looked at. Raises what `named_tensors` does."""
     _, leaves = fitting(arrays, mapping, model)
     left = [path for path in arrays if path not in leaves]
     missing = [path for path in leaves if path not in arrays]
@@ -179,10 +206,11 @@ def named_tensors(tree: Any, mapping: str, model: Named, is_partial: bool = Fals
         )
     if missing and not is_partial:
         raise CheckpointError(f"the tree lacks {listed(missing)} of {model.architecture} as {mapping} keeps it.")
-    found: dict[str, np.ndarray] = {}
     for path, array in arrays.items():
-        found |= tensors_of_leaf(path, array, leaves[path], model)
-    return found
+        if not leaves[path].takes(array.shape, model.sizes):
+            wanted = leaves[path].merged(leaves[path].shape(model.sizes))
+            raise CheckpointError(f"{path} has shape {array.shape}, but the model makes it {wanted}.")
+    return leaves
 
 
 def tree_of(tensors: Mapping[str, Any], mapping: str, model: Named, stacked: bool = False) -> dict[str, Any]:
@@ -208,14 +236,18 @@ def ways_of(mapping: str, model: Named) -> list[tuple[Layout | None, Layers | No
         raise UsageError(f"mapping is {mapping!r}.{did_you_mean(mapping, MAPPINGS)} There are {', '.join(MAPPINGS)}.")
     if mapping == NNX:
         return [(None, None)]
-    layouts = [each for each in LAYOUTS[mapping] if model.architecture in each.architectures]
+    layouts = [
+        each
+        for each in LAYOUTS[mapping]
+        if model.architecture in each.architectures and each.rope_type in (None, model.rope_type)
+    ]
     if not layouts:
-        known = ", ".join(name for each in LAYOUTS[mapping] for name in each.architectures)
+        known = ", ".join(dict.fromkeys(name for each in LAYOUTS[mapping] for name in each.architectures))
         raise UsageError(
             f"the mapping {mapping} has no table for {model.architecture}; it has those of {known}. Send arrays by the "
             "checkpoint's names."
         )
-    return [(layout, layers) for layout in layouts for layers in layout.layers]
+    return [(layouts[0], layers) for layers in layouts[0].layers]
 
 
 def fitting(arrays: Mapping[str, Any], mapping: str, model: Named) -> tuple[int, dict[str, Leaf]]:
@@ -232,8 +264,6 @@ def tensors_of_leaf(path: str, array: Any, leaf: Leaf, model: Named) -> dict[str
     if PADDED in leaf.steps and whole.ndim == len(shape):
         at = leaf.letters.index("V")
         whole = whole[(slice(None),) * at + (slice(shape[at]),)]
-    if whole.shape not in (shape, leaf.merged(shape)):
-        raise CheckpointError(f"{path} has shape {np.shape(array)}, but the model makes it {leaf.merged(shape)}.")
     whole = whole.reshape(shape)
     found = {}
     for place, name in leaf.tensors.items():
@@ -296,14 +326,6 @@ def times_root_width(x: np.ndarray, letters: str, sizes: Sizes, back: bool) -> n
     return x / root if back else x * root
 
 
-def times_rounded_root_width(x: np.ndarray, letters: str, sizes: Sizes, back: bool) -> np.ndarray:
-    """The same, with a scale in bfloat16."""
-    import jax.numpy as jnp
-
-    root = np.float32(jnp.bfloat16(sizes["D"] ** 0.5))
-    return x / root if back else x * root
-
-
 def over_root_head(x: np.ndarray, letters: str, sizes: Sizes, back: bool) -> np.ndarray:
     """Queries with the scale of attention scores."""
     root = np.float32(sizes["H"] ** 0.5)
@@ -321,7 +343,6 @@ def in_pairs(x: np.ndarray, letters: str, sizes: Sizes, back: bool) -> np.ndarra
 STEPS: dict[str, Callable[[np.ndarray, str, Sizes, bool], np.ndarray]] = {
     "plus_one": plus_one,
     "times_root_D": times_root_width,
-    "times_rounded_root_D": times_rounded_root_width,
     "over_root_H": over_root_head,
     "pairs": in_pairs,
 }
@@ -330,15 +351,21 @@ STEPS: dict[str, Callable[[np.ndarray, str, Sizes, bool], np.ndarray]] = {
 # ---- trees -------------------------------------------------------------------------------------------
 
 
-def flat(tree: Any, roots: Sequence[str] = ROOTS) -> dict[str, Any]:
-    """Path -> array: of mappings and lists, of flax's states and modules. `roots`: keys that are left out where they
-    are around the whole tree. Raises CheckpointError for what is no array."""
+def flat(tree: Any) -> dict[str, Any]:
+    """Path -> array, of dicts, lists, `nnx.State`, `nnx.Param`, or a module of nnx, of which parameters are taken.
+    Raises CheckpointError for what is no array."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(tree, nnx.Module):
         tree = nnx.state(tree, nnx.Param)
-    while isinstance(tree, Mapping) and len(tree) == 1 and str(next(iter(tree))) in roots:
-        [tree] = tree.values()
     return dict(walked(tree, ""))
+
+
+def inside(arrays: Mapping[str, Any], mapping: str) -> Mapping[str, Any]:
+    """The arrays by their paths below what frameworks have around a tree."""
+    roots = ROOTS if mapping in LAYOUTS else ROOTS[:1]
+    while any(arrays and all(path.startswith(f"{root}.") for path in arrays) for root in roots):
+        arrays = {path.partition(".")[2]: array for path, array in arrays.items()}
+    return arrays
 
 
 def walked(node: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +28,7 @@ from jax.experimental.transfer import start_transfer_server
 
 from jaxpaged.config.offer_address import joined, offer_address, parsed
 from jaxpaged.errors import ServerError, UsageError
+from jaxpaged.params.framework_trees import flat
 from jaxpaged.params.safetensors_reader import ALL_DTYPES, HeldTensor, TensorEntry
 from jaxpaged.params.safetensors_writer import NAMES
 
@@ -86,13 +87,14 @@ class Manifest(msgspec.Struct, frozen=True):
 class WeightOffer:
     """Weights that engines in other processes may pull, as often as they like, until `close()`.
 
-    `arrays`: by the checkpoint's names, arrays of numpy or JAX. They are copied, so the trainer may train on. `host`
-    and `port`: where to listen, by default for this host alone, at any free port. Whoever can connect gets the weights,
-    unencrypted. Raises UsageError for arrays that cannot be offered, and OSError.
+    `weights`: arrays of numpy or JAX, by the checkpoint's names, or a tree as Tunix, MaxText or flax nnx keeps the
+    model, which engines take by the same `mapping`. They are copied, so the trainer may train on. `host` and `port`:
+    where to listen, by default for this host alone, at any free port. Whoever can connect gets the weights,
+    unencrypted. Raises UsageError for arrays that cannot be offered, CheckpointError for what is no array, and OSError.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], host: str = "127.0.0.1", port: int = 0):
-        shards = {name: shards_of(name, array) for name, array in arrays.items()}
+    def __init__(self, weights: Any, host: str = "127.0.0.1", port: int = 0):
+        shards = {name: shards_of(name, array) for name, array in flat(weights).items()}
         self._tensors = [tensor for tensor, _ in shards.values()]
         self._client = host_device().client
         put = lambda array: jax.device_put(array.reshape(-1).view(np.uint8), host_device())

@@ -81,7 +81,7 @@ decoder.logits_dense.kernel                   DV    lm_head.weight         padde
 """
 
 MAXTEXT_GEMMA = """
-token_embedder.embedding               VD    ~embed_tokens.weight                            {embed},padded
+token_embedder.embedding               VD    ~embed_tokens.weight                            times_root_D,padded
 decoder.decoder_norm.scale             D     ~norm.weight                                    plus_one
 /pre_self_attention_norm{side}.scale   D     ~layers.{L}.input_layernorm.weight              plus_one
 /post_self_attention_norm{side}.scale  D     ~layers.{L}.post_attention_layernorm.weight     plus_one
@@ -129,11 +129,13 @@ class Layers:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tables of one framework for some architectures. `layers`: where it may keep them."""
+    """The tables of one framework for some architectures. `layers`: where it may keep them. `rope_type`: for
+    models that stretch angles so, and before those for all others, where it is None."""
 
     architectures: tuple[str, ...]
     table: str
     layers: tuple[Layers, ...]
+    rope_type: str | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -152,7 +154,7 @@ def filled(table: str, **values: str) -> str:
     return table
 
 
-LLAMAS = ("LlamaForCausalLM",)
+LLAMAS, MISTRALS = ("LlamaForCausalLM",), ("MistralForCausalLM", "MixtralForCausalLM")
 QWENS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 GEMMA2, GEMMA3 = ("Gemma2ForCausalLM",), ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 PLAIN = (Layers("layers.{L}"), Layers("layers_{L}"))
@@ -171,19 +173,15 @@ LAYOUTS: dict[str, Sequence[Layout]] = {
         Layout(GEMMA3, filled(TUNIX_GEMMA, post="post_attention_norm"), PLAIN),
     ),
     "maxtext": (
-        Layout(LLAMAS, filled(MAXTEXT, query="pairs,over_root_H", key="pairs"), (ONE_BY_ONE, SCANNED)),
+        Layout(LLAMAS, filled(MAXTEXT, query="pairs,over_root_H", key="pairs"), (ONE_BY_ONE, SCANNED), "llama3"),
+        Layout((*LLAMAS, *MISTRALS), filled(MAXTEXT, query="over_root_H", key=""), (ONE_BY_ONE, SCANNED)),
         Layout(QWENS, filled(MAXTEXT, query="", key=""), (ONE_BY_ONE, SCANNED)),
-        Layout(("MixtralForCausalLM",), filled(MAXTEXT, query="over_root_H", key=""), (ONE_BY_ONE, SCANNED)),
-        Layout(GEMMA2, filled(MAXTEXT_GEMMA, embed="times_root_D", query="over_root_H"), PAIRED),
-        Layout(
-            GEMMA3,
-            filled(MAXTEXT_GEMMA, embed="times_rounded_root_D", query=""),
-            (ONE_BY_ONE, IN_SIXES),
-        ),
+        Layout(GEMMA2, filled(MAXTEXT_GEMMA, query="over_root_H"), PAIRED),
+        Layout(GEMMA3, filled(MAXTEXT_GEMMA, query=""), (ONE_BY_ONE, IN_SIXES)),
     ),
 }
-"""Framework -> its layouts, which are those of Tunix (`models/*/params*.py`, August 2026) and of MaxText
-(`checkpoint_conversion/utils/param_mapping.py`, v0.2.4)."""
+"""Framework -> its layouts, which are those of Tunix (`models/*/params*.py`, August 2026) and of the models of MaxText
+0.2.5 (`scripts/update_maxtext_goldens.py`)."""
 
 NNX = "nnx"
 """Modules of flax that are called as the checkpoint's are, with flax's own names of arrays."""

@@ -6,13 +6,14 @@ more. The largest one is made first, before any is replaced: if there is room fo
 Programs take parameters as arguments, so nothing is compiled anew.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxpaged.config.offer_address import is_offer
 from jaxpaged.errors import CheckpointError, UsageError
 from jaxpaged.layers.experts import Experts
 from jaxpaged.layers.mlp import Mlp
@@ -20,9 +21,13 @@ from jaxpaged.models.decoder import Attention
 from jaxpaged.models.drafted import DraftedParams
 from jaxpaged.models.joined import joined_params
 from jaxpaged.params.arriving import ArrivingWeights, Model
+from jaxpaged.params.framework_trees import Named, checked_leaves, inside, named_tensors, ways_of
+from jaxpaged.params.offered import pulled
+from jaxpaged.params.orbax_trees import read_tree
 from jaxpaged.params.patches import why_not
 from jaxpaged.params.quantized import is_quantized
 from jaxpaged.params.rooms import Rooms
+from jaxpaged.params.safetensors_reader import TensorEntry
 from jaxpaged.params.sharding import bytes_on_device, param_shapes
 from jaxpaged.params.spec import Spec
 from jaxpaged.worker.engine_spec import EngineSpec
@@ -48,8 +53,12 @@ class WeightUpdate:
         self._arriving = ArrivingWeights(self._models, is_partial)
         self._first: dict[int, Made] = {}  # by stage
 
-    def add(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
-        """See `ArrivingWeights.add`; returns how many bytes have come. Raises CheckpointError, ServerError."""
+    def add(self, weights: Any, mapping: str | None) -> int:
+        """See `ArrivingWeights.add`, or `named_by_framework` with a mapping; returns how many bytes have come. Raises
+        CheckpointError, ServerError, UsageError."""
+        self._arriving.settle()
+        if mapping is not None:
+            weights = named_by_framework(self._stages, weights, mapping, self._arriving.is_partial)
         self._arriving.add(weights)
         return self._arriving.num_bytes
 
@@ -61,11 +70,6 @@ class WeightUpdate:
         """See `ArrivingWeights.take_back`; returns how many bytes are left."""
         self._arriving.take_back()
         return self._arriving.num_bytes
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether parameters that do not come stay."""
-        return self._arriving.is_partial
 
     def check(self) -> None:
         """Raise CheckpointError unless all is there that is to be replaced."""
@@ -162,22 +166,28 @@ class WeightUpdate:
         return joined_params(make) if stage.joins_weights else make()
 
 
-def named_by_framework(stages: Sequence[EngineSpec], tree: Any, mapping: str, is_partial: bool) -> dict[str, Any]:
-    """Arrays by the checkpoint's names, of a framework's tree or a checkpoint of it in orbax format. Raises
-    CheckpointError, UsageError."""
-    from jaxpaged.params.framework_trees import Named, named_tensors  # which few engines need
-    from jaxpaged.params.orbax_trees import read_tree
+def named_by_framework(stages: Sequence[EngineSpec], weights: Any, mapping: str, is_partial: bool) -> dict[str, Any]:
+    """Arrays by the checkpoint's names, of a framework's tree: itself, or where it is, an orbax checkpoint's path or
+    the address of an offer, which is pulled if all of it fits. Raises CheckpointError, ServerError, UsageError."""
+    model = Named.of(stages[-1].decoder, [spec for stage in stages for spec in jax.tree.leaves(stage.specs)])
+    ways_of(mapping, model)  # raises for a mapping that the model has not, before anything is read
 
-    if isinstance(tree, str | Path):
-        tree = read_tree(Path(tree))
-    specs = {
-        name: spec
-        for stage in stages
-        for spec in jax.tree.leaves(stage.specs)
-        for name in spec.tensor_names(stage.decoder.dim_sizes())
-    }
-    config = stages[-1].decoder
-    return named_tensors(tree, mapping, Named(specs, config.dim_sizes(), config.architecture), is_partial)
+    def all_that_fit(entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
+        checked_leaves(inside({entry.name: entry for entry in entries}, mapping), mapping, model, is_partial)
+        return entries
+
+    if isinstance(weights, Sequence):
+        if len(weights) != 1:
+            raise UsageError(
+                f"{len(weights)} paths or addresses came with the mapping {mapping}, which takes one. Begin an update "
+                "with is_partial, and send one after the other."
+            )
+        [source] = weights
+        if is_offer(source):
+            weights = {tensor.name: tensor.array for tensor in pulled(source, all_that_fit)}
+        else:
+            weights = read_tree(Path(source))
+    return named_tensors(weights, mapping, model, is_partial)
 
 
 def adopted(tree: Any, params: Any) -> Any:

@@ -62,7 +62,7 @@ from jaxpaged.worker.step.pooling import Pooler
 from jaxpaged.worker.step.sampler import Sampler
 from jaxpaged.worker.step.zero_pages import has_zero_pages
 from jaxpaged.worker.visual_rows import VisualRows
-from jaxpaged.worker.weight_update import WeightUpdate, adopted, named_by_framework
+from jaxpaged.worker.weight_update import WeightUpdate, adopted
 from jaxpaged.worker.weights import free, return_freed_pages, weights_of
 
 if TYPE_CHECKING:
@@ -371,9 +371,9 @@ class Worker:
         self._check_changeable()
         self.weight_update = WeightUpdate(self.stages, is_partial)
 
-    def receive_weights(self, weights: Sequence[str] | Mapping[str, Any]) -> int:
+    def receive_weights(self, weights: Any, mapping: str | None) -> int:
         """A part of the update, see `WeightUpdate.add`. Raises ConflictError when none was begun, and its errors."""
-        return self._begun().add(weights)
+        return self._begun().add(weights, mapping)
 
     def sums_of_weights(self) -> dict[str, int]:
         """Of the last part that was received, by which processes see whether all have the same."""
@@ -382,12 +382,6 @@ class Worker:
     def take_weights_back(self) -> int:
         """Forget the last part that was received; bytes of the others."""
         return 0 if self.weight_update is None else self.weight_update.take_back()
-
-    def named_weights(self, tree: Any, mapping: str) -> dict[str, Any]:
-        """Arrays of a framework's tree, or of orbax's checkpoint of it, by the checkpoint's names. Raises
-        CheckpointError, UsageError."""
-        is_partial = self.weight_update is not None and self.weight_update.is_partial
-        return named_by_framework(self.stages, tree, mapping, is_partial)
 
     def abandon_weight_update(self) -> None:
         """Forget what has come of an update, if one was begun."""

@@ -108,6 +108,11 @@ def on_four_devices(arrays):
     return {name: jax.device_put(array, NamedSharding(mesh, spec_of(array))) for name, array in arrays.items()}
 
 
+def named(llm):
+    [stage] = llm.collective_rpc(lambda worker: worker.stages)[0]
+    return Named.of(stage.decoder, jax.tree.leaves(stage.specs))
+
+
 def params_of(llm):
     return llm.apply_model(lambda params: params)[0]
 
@@ -141,13 +146,23 @@ def test_afterwards_it_is_an_engine_of_these_weights(llm, folders, answers, way)
 
 @pytest.mark.parametrize("mapping", ["tunix", "maxtext", "nnx"])
 def test_trees_of_frameworks_are_taken_by_a_mapping(llm, folders, answers, mapping):
-    specs = {each.names[0]: spec for spec, each in expected_tensors(llm)}
-    config = llm.collective_rpc(lambda worker: worker.stages[-1].decoder)[0]
-    model = Named(specs, config.dim_sizes(), config.architecture)
-    tree = tree_of(tensors_of(folders[1]), mapping, model)
+    tree = tree_of(tensors_of(folders[1]), mapping, named(llm))
     llm.update_weights(tree, "second", mapping=mapping)
     tokens, logprobs = said(llm)
     assert tokens == answers[1][0] and logprobs == pytest.approx(answers[1][1], abs=1e-4)
+    if mapping == "maxtext":
+        with WeightOffer({"params": tree}) as offer:
+            llm.update_weights(folders[0])
+            for other, words in (("tunix", "the tree has token_embedder"), (None, "has no weight params.")):
+                with pytest.raises(CheckpointError, match=words):
+                    llm.update_weights(offer.address, mapping=other)
+            with pytest.raises(UsageError, match="mapping is 'maxtxt'.* Did you mean 'maxtext'"):
+                llm.update_weights(offer.address, mapping="maxtxt")
+            with pytest.raises(UsageError, match="2 paths or addresses came with the mapping maxtext"):
+                llm.update_weights([offer.address, offer.address], mapping=mapping)
+            assert said(llm) == answers[0]
+            llm.update_weights(offer.address, "pulled", mapping=mapping)
+        assert said(llm) == (tokens, logprobs) and llm.get_weight_version() == "pulled"
     if mapping == "tunix":
         with pytest.raises(CheckpointError, match="the tree lacks embedder.input_embedding"):
             llm.update_weights({"final_norm": tree["final_norm"]}, mapping=mapping)
@@ -165,9 +180,7 @@ def test_weights_come_from_orbax(llm, folders, answers, tmp_path):
     llm.update_weights(converted, "second")
     assert said(llm) == answers[1] and llm.get_weight_version() == "second"
     llm.update_weights(folders[0])
-    config = llm.collective_rpc(lambda worker: worker.stages[-1].decoder)[0]
-    specs = {each.names[0]: spec for spec, each in expected_tensors(llm)}
-    tree = tree_of(tensors_of(folders[1]), "tunix", Named(specs, config.dim_sizes(), config.architecture))
+    tree = tree_of(tensors_of(folders[1]), "tunix", named(llm))
     state = {"params": jax.tree.map(lambda array: {"value": array}, tree), "step": np.ones(())}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "7" / "items", state)
@@ -638,9 +651,7 @@ def test_a_checkpoint_in_fp8_gives_way_to_another_and_to_16_bits(tmp_path):
     llm.update_weights(scales)
     llm.finish_weight_update("second")
     assert said(llm) == after and llm.get_weight_version() == "second"
-    config = llm.collective_rpc(lambda worker: worker.stages[-1].decoder)[0]
-    specs = {name: spec for spec, _ in expected_tensors(llm) for name in spec.tensor_names(config.dim_sizes())}
-    tree = tree_of(tensors[1], "tunix", Named(specs, config.dim_sizes(), config.architecture))
+    tree = tree_of(tensors[1], "tunix", named(llm))
     for weights, mapping in ((folders[1], None), (tensors[1], None), (tree, "tunix")):
         llm.update_weights(folders[0])
         assert said(llm) == before

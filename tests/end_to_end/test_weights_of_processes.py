@@ -33,12 +33,12 @@ class Faults:
             return
         receive = self.receive_weights
 
-        def waiting(weights):
+        def waiting(weights, mapping):
             Path(f"{path}?").touch()
             while not Path(path).exists():
                 time.sleep(0.01)
             del self.receive_weights
-            return receive(weights)
+            return receive(weights, mapping)
 
         self.receive_weights = waiting
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxpaged.errors import CapacityError, CheckpointError, ConflictError, ServerError
+from jaxpaged.errors import CapacityError, CheckpointError, ConflictError, ServerError, UsageError
 
 
 class FakeWeights:
@@ -14,11 +14,13 @@ class FakeWeights:
     def start_weight_update(self, is_partial: bool) -> None:
         self.arrived = []
 
-    def receive_weights(self, weights: Sequence[str]) -> int:
+    def receive_weights(self, weights: Sequence[str], mapping: str | None) -> int:
         if self.arrived is None:
             raise ConflictError("no update of weights was begun.")
         if bad := [each for each in weights if each.endswith("bad")]:
             raise CheckpointError(f"{bad[0]} is truncated")
+        if mapping not in (None, "maxtext"):
+            raise UsageError(f"mapping is {mapping!r}.")
         if "transfer://127.0.0.1:9" in weights:
             raise ServerError("no weights came from the trainer at 127.0.0.1:9: Connection refused.")
         self.arrived.append(weights)

@@ -12,7 +12,6 @@ from safetensors.flax import load_file
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.entrypoints.tunix import BASE, TunixSampler, prompt_width
 from jaxpaged.errors import CheckpointError, RequestError, UsageError
-from jaxpaged.params.expected import expected_of
 from jaxpaged.params.framework_trees import Named, tree_of
 from jaxpaged.params.hub import EMBEDDED_FOLDER
 
@@ -87,12 +86,8 @@ def test_what_it_cannot_do_is_refused(sampler):
 def demo_tree(llm):
     """The embedded model's weights, as Tunix has them."""
     stage = llm.collective_rpc(lambda worker: worker.stages[-1])[0]
-    config = stage.decoder
-    specs = {
-        each.names[0]: spec for spec in jax.tree.leaves(stage.specs) for each in expected_of(spec, config.dim_sizes())
-    }
     tensors = {name: np.asarray(tensor) for name, tensor in load_file(EMBEDDED_FOLDER / "model.safetensors").items()}
-    return tree_of(tensors, "tunix", Named(specs, config.dim_sizes(), config.architecture))
+    return tree_of(tensors, "tunix", Named.of(stage.decoder, jax.tree.leaves(stage.specs)))
 
 
 def test_weights_come_as_tunix_has_them(sampler, llm):

@@ -94,8 +94,8 @@ class Receiver:
         self.sums, self.num_taken_back, self.has_dropped = sums, 0, threading.Event()
         self.start_profile = self.stop_profile = None
 
-    def receive_weights(self, weights):
-        assert weights == ["/w"] and self.has_dropped.wait(20)
+    def receive_weights(self, weights, mapping):
+        assert (weights, mapping) == (["/w"], None) and self.has_dropped.wait(20)
         return 7
 
     def sums_of_weights(self):
@@ -123,7 +123,7 @@ def test_all_receive_the_same_weights_beside_what_else_they_do_or_none_has_them(
     for post, worker in zip(members.posts, workers[1:]):
         in_thread(Follower(post, SimpleNamespace(worker=worker)).run)
     everybody = Everybody(workers[0], members.group)
-    receiving = in_thread(everybody.receive_weights, ["/w"])
+    receiving = in_thread(everybody.receive_weights, ["/w"], None)
     everybody.drop_lora(2)
     if words is None:
         assert receiving() == 7

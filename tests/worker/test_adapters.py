@@ -217,7 +217,7 @@ def test_magnitudes_and_other_weights_exclude_each_other(folder):
         worker.drop_lora(1)
         engine.read(2)
         worker.start_weight_update(is_partial=False)
-        worker.receive_weights([str(folder / "model.safetensors")])
+        worker.receive_weights([str(folder / "model.safetensors")], None)
         worker.check_weight_update()
         worker.finish_weight_update("step 1")
         with pytest.raises(CheckpointError, match="those of update 'step 1' compute"):

@@ -18,7 +18,7 @@ from jaxpaged.engine.observability.logprob_difference import LogprobDifference
 from jaxpaged.engine.sleep import MODES
 from jaxpaged.entrypoints.http.body import check_media_type, json_response, read_body, read_struct, struct_of
 from jaxpaged.entrypoints.http.endpoint import flag
-from jaxpaged.errors import CapacityError, CheckpointError, ServerError
+from jaxpaged.errors import CapacityError, CheckpointError, ConflictError, ServerError, UsageError
 from jaxpaged.messages import WeightInfo
 from jaxpaged.serving.adapter_resolvers import below
 from jaxpaged.serving.errors import ErrorKind, ServingError, scrubbed
@@ -44,10 +44,12 @@ class StartRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """Safetensors files, or folders of them; or the address where a trainer offers arrays."""
+    """Safetensors files, or folders of them; or the address where a trainer offers arrays. `mapping`: there is a tree
+    of a framework, in an orbax checkpoint or an offer; see `LLM.update_weights`."""
 
     paths: list[str] = []
     address: str = ""
+    mapping: str | None = None
 
 
 class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,8 +146,10 @@ class Weights:
         body = await read_struct(request, UpdateRequest, self._service.max_body_bytes)
         part = self._allowed(body.update_info)
         try:
-            num_bytes = await self._service.engine.update_weights(part)
-        except CheckpointError as error:
+            num_bytes = await self._service.engine.update_weights(part, body.update_info.mapping)
+        except ConflictError:
+            raise
+        except (CheckpointError, UsageError) as error:
             raise ServingError(scrubbed(str(error)), "update_info") from error
         except ServerError as error:
             raise ServingError(scrubbed(str(error)), kind=ErrorKind.UNAVAILABLE) from error

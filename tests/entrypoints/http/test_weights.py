@@ -114,13 +114,17 @@ def test_weights_are_pulled_from_hosts_that_are_allowed(serving):
         init = await server.admin.post("/init_weight_transfer_engine", {"init_info": {"backend": "transfer"}})
         none = await server.admin.post("/init_weight_transfer_engine", {"init_info": {"backend": "file"}})
         await server.admin.post("/start_weight_update", {})
-        parts = [{"update_info": {"address": f"transfer://{host}:9"}} for host in ("trainer", "127.0.0.1")]
-        return init, none, *[await server.admin.post("/update_weights", part) for part in parts]
+        parts = [{"address": f"transfer://{host}:9"} for host in ("trainer", "127.0.0.1")]
+        parts += [{**parts[0], "mapping": mapping} for mapping in ("maxtext", "maxtxt")]
+        return init, none, *[await server.admin.post("/update_weights", {"update_info": part}) for part in parts]
 
-    init, none, taken, gone = serving(scenario, options={"allowed_weight_hosts": ["127.0.0.1", "trainer"]})
+    init, none, taken, gone, tree, unknown = serving(
+        scenario, options={"allowed_weight_hosts": ["127.0.0.1", "trainer"]}
+    )
     assert (init.status, none.status, taken.status) == (200, 400, 200)
     assert taken.json["num_bytes"] == 1
     assert gone.status == 503 and "no weights came from the trainer at" in gone.error["message"]
+    assert tree.status == 200 and unknown.status == 400 and "mapping is 'maxtxt'" in unknown.error["message"]
 
 
 def test_a_pause_and_that_weights_do_not_change_without_a_folder(serving):
