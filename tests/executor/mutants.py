@@ -95,8 +95,8 @@ MUTANTS = (
         "adapter",
         (
             "an adapter is read within a step",
-            'args=(command, read), name="adapter reader", daemon=True).start()',
-            "args=(command, read)).run()",
+            'args=answering, name="reader", daemon=True).start()',
+            "args=answering).run()",
         ),
     ),
     *_of(

@@ -69,6 +69,7 @@ def test_who_is_alone_is_never_stopped_and_who_leaves_goes_on(tmp_path):
         with turns.taken_by(first_runner):
             time.sleep(0.1)
             assert state(first.pid) != "T"
+            began = time.perf_counter()
             with turns.taken_by(second_runner):
                 seen = set()
                 for _ in range(200):
@@ -76,7 +77,7 @@ def test_who_is_alone_is_never_stopped_and_who_leaves_goes_on(tmp_path):
                     seen.add((state(first.pid) == "T", state(second.pid) == "T"))
                 assert {(True, False), (False, True)} <= seen
             assert state(first.pid) != "T" and state(second.pid) != "T"
-        assert first_runner._clock.stopped_seconds[0] == pytest.approx(0.2, abs=0.1)
+            assert 0 < first_runner._clock.stopped_seconds[0] < time.perf_counter() - began
     finally:
         for process in (first, second):
             os.killpg(process.pid, signal.SIGKILL)
