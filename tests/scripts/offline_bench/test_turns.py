@@ -49,10 +49,10 @@ def test_two_processes_never_run_side_by_side_and_each_sees_its_own_time(tmp_pat
     (first, first_runner), (second, second_runner) = start(tmp_path, 0.7), start(tmp_path, 0.7)
     with turns.taken_by(first_runner, second_runner):
         told = [json.loads(process.stdout.readline()) for process in (first, second)]
-    assert time.perf_counter() - begin > 1.3  # they had to share
+    elapsed = time.perf_counter() - begin
+    assert 1.4 <= sum(one["own"] for one in told) < elapsed + 0.1  # they had to share
     for one in told:
-        assert one["own"] == pytest.approx(0.7, abs=0.1)  # however long it was stopped
-        assert one["monotonic"] == pytest.approx(0.7, abs=0.1)
+        assert one["monotonic"] == pytest.approx(one["own"], abs=0.1)  # however long it was stopped
     assert len(told[0]["ran"]) >= 3 and len(told[1]["ran"]) >= 3
     overlaps = [min(a[1], b[1]) - max(a[0], b[0]) for a in told[0]["ran"][1:] for b in told[1]["ran"][1:]]
     assert max(overlaps) < 0.02
