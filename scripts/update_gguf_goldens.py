@@ -215,21 +215,18 @@ def sentencepieces(folder: Path, corpus: list[str], prefix: bool) -> dict[str, A
     """Facts of a vocabulary of pieces with scores, and bytes for what they lack."""
     import sentencepiece
 
-    lines = [line for text in corpus for line in text.splitlines() if line.strip()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_prefix=str(folder / "spm"),
+    path = trained_pieces(
+        folder,
+        corpus,
         vocab_size=900,
         model_type="bpe",
         byte_fallback=True,
         add_dummy_prefix=prefix,
         remove_extra_whitespaces=False,
         normalization_rule_name="identity",
-        character_coverage=0.99,
         user_defined_symbols=["<|im_start|>"],
-        minloglevel=2,
     )
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spm.model"))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     ids = range(model.get_piece_size())
     kinds = [6 if model.is_byte(i) else 3 if model.is_control(i) else 2 if model.is_unknown(i) else 1 for i in ids]
     tokens = [model.id_to_piece(i) for i in ids]
@@ -239,6 +236,20 @@ def sentencepieces(folder: Path, corpus: list[str], prefix: bool) -> dict[str, A
     return {**facts, "unknown_token_id": model.unk_id()}
 
 
+def trained_pieces(folder: Path, corpus: list[str], **settings: Any) -> Path:
+    """The file of a vocabulary that sentencepiece makes of texts."""
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in corpus for line in text.splitlines() if line.strip()]),
+        model_prefix=str(folder / "pieces"),
+        character_coverage=0.99,
+        minloglevel=2,
+        **settings,
+    )
+    return folder / "pieces.model"
+
+
 RULES = (("\t", " "), ("\n", " "), ("\r", ""), ("ﬁ", "fi"), ("１", "1"), ("é", "e\u0301"), ("\u200d", " "))
 """What letters become before texts are split."""
 
@@ -246,7 +257,6 @@ RULES = (("\t", " "), ("\n", " "), ("\r", ""), ("ﬁ", "fi"), ("１", "1"), ("é
 def likeliest_pieces(folder: Path, corpus: list[str], merged: bool) -> dict[str, Any]:
     """Facts of a vocabulary of pieces with the logarithms of how likely they are, as XLM-RoBERTa's files have it.
     `merged`: several spaces are one, and letters are replaced."""
-    import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
     def codes(text: str) -> str:
@@ -254,20 +264,12 @@ def likeliest_pieces(folder: Path, corpus: list[str], merged: bool) -> dict[str,
 
     rules = folder / "rules.tsv"
     rules.write_text("".join(f"{codes(found)}\t{codes(made)}\n" for found, made in RULES), encoding="utf-8")
-    lines = [line for text in corpus for line in text.splitlines() if line.strip()]
     normalized = {"normalization_rule_tsv": str(rules)} if merged else {"normalization_rule_name": "identity"}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_prefix=str(folder / "unigram"),
-        vocab_size=400,
-        model_type="unigram",
-        remove_extra_whitespaces=merged,
-        character_coverage=0.99,
-        minloglevel=2,
-        **normalized,
+    path = trained_pieces(
+        folder, corpus, vocab_size=400, model_type="unigram", remove_extra_whitespaces=merged, **normalized
     )
     model = sentencepiece_model_pb2.ModelProto()
-    model.ParseFromString((folder / "unigram.model").read_bytes())
+    model.ParseFromString(path.read_bytes())
     pieces = [(piece.piece, piece.score) for piece in model.pieces][3:]
     filled = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *pieces, ("[PAD401]", -10_000.0)]
     facts = {
